@@ -32,8 +32,8 @@ def test_the_page_lists_what_binds_each_op(
 def test_an_op_that_nothing_binds_is_told(
     tool: dict[str, object], uses: dict[str, set[str]]
 ) -> None:
-    changed = {**uses, "linear": set(), "copy_pages": {"somewhere"}}
+    changed = {**uses, "linear": set(), "greedy_verify": {"somewhere"}}
     assert tool["faults"](changed) == [  # type: ignore[operator]
         "linear is bound by nothing: bind it, or delete it",
-        "copy_pages is bound: take it out of UNBOUND",
+        "greedy_verify is bound: take it out of UNBOUND",
     ]

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer_ops.caches import copy_pages, gather_cache, reshape_and_cache
+from interposer_ops.caches import gather_cache, reshape_and_cache
 
 Shape = tuple[int, int, int, int]
 
@@ -126,20 +126,3 @@ def test_what_was_written_is_gathered(
     starts, lengths = (torch.tensor(column) for column in zip(*sequences, strict=True))
     found = gather_cache(cache, table, lengths, starts, int(lengths.sum()) + spare)
     assert torch.equal(found, torch.cat(expected))
-
-
-@given(writes())
-def test_copies_of_pages_are_copies_and_nothing_else_changes(
-    write: tuple[Shape, list[int], int],
-) -> None:
-    shape, _, seed = write
-    generator = torch.Generator().manual_seed(seed)
-    keys, values = torch.randn(2, *shape, generator=generator).unbind()
-    before = keys.clone(), values.clone()
-    pages = torch.randperm(shape[0], generator=generator)
-    targets = pages[1:3]
-    copy_pages(keys, values, pages[:1].repeat(len(targets)), targets)
-    for page in range(shape[0]):
-        source = int(pages[0]) if page in targets.tolist() else page
-        assert torch.equal(keys[page], before[0][source])
-        assert torch.equal(values[page], before[1][source])

@@ -269,6 +269,7 @@ class LanguageModel:
         items = tensors.items() if isinstance(tensors, Mapping) else tensors
         with self.engine.numerics():
             moved = self.weights.update(items, f"update of {self.path}")
+        self.engine.forget_prefixes()
         if moved and self.engine.graphs is not None:
             self.engine.graphs.forget()
         if moved and self.engine.compiled is not None:

@@ -48,6 +48,7 @@ from interposer_models._engine.cache_budget import (
     spare_pages_for,
 )
 from interposer_models._engine.cache_shape import CacheShape
+from interposer_models._engine.caches import slots_for
 from interposer_models._engine.compiled_artifacts import CompiledArtifacts, artifacts_key
 from interposer_models._engine.compiled_model import CompiledModel, backend_name, judge_compiler
 from interposer_models._engine.decode_graphs import Capture
@@ -169,6 +170,7 @@ def load(
     memory_fraction: float | None = None,
     max_sequences: int = 64,
     max_step_tokens: int = 2048,
+    prefix_cache: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageModel:
     """Load a model of Hugging Face, or a file that a plugin reads, ready to generate.
@@ -190,6 +192,8 @@ def load(
             measure no step.
         max_sequences: how many requests run at once; more wait.
         max_step_tokens: tokens of one step; a longer prompt is computed in chunks.
+        prefix_cache: prompts that begin alike share the pages of their common beginning, which
+            stay in the cache until its room is wanted. Not for models with windows or states.
         progress: told ``(bytes done, bytes in all)`` while weights load.
     Raises:
         CheckpointError: the directory is incomplete or contradicts itself; there is no model of
@@ -199,7 +203,7 @@ def load(
         NoCandidateError: nothing that is installed can serve a part of the model.
         ConfigError: a size is not a positive integer, a fraction not one, the cache exceeds the
             free memory, no memory is left for it, a quantized checkpoint is to be quantized by
-            another method, or graphs or compilation are asked for that cannot be.
+            another method, or graphs, compilation or a prefix cache are asked for that cannot be.
     """
     sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
     check_sizes(**sizes, cache_tokens=cache_tokens)
@@ -253,6 +257,7 @@ def load(
             numerics=planned.numerics,
             seed=policy.seed,
             compiled=compiled,
+            prefix_cache=prefix_cache,
             **sizes,
         )
 
@@ -346,7 +351,7 @@ def _shape(planned: Plan, max_sequences: int, max_step_tokens: int) -> CacheShap
 def _state_bytes(planned: Plan, max_sequences: int) -> int:
     """Return the bytes of what layers keep of so many sequences besides pages."""
     layouts: list[StateLayout] = [layer.state_layout() for layer in planned.model.state_layers]
-    return Engine.slots_for(max_sequences) * sum(layout.slot_bytes() for layout in layouts)
+    return slots_for(max_sequences) * sum(layout.slot_bytes() for layout in layouts)
 
 
 def _check_fraction(memory_fraction: float | None, cache_tokens: int | None) -> None:

@@ -59,6 +59,12 @@ class Metrics:
         scheduler, pool = engine.scheduler, engine.pool
         self._gauge("sequences_running", "Sequences in the batch.", lambda: len(scheduler.running))
         self._gauge("sequences_waiting", "Sequences in the queue.", lambda: len(scheduler.waiting))
+        if (prefixes := engine.prefixes) is not None:
+            self._gauge(
+                "shared_prompt_tokens",
+                "Tokens of prompts that were in the cache already.",
+                lambda: prefixes.shared_tokens,
+            )
         self._gauge("cache_pages", "Pages of the cache.", lambda: pool.num_pages)
         self._gauge(
             "cache_pages_held", "Pages that are held.", lambda: pool.num_pages - pool.num_free

@@ -84,6 +84,7 @@ class Adapters:
                 "Try: finish or cancel them first"
             )
         self._set({other: held for other, held in self._loaded.items() if other != name})
+        self._engine.forget_prefixes()  # another adapter may get the name
 
     def _set(self, adapters: Mapping[str, Adapter]) -> None:
         engine, names = self._engine, tuple(adapters)

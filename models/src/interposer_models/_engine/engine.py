@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import operator
 import secrets
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, nullcontext
@@ -16,21 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from interposer import AttentionBackend
 from interposer.errors import RequestError, UnknownNameError
 from interposer_models._engine.batch import StepBatch
-from interposer_models._engine.cache_shape import CacheShape
+from interposer_models._engine.caches import Caches
 from interposer_models._engine.compiled_model import CompiledModel
 from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.decode_graphs import Capture, DecodeGraphs, Plans
 from interposer_models._engine.graph_buckets import GraphBuckets
 from interposer_models._engine.logit_edits import RequestEdits
 from interposer_models._engine.paged_model import PagedModel
-from interposer_models._engine.pages import PagePool
+from interposer_models._engine.prefix_pages import PrefixPool, PrefixStatistics
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.scheduler import Chunk, Scheduler
 from interposer_models._engine.sequence import Sequence
-from interposer_ops.devices.host_memory import cache_memory
 from interposer_ops.layers.sampler import Sampler, SamplingBatch
 from interposer_ops.layers.states import StateBatch
 
@@ -79,6 +76,7 @@ class Engine:
         numerics: Callable[[], AbstractContextManager[None]] = nullcontext,
         seed: int | None = None,
         compiled: Callable[[Any, list[torch.Tensor]], CompiledModel] | None = None,
+        prefix_cache: bool = False,
     ) -> None:
         """Allocate the cache.
 
@@ -89,6 +87,8 @@ class Engine:
             numerics: of the platform, the block in which every step computes.
             seed: of the noise of requests that name none of their own; None draws it.
             compiled: returns the compiled form of a model over these caches.
+            prefix_cache: pages of equal beginnings are shared, see ``PrefixPool``.
+        Raises: ConfigError: ``prefix_cache`` of a model that keeps more than pages of all tokens.
         """
         self.numerics = numerics
         self._seeds = None if seed is None else Random(seed)
@@ -96,28 +96,13 @@ class Engine:
         self.sampler = sampler
         self.device = device
         self.stop_token_ids = stop_token_ids
-        self._states = [layer.state_layout() for layer in getattr(model, "state_layers", ())]
-        num_slots = self.slots_for(max_sequences) if self._states else 0
-        self.backends = [layer.backend for layer in model.attention_layers]
-        shape = CacheShape.of(self.backends, page_size, max_sequences, max_step_tokens)
-        self._places = {backend: shape.place(backend) for backend in self.backends}
-        self.pools = [
-            PagePool(
-                group.num_pages(num_pages),
-                page_size,
-                0 if number else num_slots,
-                group.seen_tokens,
-            )
-            for number, group in enumerate(shape.groups)
-        ]
-        self.pool = self.pools[0]
+        sizes = page_size, num_pages, max_sequences, max_step_tokens
+        held = Caches(model, *sizes, prefix_cache)
+        self.backends, self.pools, self._places = held.backends, held.pools, held.places
+        self.pool, self._num_states = self.pools[0], held.num_states
         self._edits = RequestEdits(sampler, model.config.vocab_size, stop_token_ids, device)
         self.scheduler = Scheduler(self.pools, max_sequences, max_step_tokens)
         self.graphs: DecodeGraphs | None = None
-        firsts = [
-            pool.num_pages + group.num_zero_pages
-            for pool, group in zip(self.pools, shape.groups, strict=True)
-        ]
         num_spare = 0
         if capture is not None:
             # What a graph reads must not move, so that the table has to be whole from the start.
@@ -129,41 +114,28 @@ class Engine:
                 capture,
                 buckets,
                 page_size=page_size,
-                spare_pages=[range(first, first + num_spare) for first in firsts],
+                spare_pages=held.spare_pages(num_spare),
                 device=device,
                 backends=self._places,
                 model=model if isinstance(model, nn.Module) else None,
-                with_states=bool(self._states),
+                with_states=bool(self._num_states),
                 required=graphs_required,
             )
-        shared = {
-            backend: iter(
-                self._allocated(backend, count, firsts[self._places[backend]] + num_spare)
-            )
-            for backend, count in Counter(self.backends).items()
-        }
-        self.caches: list[Any] = [next(shared[backend]) for backend in self.backends]
-        self.caches += [state.allocate(num_slots, device, cache_memory) for state in self._states]
+        self.caches = held.allocate(device, num_spare)
         self.compiled = None if compiled is None else compiled(model, self.caches)
         # The compiler makes code of its own for a size of 1, which a table seldom has.
         self._min_pages = 1 if compiled is None else 2
         self._ids = itertools.count()
 
-    def _allocated(
-        self, backend: AttentionBackend, num_layers: int, num_pages: int
-    ) -> list[torch.Tensor]:
-        """Return the caches of the layers of a backend, with the page of zeros where it has one."""
-        layout, pool = backend.kv_layout(), self.pools[self._places[backend]]
-        caches = layout.allocate(num_layers, num_pages, self.device, cache_memory)
-        if pool.seen_tokens is not None:
-            for cache in caches:
-                cache.select(layout.page_axis, pool.zero_page).zero_()
-        return caches
+    @property
+    def prefixes(self) -> PrefixStatistics | None:
+        """Return what the prefix cache has saved; None without one."""
+        return self.pool.statistics if isinstance(self.pool, PrefixPool) else None
 
-    @staticmethod
-    def slots_for(max_sequences: int) -> int:
-        """Return how many sequences have a state at most: those that run, and that of a call."""
-        return max_sequences + 1
+    def forget_prefixes(self) -> None:
+        """Compute all prompts anew, as after other weights or adapters."""
+        if isinstance(self.pool, PrefixPool):
+            self.pool.forget()
 
     @property
     def cache_bytes(self) -> int:
@@ -288,7 +260,7 @@ class Engine:
     def _batch(self, chunks: list[Chunk]) -> StepBatch:
         if self.adapters is not None:
             self.adapters.assign(chunks)
-        page_size, has_states = self.pool.page_size, bool(self._states)
+        page_size, has_states = self.pool.page_size, bool(self._num_states)
         return StepBatch.build(chunks, page_size, self.device, self._min_pages, has_states)
 
     def forward(
@@ -309,8 +281,8 @@ class Engine:
                     plans[backend] = backend.plan(batch.by_pool[self._places[backend]])
             model: Callable[..., torch.Tensor] = self.compiled or self.model
             planned_layers = [plans[backend] for backend in self.backends]
-            if self._states:
-                planned_layers += [StateBatch.of(batch.attention)] * len(self._states)
+            if self._num_states:
+                planned_layers += [StateBatch.of(batch.attention)] * self._num_states
             return model(batch.token_ids, batch.positions, self.caches, planned_layers, rows)
 
     def checked_tokens(self, token_ids: Items[int]) -> list[int]:

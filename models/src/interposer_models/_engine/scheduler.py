@@ -7,6 +7,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from interposer_models._engine.pages import PagePool
+from interposer_models._engine.prefix_pages import PrefixPool
 from interposer_models._engine.sequence import Sequence
 
 
@@ -43,6 +44,7 @@ class Scheduler:
         self._windowed = [
             (number, pool) for number, pool in enumerate(pools) if pool.seen_tokens is not None
         ]
+        self._prefixes = pools[0] if isinstance(pools[0], PrefixPool) else None
 
     @property
     def busy(self) -> bool:
@@ -74,6 +76,8 @@ class Scheduler:
                 break
             if sequence not in self.running:
                 continue  # gave its pages to an older one just now
+            if self._prefixes is not None and not sequence.pages[0]:
+                self._prefixes.join(sequence)
             wanted = min(len(sequence) - sequence.num_computed, budget)
             for _, pool in self._windowed:
                 # A small pool takes a long chunk in parts, between which pages come back.
@@ -100,8 +104,10 @@ class Scheduler:
     def advance(self, chunks: Items[Chunk]) -> None:
         """Count the tokens of chunks as computed, and take back the pages that none sees now."""
         for chunk in chunks:
-            sequence = chunk.sequence
+            sequence, first = chunk.sequence, chunk.sequence.num_computed
             sequence.num_computed += chunk.num_tokens
+            if self._prefixes is not None:
+                self._prefixes.learn(sequence, first)
             for number, pool in self._windowed:
                 pool.trim(sequence.pages[number], sequence.num_computed)
 

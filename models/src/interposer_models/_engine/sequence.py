@@ -19,8 +19,10 @@ class Sequence:
 
     Attributes:
         num_computed: tokens whose keys and values are in the cache.
+        num_shared: first tokens of these that were there already when it began.
         seed: of this request's noise, drawn if the parameters name none.
         pages: cache pages that it holds in each pool, in order.
+        page_keys: by which whole pages are known, where they are; see ``PrefixPool``.
         state_slot: row of the states that it holds; -1 while it has none.
         matcher: of its constraint, which is where its output is; None without one.
         top_logprobs: of each token of the output, where the parameters ask for them.
@@ -33,7 +35,9 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     num_computed: int = 0
+    num_shared: int = 0
     pages: list[list[int]] = field(default_factory=lambda: [[]])
+    page_keys: list[bytes] = field(default_factory=list)
     state_slot: int = -1
     finish_reason: FinishReason | None = None
     matcher: Matcher | None = None

@@ -12,7 +12,6 @@ from interposer.tooling import lazy_attributes
 if TYPE_CHECKING:
     from interposer_ops.caches._cache_writer import CacheWriter
     from interposer_ops.caches._kv_cache import (
-        copy_pages,
         cumulated,
         gather_cache,
         read_slots,
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "CacheWriter", "copy_pages", "cumulated", "gather_cache", "gather_cache_fp8",
+    "CacheWriter", "cumulated", "gather_cache", "gather_cache_fp8",
     "gather_cache_int8", "read_slots", "reshape_and_cache", "reshape_and_cache_fp8",
     "reshape_and_cache_int8", "write_latent_cache",
 ]
@@ -39,7 +38,7 @@ __getattr__ = lazy_attributes(
     {
         "interposer_ops.caches._cache_writer": "CacheWriter",
         "interposer_ops.caches._kv_cache": (
-            "copy_pages cumulated gather_cache read_slots reshape_and_cache write_latent_cache"
+            "cumulated gather_cache read_slots reshape_and_cache write_latent_cache"
         ),
         "interposer_ops.caches._quantized_cache": (
             "gather_cache_fp8 gather_cache_int8 reshape_and_cache_fp8 reshape_and_cache_int8"

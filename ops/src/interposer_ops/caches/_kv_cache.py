@@ -67,21 +67,6 @@ def gather_cache(
     return gathered_rows(cache, page_table, seq_lens, starts, num_tokens)
 
 
-@_op("copy_pages", sample=False, mutates=("key_cache", "value_cache"))
-def copy_pages(key_cache: Tensor, value_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy whole pages of keys and values, as when a sequence is forked.
-
-    Args:
-        key_cache: ``[P, S, K, D]``, any float dtype, written in place; pages may skip memory.
-        value_cache: shape and dtype of ``key_cache``, written in place; pages may skip memory.
-        sources: ``[C]`` int64, pages; one may be copied to several targets.
-        targets: ``[C]`` int64, distinct pages, none of them a source.
-    Dims: num_kv_heads, head_size, page_size.
-    """
-    key_cache[targets] = key_cache[sources]
-    value_cache[targets] = value_cache[sources]
-
-
 @_op(
     "write_latent_cache",
     batch_invariant=True,

@@ -124,40 +124,6 @@ def gather_cache_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: i
     return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
 
 
-def _copy_pages(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    num_sources, num_targets = point["copies"]
-    shape = (num_sources + num_targets + 2, point["page size"], *point["heads"])
-    pages = torch.randperm(shape[0], generator=generator)
-    sources, targets = pages[:num_sources], pages[num_sources : num_sources + num_targets]
-    repeats = -(-num_targets // max(num_sources, 1))
-    keys, values = caches(shape, dtype)
-    for cache in (keys, values):
-        cache[sources] = normal((num_sources, *shape[1:]), dtype, generator)
-    arguments = {
-        "key_cache": keys,
-        "value_cache": values,
-        "sources": sources.repeat(repeats)[:num_targets],
-        "targets": targets,
-    }
-    return Case("", arguments, point_dims(point), reduction=0)
-
-
-copy_pages_cases = CaseSpace(
-    _copy_pages,
-    Axis("copies", {"several": (5, 5), "one": (1, 1), "forked": (2, 5), "none": (2, 0)}),
-    Axis("heads", HEADS),
-    Axis("page size", PAGE_SIZES),
-    dtypes=_COPIED,
-    strided={
-        **dict.fromkeys(("key_cache", "value_cache"), "outer"),
-        **dict.fromkeys(("sources", "targets"), "offset"),
-    },
-    crossed={"copies": ("forked",), "heads": ("", "odd sizes"), "page size": ("", "page of one")},
-    alone={"copies": ("none",)},
-)
-"""One page for one other, and for several; what is neither source nor target holds NaN."""
-
-
 _LATENT_SIZES = {  # C, R
     "": (128, 64),
     "of DeepSeek-V3": (512, 64),

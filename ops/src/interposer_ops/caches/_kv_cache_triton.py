@@ -7,7 +7,6 @@ size, C copies or latent size, R rotary size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -69,22 +68,6 @@ def gather_cache_fp8_triton(
     out = torch.empty(shape, dtype=out_dtype, device=cache.device)
     _gather(cache, page_table, seq_lens, starts, scale, out)
     return out
-
-
-@triton_kernel("copy_pages", dtypes=COPIED)
-def copy_pages_triton(
-    key_cache: Tensor, value_cache: Tensor, sources: Tensor, targets: Tensor
-) -> None:
-    """Compute ``copy_pages``; a page is a row."""
-    num_copies, width = sources.shape[0], math.prod(key_cache.shape[1:])
-    if num_copies == 0 or width == 0:
-        return
-    tile = row_tile("copy_pages", key_cache.device, width)
-    _copy[(tile.row_blocks(num_copies), tile.column_blocks(width))](
-        _bits(key_cache), _bits(value_cache), sources, targets, num_copies, key_cache.stride(0),
-        value_cache.stride(0),
-        WIDTH=width, **tile.options,
-    )  # fmt: skip
 
 
 @triton_kernel("write_latent_cache")
@@ -225,22 +208,6 @@ def _gather_rows(
 
 
 @triton.jit
-def _copy(
-    key_cache, value_cache, sources, targets, num_copies, key_stride, value_stride,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    copy = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (copy < num_copies) & (column < WIDTH)
-    source = tl.load(sources + copy, mask=copy < num_copies, other=0)
-    target = tl.load(targets + copy, mask=copy < num_copies, other=0)
-    k = tl.load(key_cache + source * key_stride + column, mask=inside)
-    v = tl.load(value_cache + source * value_stride + column, mask=inside)
-    tl.store(key_cache + target * key_stride + column, k, mask=inside)
-    tl.store(value_cache + target * value_stride + column, v, mask=inside)
-
-
-@triton.jit
 def _store_latents(
     latent, rope_key, cache, slots, num_tokens, latent_stride, rope_key_stride, page_stride,
     PAGE_SIZE: tl.constexpr, LATENT_SIZE: tl.constexpr, ROTARY_SIZE: tl.constexpr,
@@ -272,7 +239,6 @@ def stored_as(dtype: torch.dtype) -> dict[str, Any]:
 
 _CACHE = (100, 16, 8, 128)
 _SEQUENCES = ((INT64, 32, 64), (INT64, 32), (INT64, 32))  # page table, lengths, starts
-_PAGES = ((INT64, 32), (INT64, 32))  # sources, targets
 
 
 def _written(dtype: torch.dtype, *scales: Any) -> Callable[..., Any]:
@@ -312,13 +278,6 @@ BUILDS = (
         "float8_e5m2, one scale",
         given((E5M2, *_CACHE), *_SEQUENCES, (FP32, 1), 2048, BF16),
         **stored_as(E5M2),
-    ),
-    Build("copy_pages_triton", "8 heads of 128", given((BF16, *_CACHE), (BF16, *_CACHE), *_PAGES)),
-    Build(
-        "copy_pages_triton",
-        "float8_e4m3fn",
-        given((E4M3, *_CACHE), (E4M3, *_CACHE), *_PAGES),
-        "float8_e4m3fn",
     ),
     Build(
         "write_latent_cache_triton",

@@ -65,6 +65,9 @@ def serve(
     cache_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens that the cache holds; else what fits.")
     ] = None,
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Compute the common beginning of prompts once.")
+    ] = False,
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     platform: PlatformName = None,
@@ -104,6 +107,7 @@ def serve(
             quantization=quantization,
             cache_tokens=cache_tokens,
             max_sequences=max_sequences,
+            prefix_cache=prefix_cache,
         )
         for each, folder in adapters.items():
             model.load_adapter(each, folder)

@@ -1,0 +1,100 @@
+"""The pools of pages of a model's layers, and the memory that they number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from interposer import AttentionBackend
+from interposer_models._engine.cache_shape import CacheShape
+from interposer_models._engine.paged_model import PagedModel
+from interposer_models._engine.pages import PagePool
+from interposer_models._engine.prefix_pages import PrefixPool, check_shared_prefixes
+from interposer_ops.devices.host_memory import cache_memory
+
+
+class Caches:
+    """The pages and states of the layers of a model.
+
+    Attributes:
+        backends: of the attention layers, in order.
+        places: the number of each backend's pool.
+        pools: of pages; that of the layers that see farthest is the first one.
+        num_states: layers with a state, for each of whose rows the first pool has a number.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        page_size: int,
+        num_pages: int,
+        max_sequences: int,
+        max_step_tokens: int,
+        prefix_cache: bool = False,
+    ) -> None:
+        """Take no memory yet.
+
+        Args:
+            num_pages: that tokens of all sequences may take; layers with windows have fewer.
+            prefix_cache: pages of equal beginnings are shared, see ``PrefixPool``.
+        Raises: ConfigError: ``prefix_cache`` of a model that keeps more than pages of all tokens.
+        """
+        self._states = [layer.state_layout() for layer in getattr(model, "state_layers", ())]
+        self.num_states = len(self._states)
+        self._num_slots = slots_for(max_sequences) if self._states else 0
+        self.backends = [layer.backend for layer in model.attention_layers]
+        shape = CacheShape.of(self.backends, page_size, max_sequences, max_step_tokens)
+        self.places = {backend: shape.place(backend) for backend in self.backends}
+        self.pools = [
+            PagePool(
+                group.num_pages(num_pages),
+                page_size,
+                0 if number else self._num_slots,
+                group.seen_tokens,
+            )
+            for number, group in enumerate(shape.groups)
+        ]
+        self._firsts = [
+            pool.num_pages + group.num_zero_pages
+            for pool, group in zip(self.pools, shape.groups, strict=True)
+        ]
+        if prefix_cache:
+            check_shared_prefixes(self.pools, bool(self._states))
+            self.pools = [PrefixPool(num_pages, page_size)]
+
+    def spare_pages(self, count: int) -> list[range]:
+        """Return, for each pool, numbers of pages that no sequence is given."""
+        return [range(first, first + count) for first in self._firsts]
+
+    def allocate(self, device: str, num_spare: int) -> list[Any]:
+        """Return the cache of each attention layer, then the states of the others.
+
+        Args:
+            num_spare: pages of each pool besides those that sequences are given.
+        """
+        shared = {
+            backend: iter(self._allocated(backend, count, device, num_spare))
+            for backend, count in Counter(self.backends).items()
+        }
+        caches: list[Any] = [next(shared[backend]) for backend in self.backends]
+        states = (state.allocate(self._num_slots, device, cache_memory) for state in self._states)
+        return [*caches, *states]
+
+    def _allocated(
+        self, backend: AttentionBackend, num_layers: int, device: str, num_spare: int
+    ) -> list[torch.Tensor]:
+        """Return the caches of the layers of a backend, with the page of zeros where it has one."""
+        layout, place = backend.kv_layout(), self.places[backend]
+        num_pages, pool = self._firsts[place] + num_spare, self.pools[place]
+        caches = layout.allocate(num_layers, num_pages, device, cache_memory)
+        if pool.seen_tokens is not None:
+            for cache in caches:
+                cache.select(layout.page_axis, pool.zero_page).zero_()
+        return caches
+
+
+def slots_for(max_sequences: int) -> int:
+    """Return how many sequences have a state at most: those that run, and that of a call."""
+    return max_sequences + 1
