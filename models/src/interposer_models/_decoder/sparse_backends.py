@@ -21,10 +21,9 @@ from interposer import (
     Site,
     Verdict,
 )
-from interposer_models._decoder.latent_backend import LatentBackend
 from interposer_ops.attention import indexer_scores, indexer_topk
 from interposer_ops.caches import write_latent_cache
-from interposer_ops.latent_attention import sparse_latent_attention
+from interposer_ops.latent_attention import LatentBackend, sparse_latent_attention
 
 
 class IndexerBackend(AttentionBackend):

@@ -1,4 +1,4 @@
-"""Attention over a latent cache (MLA).
+"""Attention over a latent cache (MLA): ops, and the backend that is made of them.
 
 Every name is loaded on first use.
 """
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
         latent_attention_decode,
         sparse_latent_attention,
     )
+    from interposer_ops.latent_attention._latent_backend import LatentBackend
 
 # fmt: off
 __all__ = [
-    "latent_attention_decode", "sparse_latent_attention",
+    "LatentBackend", "latent_attention_decode", "sparse_latent_attention",
 ]
 # fmt: on
 
@@ -26,7 +27,8 @@ __getattr__ = lazy_attributes(
     {
         "interposer_ops.latent_attention._latent_attention": (
             "latent_attention_decode sparse_latent_attention"
-        )
+        ),
+        "interposer_ops.latent_attention._latent_backend": "LatentBackend",
     },
 )
 

@@ -19,13 +19,14 @@ from interposer import (
     Verdict,
 )
 from interposer_ops.caches import write_latent_cache
-from interposer_ops.latent_attention import latent_attention_decode
+from interposer_ops.latent_attention._latent_attention import latent_attention_decode
 
 
 class LatentBackend(AttentionBackend):
     """Store one vector per token, and attend to these by the op ``latent_attention_decode``.
 
-    Prompts, chunks of them and decode steps are one call, as the op takes queries of any length.
+    Prompts, chunks of them and decode steps are one call, as the op takes queries of any length. A
+    platform that has a function for some of the steps gives the others to this.
     """
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
