@@ -199,7 +199,7 @@ class LatentAttention(SelfAttention):
         plain, rotated, vectors = self.parts(x, self.query_source(x), cos, sin)
         backend, is_batch = self.attn.backend, isinstance(plan, AttentionBatch)
         if is_batch and isinstance(backend, LatentBackend) and self.expanded.pays(plan):
-            backend.write(vectors, cache, plan)
+            backend.write(vectors, cache, plan.slots)
             query = torch.cat((plain, rotated), dim=-1)
             mixed = self.expanded(query, vectors, self.kv_b_proj.expanded, cache, plan)
             return self.o_proj((mixed if rows is None else mixed[rows]).flatten(1))  # type: ignore[no-any-return]

@@ -124,7 +124,7 @@ class SparseLatentBackend(LatentBackend):
             return Verdict.refuse(f"needs a top_k of at least 1, got {spec.top_k}")
         return super().accepts(replace(spec, sparse=False), capability)
 
-    def plan(self, batch: AttentionBatch) -> SparsePlan:  # type: ignore[override]
+    def plan(self, batch: AttentionBatch) -> SparsePlan:
         """Return the batch with the sequence of each token."""
         last = len(batch.seq_lens) - 1
         tokens = torch.arange(len(batch.slots), device=batch.slots.device)
@@ -132,7 +132,7 @@ class SparseLatentBackend(LatentBackend):
         sequences = torch.searchsorted(batch.query_starts[1:], tokens, right=True).clamp(max=last)
         return SparsePlan(batch, sequences)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: SparsePlan
     ) -> Tensor:
         """Write the vectors, then attend to those that are named.
@@ -146,6 +146,6 @@ class SparseLatentBackend(LatentBackend):
         """
         if not value.shape[1]:
             return super().forward(query, key, value, cache, plan.batch)
-        self.write(key, cache, plan.batch)
+        self.write(key, cache, plan.batch.slots)
         places = plan.batch.page_table, plan.sequences, value
         return self._attend_to_named(query, cache, *places, self.spec.latent_size, self.spec.scale)

@@ -6,6 +6,7 @@ Dimensions: T tokens, N heads, C latent size, R rotary size, P pages, S page siz
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -68,12 +69,12 @@ class LatentBackend(AttentionBackend):
         page_shape = (self.spec.page_size, self.spec.head_size)
         return KVCacheLayout(page_shape, 0, (0, 1, 2), self.spec.cache_dtype)
 
-    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+    def plan(self, batch: AttentionBatch) -> Any:
         """Return the batch as it is."""
         return batch
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: AttentionBatch
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any
     ) -> Tensor:
         """Write the vectors, then attend to them.
 
@@ -82,11 +83,11 @@ class LatentBackend(AttentionBackend):
             key: ``[T, 1, C + R]``; its first C elements are ``value``, which is not read.
         Returns: ``[T, N, C]``, dtype of ``query``.
         """
-        self.write(key, cache, plan)
+        self.write(key, cache, plan.slots)
         places = plan.page_table, plan.query_starts, plan.seq_lens, plan.max_query_tokens
         return self._attend(query, cache, *places, self.spec.latent_size, self.spec.scale)
 
-    def write(self, vectors: Tensor, cache: Tensor, batch: AttentionBatch) -> None:
-        """Store vectors ``[T, 1, C + R]``."""
+    def write(self, vectors: Tensor, cache: Tensor, slots: Tensor) -> None:
+        """Store vectors ``[T, 1, C + R]`` at ``slots`` ``[T]`` int64."""
         size = self.spec.latent_size
-        self._write(vectors[:, 0, :size], vectors[:, 0, size:], cache, batch.slots)
+        self._write(vectors[:, 0, :size], vectors[:, 0, size:], cache, slots)

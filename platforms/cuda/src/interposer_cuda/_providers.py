@@ -54,4 +54,8 @@ FLASH_ATTENTION_3 = Provider(
 )
 # Its products were read in one version only.
 FLASHINFER_PRODUCTS = Provider("flashinfer-python", ">=0.7.2,<0.8", "pip install flashinfer-python")
+# It has been 1.0.0 since its first day, and is built from its repository alone.
+FLASH_MLA = Provider(
+    "flash-mla", ">=1.0,<1.1", "pip install git+https://github.com/deepseek-ai/FlashMLA"
+)
 HUB_KERNELS = Provider("kernels", ">=0.17,<0.19", "pip install 'kernels<0.19'")

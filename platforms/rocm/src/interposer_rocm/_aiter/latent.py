@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from interposer_ops.caches import cumulated, read_slots
+from interposer_ops.caches import cumulated, read_slots, slot_rows
 from interposer_rocm._aiter.library import MLA_DECODE, function
 
 
@@ -32,7 +32,7 @@ def latent_attention_decode(
     out = query.new_empty((num_tokens, num_heads, latent_size))
     if not num_tokens:
         return out
-    rows, page_rows = _rows(cache)
+    rows, page_rows = slot_rows(cache)
     sequences = torch.arange(len(seq_lens), device=query.device)
     sequences = sequences.repeat_interleave(query_starts.diff(), output_size=num_tokens)
     # The last query of a sequence sees all of its tokens, the one before it one less.
@@ -55,14 +55,3 @@ def latent_attention_decode(
         **scales,
     )
     return out
-
-
-def _rows(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the cache as one row per slot, without a copy if it can be, and rows per page."""
-    num_pages, page_size, width = cache.shape
-    between = cache.stride(0)
-    if cache.stride()[1:] != (width, 1) or between % width:
-        cache, between = cache.contiguous(), page_size * width
-    page_rows = between // width
-    count = (num_pages - 1) * page_rows + page_size if num_pages else 0
-    return cache.as_strided((count, width), (width, 1)), page_rows
