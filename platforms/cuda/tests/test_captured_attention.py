@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from platforms.cuda.tests.test_providers import BACKENDS, SPEC, site
+from platforms.cuda.tests.test_providers import BACKENDS, LATENT, SPEC, asked, site
 from tests.tape import TapePlatform
 
 from interposer import (
     AttentionBackend,
     AttentionBatch,
+    AttentionSpec,
     Capability,
     Config,
     Device,
@@ -26,7 +27,9 @@ from interposer import (
 from interposer.errors import MissingMemberError
 from interposer.hookspecs import hookimpl
 from interposer.records import PlatformEntry, Record
+from interposer_cuda._flash_mla.latent_backend import FlashMLABackend
 from interposer_cuda._flashinfer.attention import FlashInferBackend
+from interposer_cuda._flashinfer.latent_backend import FlashInferLatentBackend
 from interposer_models import load
 from interposer_ops.attention import FlexBackend, SdpaBackend
 from interposer_testing.workload import paged_batch, random_projections
@@ -108,9 +111,10 @@ def decoding(lengths: Sequence[int], page_size: int, most_pages: int) -> Attenti
     return replace(batch, max_seq_tokens=most_pages * page_size)
 
 
-def test_a_fixed_plan_stays_where_it_is(packages: None) -> None:
-    spec = replace(SPEC, page_size=4)
-    fixed, fresh = (FlashInferBackend(spec, site(spec.dtype)) for _ in range(2))
+@pytest.mark.parametrize("kind", [FlashInferBackend, FlashInferLatentBackend])
+def test_a_fixed_plan_stays_where_it_is(packages: None, kind: type[AttentionBackend]) -> None:
+    spec = replace(asked(kind), page_size=4)
+    fixed, fresh = (kind(spec, site(spec.dtype)) for _ in range(2))
     torch.manual_seed(0)
     held = decoding([1, 1, 1], 4, 6)
     plan = fixed.plan_fixed(held)
@@ -133,6 +137,27 @@ def test_a_fixed_plan_stays_where_it_is(packages: None) -> None:
         assert torch.equal(cache, own)
         assert torch.equal(fixed.forward(query, key, value, cache, plan), out)
         assert [t.data_ptr() for t in (*buffers, plan.slots)] == addresses
+
+
+def test_flash_mla_is_captured_and_replayed_with_other_lengths(packages: None) -> None:
+    spec = asked(FlashMLABackend)
+    backend = FlashMLABackend(spec, site(spec.dtype))
+    torch.manual_seed(0)
+    held = decoding([1, 1, 1], spec.page_size, 3)
+    (cache,) = backend.kv_layout().allocate(1, 9, "cpu")
+    cache.normal_()
+    projected = random_projections(spec, 3, torch.Generator().manual_seed(1), fused=False)
+    replay = TapePlatform().capture_graph(
+        lambda: backend.forward(*projected, cache, backend.plan(held))
+    )
+    for lengths in ([5, 130, 1], [64, 65, 192]):
+        now = decoding(lengths, spec.page_size, 3)
+        for name in NUMBERS:
+            getattr(held, name).copy_(getattr(now, name))
+        own = cache.clone()
+        expected = backend.forward(*projected, own, backend.plan(now))
+        torch.testing.assert_close(replay(), expected, rtol=0, atol=0)
+        assert torch.equal(cache, own)
 
 
 class OnDevice(torch.Tensor):
@@ -161,17 +186,22 @@ def on_device(batch: AttentionBatch) -> AttentionBatch:
     return replace(batch, **moved, host=batch)
 
 
-PLANNING: list[Any] = [*BACKENDS, SdpaBackend, FlexBackend]
+PLANNING: list[Any] = [
+    *(
+        (backend, replace(SPEC, window_tokens=window))
+        for backend in (*BACKENDS, SdpaBackend, FlexBackend)
+        for window in (None, 5)
+    ),
+    *((backend, asked(backend)) for backend in LATENT),
+]
 
 
-@pytest.mark.parametrize("backend", PLANNING)
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("backend", "spec"), PLANNING)
 def test_no_plan_waits_for_the_device(
-    packages: None, backend: type[AttentionBackend], window: int | None
+    packages: None, backend: type[AttentionBackend], spec: AttentionSpec
 ) -> None:
-    spec = replace(SPEC, window_tokens=window)
     made = backend(spec, site(spec.dtype))
-    tables = list(torch.arange(6).view(3, 2))
+    tables = list(torch.arange(18).view(3, 6))
     for starts, lengths in (
         ((0, 0, 0), (3, 1, 7)),
         ((8, 300, 0), (1, 1, 1)),

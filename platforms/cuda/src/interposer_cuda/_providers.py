@@ -1,13 +1,16 @@
-"""Verdicts on optional packages by their installed version, without importing them.
+"""Verdicts on optional packages by their installed version, and later by their functions.
 
 Packages of compiled code may end the process that imports them in the wrong environment, so that
-their metadata is read first.
+their metadata is read first, and nothing is imported that is not about to be taken.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 
 from packaging.specifiers import SpecifierSet
 
@@ -40,6 +43,28 @@ class Provider:
             return Verdict.refuse(
                 f"needs {self.distribution} {self.versions}, found {found}: {self.source}"
             )
+        return Verdict.accept()
+
+    def confirm(self, module: str, passed: Mapping[str, set[str]]) -> Verdict:
+        """Import a module, and refuse where that fails or a function of it is another.
+
+        Args:
+            passed: functions, and what each is given by name.
+        """
+        try:
+            found = import_module(module)
+        except (ImportError, OSError, RuntimeError) as error:
+            return Verdict.refuse(
+                f"{self.distribution} cannot be imported: {type(error).__name__}: {error}"
+            )
+        for name, wanted in passed.items():
+            if not hasattr(found, name):
+                return Verdict.refuse(f"{module} has no {name}. Try: {self.source}")
+            missing = sorted(wanted - signature(getattr(found, name)).parameters.keys())
+            if missing:
+                return Verdict.refuse(
+                    f"{module}.{name} takes no {', '.join(missing)}. Try: {self.source}"
+                )
         return Verdict.accept()
 
 

@@ -94,6 +94,7 @@ def interposer_records() -> list[Record]:
         "interposer_cuda._flash_mla.sparse:judge",
         proven_on=_NOWHERE,
         properties=frozenset({"graph_safe", "opaque"}),
+        confirm="interposer_cuda._flash_mla.sparse:confirm",
     )
     return [
         *_attention(),

@@ -1,9 +1,9 @@
 """The op of sparse latent attention by FlashMLA, where it is installed.
 
 Its function for prompts has no batch: every query names rows of one matrix, which is the cache as
-it lies. So it serves decode steps as well, whose own function reads caches of 8 bits only, in a form
-of its own. Arguments are tested on the processor against a function of the same meaning; on a GPU it
-was not run.
+it lies. So it serves decode steps as well, whose own function reads caches of 8 bits only, in a
+form of its own. Arguments are tested on the processor against a function of the same meaning; on a
+GPU it was not run.
 
 Dimensions: T tokens, N heads, C latent size, R rotary size, B sequences, M pages of the longest
 sequence, P pages, S page size, X named tokens.

@@ -53,9 +53,7 @@ def judge(request: Request) -> Verdict:
     if stored != request.dtype:
         return Verdict.refuse(f"reads caches of {request.dtype}, as queries are, got {stored}")
     if TILE_ROWS % int(num_heads):
-        return Verdict.refuse(
-            f"misses keys if {TILE_ROWS} is no multiple of the heads, {num_heads}"
-        )
+        return Verdict.refuse(f"takes heads that divide {TILE_ROWS}, got {num_heads}")
     return FLASHINFER.judge()
 
 

@@ -7,10 +7,10 @@ processor against a class of the same meaning; on a GPU it was not run.
 Dimensions: T tokens, N heads, C latent size, R rotary size, B sequences, M pages of the longest
 sequence, P pages, S page size.
 Source: ``BatchMLAPagedAttentionWrapper`` in flashinfer/mla.py of flashinfer-python 0.6.0, and in
-flashinfer/mla/_batch_mla of 0.7.2: starts, pages and lengths in int32, a causal mask that is aligned
-to the last query and key, both parts of the cache as views of it; ``MLAPlan`` in
-include/flashinfer/attention/scheduler.cuh and ``_fa_plan_work_count`` of 0.7.2: at most 16,384 items
-of work, which are tiles of 64 or 128 rows of queries, and what long sequences are split into.
+flashinfer/mla/_batch_mla of 0.7.2: starts, pages and lengths in int32, a causal mask that is
+aligned to the last query and key, both parts of the cache as views of it; ``MLAPlan`` in
+include/flashinfer/attention/scheduler.cuh and ``_fa_plan_work_count`` of 0.7.2: at most 16,384
+items of work, which are tiles of 64 or 128 rows of queries, and what long sequences are split into.
 """
 
 from __future__ import annotations
