@@ -146,16 +146,16 @@ def test_flash_mla_is_captured_and_replayed_with_other_lengths(packages: None) -
     held = decoding([1, 1, 1], spec.page_size, 3)
     (cache,) = backend.kv_layout().allocate(1, 9, "cpu")
     cache.normal_()
-    projected = random_projections(spec, 3, torch.Generator().manual_seed(1), fused=False)
+    query, key, value = random_projections(spec, 3, torch.Generator().manual_seed(1), fused=False)
     replay = TapePlatform().capture_graph(
-        lambda: backend.forward(*projected, cache, backend.plan(held))
+        lambda: backend.forward(query, key, value, cache, backend.plan(held))
     )
     for lengths in ([5, 130, 1], [64, 65, 192]):
         now = decoding(lengths, spec.page_size, 3)
         for name in NUMBERS:
             getattr(held, name).copy_(getattr(now, name))
         own = cache.clone()
-        expected = backend.forward(*projected, own, backend.plan(now))
+        expected = backend.forward(query, key, value, own, backend.plan(now))
         torch.testing.assert_close(replay(), expected, rtol=0, atol=0)
         assert torch.equal(cache, own)
 

@@ -90,7 +90,8 @@ def compare_with_the_op(
     for backend in (kind(spec, site(spec.dtype)), LatentBackend(spec, site(spec.dtype))):
         (cache,) = backend.kv_layout().allocate(1, 2 * len(counts) + 1, "cpu")
         cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(1)))
-        found.append((backend.forward(*given, cache, backend.plan(batch)), cache))
+        query, key, value = given
+        found.append((backend.forward(query, key, value, cache, backend.plan(batch)), cache))
     torch.testing.assert_close(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
 
@@ -131,9 +132,9 @@ def test_what_they_cannot_do_is_refused(packages: None, backend: Any) -> None:
 def named(num_tokens: int) -> Case:
     """Return a case of tokens that name 128 others at most, of 64 heads."""
     assert sparse_latent_attention.sample is not None
-    dims = {"num_heads": 64, "latent_size": 512, "rotary_size": 64, "page_size": 16, "top_k": 128}
-    stored = {"cache_dtype": "bfloat16", "scaled": False}
-    return sparse_latent_attention.sample(torch.bfloat16, {**dims, **stored}, num_tokens, 0)
+    dims: dict[str, Any] = {"num_heads": 64, "latent_size": 512, "rotary_size": 64}
+    dims |= {"page_size": 16, "top_k": 128, "cache_dtype": "bfloat16", "scaled": False}
+    return sparse_latent_attention.sample(torch.bfloat16, dims, num_tokens, 0)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])

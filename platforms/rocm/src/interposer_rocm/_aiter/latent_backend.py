@@ -1,9 +1,9 @@
 """Latent attention by AITER's decode kernel, planned once per step.
 
 It serves steps of one token per sequence; prompts go to the standard op, as to this kernel every
-query would be a sequence of its own. What each sequence reads is listed by the lengths that the host
-has, so that nothing is waited for. It is not for graphs: the function keeps a tensor of each number
-of listed tokens in a cache of 128 entries, from which one that a graph reads may be dropped.
+query would be a sequence of its own. What each sequence reads is listed by the lengths that the
+host has, so that nothing is waited for. It is not for graphs: the function keeps a tensor of each
+number of listed tokens in a cache of 128 entries, from which one that a graph reads may be dropped.
 
 Argument mapping is tested with a function that computes on the processor; on a GPU it was not run.
 
