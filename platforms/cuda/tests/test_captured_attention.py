@@ -32,7 +32,6 @@ from interposer_cuda._flash_mla.latent_backend import FlashMLABackend
 from interposer_cuda._flashinfer.attention import FlashInferBackend
 from interposer_cuda._flashinfer.latent_backend import FlashInferLatentBackend
 from interposer_models import load
-from interposer_models._families import examples
 from interposer_ops.attention import FlexBackend, SdpaBackend
 from interposer_testing.workload import paged_batch, random_projections
 
@@ -79,11 +78,22 @@ def reel() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def latent_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a dense model of random weights whose latent vectors are of DeepSeek's sizes."""
-    fields = {**examples.deepseek_v3()["groups"], "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    fields |= {"num_hidden_layers": 2, "first_k_dense_replace": 2}
-    del fields["architectures"]
+    config = DeepseekV3Config(
+        hidden_size=64,
+        intermediate_size=96,
+        vocab_size=128,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=24,
+        kv_lora_rank=512,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=64,
+        v_head_dim=16,
+    )
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(DeepseekV3Config(**fields), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     path = tmp_path_factory.mktemp("latent")
     model.save_pretrained(path)
     return path

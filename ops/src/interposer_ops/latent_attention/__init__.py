@@ -11,10 +11,10 @@ from interposer.tooling import lazy_attributes
 
 if TYPE_CHECKING:
     from interposer_ops.latent_attention._latent_attention import (
+        LatentBackend,
         latent_attention_decode,
         sparse_latent_attention,
     )
-    from interposer_ops.latent_attention._latent_backend import LatentBackend
 
 # fmt: off
 __all__ = [
@@ -26,9 +26,8 @@ __getattr__ = lazy_attributes(
     __name__,
     {
         "interposer_ops.latent_attention._latent_attention": (
-            "latent_attention_decode sparse_latent_attention"
-        ),
-        "interposer_ops.latent_attention._latent_backend": "LatentBackend",
+            "LatentBackend latent_attention_decode sparse_latent_attention"
+        )
     },
 )
 

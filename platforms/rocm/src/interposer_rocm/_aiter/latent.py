@@ -23,7 +23,7 @@ from interposer_rocm._aiter.library import MLA_DECODE, function
 
 
 class DecodeStep(NamedTuple):
-    """What it is told of a step, all int32.
+    """The numbers of a step, all int32.
 
     Attributes:
         query_starts, key_starts: ``[T + 1]``.
