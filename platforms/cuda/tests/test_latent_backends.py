@@ -55,7 +55,7 @@ def test_flash_mla_attends_as_the_op_defines(
     (spec,) = (spec for spec in SPECS if FlashMLABackend.accepts(spec, HOPPER))
     assert check_attention(FlashMLABackend, spec, site(spec.dtype)) == []
     package.CALLS.clear()
-    for counts, expected in (((1, 1, 1), [1]), ((3, 3), [3]), ((1, 3), [])):
+    for counts, expected in (((1, 1, 1), [1]), ((3, 3), [3]), ((1, 3), []), ((129,), [])):
         compare_with_the_op(FlashMLABackend, spec, counts)
         assert expected == package.CALLS
         package.CALLS.clear()
@@ -82,13 +82,13 @@ def compare_with_the_op(
     kind: type[AttentionBackend], spec: AttentionSpec, counts: Sequence[int]
 ) -> None:
     """Let a backend and that of the ops take a step of so many tokens of each sequence."""
-    tables = list(torch.randperm(2 * len(counts)).view(len(counts), 2))
+    tables = list(torch.randperm(3 * len(counts)).view(len(counts), 3))
     batch = paged_batch(tables, [60, 5, 64][: len(counts)], counts, spec.page_size)
     generator = torch.Generator().manual_seed(0)
     given = random_projections(spec, sum(counts), generator, fused=True)
     found = []
     for backend in (kind(spec, site(spec.dtype)), LatentBackend(spec, site(spec.dtype))):
-        (cache,) = backend.kv_layout().allocate(1, 2 * len(counts) + 1, "cpu")
+        (cache,) = backend.kv_layout().allocate(1, 3 * len(counts), "cpu")
         cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(1)))
         query, key, value = given
         found.append((backend.forward(query, key, value, cache, backend.plan(batch)), cache))

@@ -120,8 +120,9 @@ def sparse_latent_attention(
 class LatentBackend(AttentionBackend):
     """Store one vector per token, and attend to these by the op ``latent_attention_decode``.
 
-    Prompts, chunks of them and decode steps are one call, as the op takes queries of any length. A
-    platform that has a function for some of the steps gives the others to this.
+    Prompts, chunks of them and decode steps are one call, as the op takes queries of any length.
+    Where a platform has a function for some of the steps, a subclass plans these with ``slots`` and
+    whatever its ``attend`` needs, and gives the others to this.
     """
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
@@ -178,6 +179,10 @@ class LatentBackend(AttentionBackend):
         Returns: ``[T, N, C]``, dtype of ``query``.
         """
         self.write(key, cache, plan.slots)
+        return self.attend(query, cache, plan)
+
+    def attend(self, query: Tensor, cache: Tensor, plan: Any) -> Tensor:
+        """Return ``[T, N, C]`` of queries ``[T, N, C + R]`` to what is in the cache."""
         places = plan.page_table, plan.query_starts, plan.seq_lens, plan.max_query_tokens
         return self._attend(query, cache, *places, self.spec.latent_size, self.spec.scale)
 

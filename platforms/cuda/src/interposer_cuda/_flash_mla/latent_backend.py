@@ -27,6 +27,8 @@ from interposer_cuda._providers import FLASH_MLA
 from interposer_ops.latent_attention import LatentBackend
 
 _PAGE_TOKENS = 64
+# Partial results take 2 KiB for each query and head, and as much again for each split.
+_MOST_QUERIES = 128
 
 
 class FlashMLAStep(NamedTuple):
@@ -69,25 +71,18 @@ class FlashMLABackend(LatentBackend):
 
         The host waits for nothing: that all queries are as long as the longest follows from shapes.
         """
-        num_tokens, num_sequences = len(batch.slots), len(batch.seq_lens)
-        if not num_tokens or num_tokens != num_sequences * batch.max_query_tokens:
+        num_tokens, longest = len(batch.slots), batch.max_query_tokens
+        are_equal = num_tokens == len(batch.seq_lens) * longest
+        if not num_tokens or not are_equal or longest > _MOST_QUERIES:
             return super().plan(batch)
         seq_lens = batch.seq_lens.to(torch.int32)
-        schedule = self._schedule(seq_lens, batch.max_query_tokens * self.spec.num_heads, 1)
+        schedule = self._schedule(seq_lens, longest * self.spec.num_heads, 1)
         return FlashMLAStep(batch.slots, batch.page_table.to(torch.int32), seq_lens, schedule)
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Any,
-    ) -> torch.Tensor:
-        """Write, then attend; see ``LatentBackend.forward``."""
+    def attend(self, query: torch.Tensor, cache: torch.Tensor, plan: Any) -> torch.Tensor:
+        """Call the package, or the op; see ``LatentBackend.attend``."""
         if isinstance(plan, AttentionBatch):
-            return super().forward(query, key, value, cache, plan)
-        self.write(key, cache, plan.slots)
+            return super().attend(query, cache, plan)
         out: torch.Tensor = self._decode(
             query.contiguous().unflatten(0, (len(plan.seq_lens), -1)),
             cache[:, :, None],

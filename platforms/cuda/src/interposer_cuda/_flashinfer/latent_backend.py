@@ -94,22 +94,14 @@ class FlashInferLatentBackend(LatentBackend):
         """Let the package plan into the buffers of the plan; nothing is waited for."""
         self._plan_step(plan.wrapper, batch)
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Any,
-    ) -> torch.Tensor:
-        """Write, then attend; see ``LatentBackend.forward``.
+    def attend(self, query: torch.Tensor, cache: torch.Tensor, plan: Any) -> torch.Tensor:
+        """Call the package, or the op; see ``LatentBackend.attend``.
 
         Raises: RequestError: the plan is not the last one.
         """
         if isinstance(plan, AttentionBatch):
-            return super().forward(query, key, value, cache, plan)
+            return super().attend(query, cache, plan)
         self._wrappers.check(plan)
-        self.write(key, cache, plan.slots)
         return run_layer(plan.wrapper, query, cache, self.spec.latent_size)
 
     def _takes(self, host: AttentionBatch) -> bool:

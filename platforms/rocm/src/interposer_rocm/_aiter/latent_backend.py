@@ -71,17 +71,9 @@ class AiterLatentBackend(LatentBackend):
         )
         return AiterLatentStep(batch.slots, DecodeStep.of(read, lengths))
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Any,
-    ) -> torch.Tensor:
-        """Write, then attend; see ``LatentBackend.forward``."""
+    def attend(self, query: torch.Tensor, cache: torch.Tensor, plan: Any) -> torch.Tensor:
+        """Call the package, or the op; see ``LatentBackend.attend``."""
         if isinstance(plan, AttentionBatch):
-            return super().forward(query, key, value, cache, plan)
-        self.write(key, cache, plan.slots)
+            return super().attend(query, cache, plan)
         spec, rows = self.spec, cache.flatten(0, 1)
         return run_decode(self._decode, query, rows, plan.step, spec.latent_size, spec.scale)
