@@ -39,7 +39,7 @@ from interposer_models._decoder.latent_family import LatentFamily
 from interposer_models._families import examples
 from interposer_models._families.deepseek_v2 import DeepseekV2
 from interposer_models._families.deepseek_v3 import DeepseekV3
-from interposer_ops.latent_attention import LatentBackend
+from interposer_ops.layers.attention import LatentBackend
 from interposer_ops.layers.self_attention import SelfAttention
 from interposer_testing import attention_specs, check_attention
 

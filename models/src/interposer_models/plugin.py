@@ -226,7 +226,7 @@ _MODULES = {
 }
 # Attention that only some families have: name, class, whether a compiler can trace it.
 _BACKENDS: tuple[tuple[str, str, bool], ...] = (
-    ("latent", "interposer_ops.latent_attention:LatentBackend", True),
+    ("latent", "interposer_ops.layers.attention:LatentBackend", True),
     ("latent_sparse", "interposer_models._decoder.sparse_backends:SparseLatentBackend", True),
     ("indexer", "interposer_models._decoder.sparse_backends:IndexerBackend", True),
 )

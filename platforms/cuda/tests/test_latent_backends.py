@@ -20,7 +20,8 @@ from interposer import AttentionBackend, AttentionBatch, AttentionSpec, Case, Re
 from interposer_cuda._flash_mla import sparse
 from interposer_cuda._flash_mla.latent_backend import FlashMLABackend
 from interposer_cuda._flashinfer.latent_backend import FlashInferLatentBackend
-from interposer_ops.latent_attention import LatentBackend, sparse_latent_attention
+from interposer_ops.latent_attention import sparse_latent_attention
+from interposer_ops.layers.attention import LatentBackend
 from interposer_testing import attention_specs, check_attention, check_kernel
 from interposer_testing.workload import paged_batch, random_projections
 

@@ -20,8 +20,7 @@ from interposer import AttentionBatch, AttentionSpec, LinearMethod, PluggableLay
 from interposer_models._decoder.attention import InterleavedRotary
 from interposer_models._decoder.expanded_attention import ExpandedAttention
 from interposer_models._decoder.indexer import Indexer
-from interposer_ops.latent_attention import LatentBackend
-from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.attention import Attention, LatentBackend
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding

@@ -23,7 +23,8 @@ from interposer import (
 )
 from interposer_ops.attention import indexer_scores, indexer_topk
 from interposer_ops.caches import write_latent_cache
-from interposer_ops.latent_attention import LatentBackend, sparse_latent_attention
+from interposer_ops.latent_attention import sparse_latent_attention
+from interposer_ops.layers.attention import LatentBackend
 
 
 class IndexerBackend(AttentionBackend):

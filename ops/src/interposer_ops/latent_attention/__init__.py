@@ -1,4 +1,4 @@
-"""Attention over a latent cache (MLA): ops, and the backend that is made of them.
+"""Attention over a latent cache (MLA).
 
 Every name is loaded on first use.
 """
@@ -11,14 +11,13 @@ from interposer.tooling import lazy_attributes
 
 if TYPE_CHECKING:
     from interposer_ops.latent_attention._latent_attention import (
-        LatentBackend,
         latent_attention_decode,
         sparse_latent_attention,
     )
 
 # fmt: off
 __all__ = [
-    "LatentBackend", "latent_attention_decode", "sparse_latent_attention",
+    "latent_attention_decode", "sparse_latent_attention",
 ]
 # fmt: on
 
@@ -26,7 +25,7 @@ __getattr__ = lazy_attributes(
     __name__,
     {
         "interposer_ops.latent_attention._latent_attention": (
-            "LatentBackend latent_attention_decode sparse_latent_attention"
+            "latent_attention_decode sparse_latent_attention"
         )
     },
 )

@@ -24,7 +24,7 @@ import torch
 from interposer import AttentionBatch, AttentionSpec, Capability, Site, Verdict
 from interposer_cuda._latent_sizes import judge_sizes
 from interposer_cuda._providers import FLASH_MLA
-from interposer_ops.latent_attention import LatentBackend
+from interposer_ops.layers.attention import LatentBackend
 
 _PAGE_TOKENS = 64
 # Partial results take 2 KiB for each query and head, and as much again for each split.

@@ -30,7 +30,7 @@ from interposer_cuda._flashinfer.wrappers import (
 )
 from interposer_cuda._latent_sizes import judge_sizes
 from interposer_cuda._providers import FLASHINFER
-from interposer_ops.latent_attention import LatentBackend
+from interposer_ops.layers.attention import LatentBackend
 
 # Splits are no more than there are multiprocessors, of which this leaves room for 1,024.
 _MOST_TILES = 16384 - 1024

@@ -19,7 +19,7 @@ import torch
 
 from interposer import AttentionBatch, AttentionSpec, Capability, Site, Verdict
 from interposer_ops.caches import read_slots
-from interposer_ops.latent_attention import LatentBackend
+from interposer_ops.layers.attention import LatentBackend
 from interposer_rocm._aiter.latent import DecodeStep, run_decode
 from interposer_rocm._aiter.library import MLA_DECODE, function, require
 from interposer_rocm._aiter.package import judge_device, judge_latent_sizes
