@@ -32,6 +32,7 @@ from interposer_cuda._latent_sizes import judge_sizes
 from interposer_cuda._providers import FLASHINFER
 from interposer_ops.layers.attention import LatentBackend
 
+_WRAPPER = "BatchMLAPagedAttentionWrapper"
 # Splits are no more than there are multiprocessors, of which this leaves room for 1,024.
 _MOST_TILES = 16384 - 1024
 
@@ -56,7 +57,7 @@ class FlashInferLatentBackend(LatentBackend):
         is_hopper = site.resolver.device.capability.architecture == "sm_90"
         self._kernels = "fa3" if is_hopper else "fa2"
         if not site.resolver.described:
-            self._kind: Any = import_module("flashinfer").BatchMLAPagedAttentionWrapper
+            self._kind: Any = getattr(import_module("flashinfer"), _WRAPPER)
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
@@ -71,7 +72,7 @@ class FlashInferLatentBackend(LatentBackend):
         """Let the package plan the step, or return it as it is, for the standard op."""
         if not self._takes(batch.on_host()):
             return super().plan(batch)
-        wrapper = self._wrappers.kept("", lambda: self._made(batch))
+        wrapper = self._wrappers.kept(_WRAPPER, lambda: self._made(batch))
         self._plan_step(wrapper, batch)
         return self._wrappers.planned(batch.slots, wrapper)
 
