@@ -238,11 +238,11 @@ _MODULES = {
     "Qwen3_5Moe": "qwen3_5_moe",
     "Qwen3Next": "qwen3_next",
 }
-# Attention that only some families have: name, module, class, whether a compiler can trace it.
-_BACKENDS: tuple[tuple[str, str, str, bool], ...] = (
-    ("latent", "latent_backend", "LatentBackend", True),
-    ("latent_sparse", "sparse_backends", "SparseLatentBackend", True),
-    ("indexer", "sparse_backends", "IndexerBackend", True),
+# Attention that only some families have: name, class, whether a compiler can trace it.
+_BACKENDS: tuple[tuple[str, str, bool], ...] = (
+    ("latent", "interposer_ops.layers.attention:LatentBackend", True),
+    ("latent_sparse", "interposer_models._decoder.sparse_backends:SparseLatentBackend", True),
+    ("indexer", "interposer_models._decoder.sparse_backends:IndexerBackend", True),
 )
 
 
@@ -253,10 +253,9 @@ def interposer_records() -> list[Record]:
     return [*backends, *(_entry(family, reads) for family, reads in _FAMILIES.items())]
 
 
-def _attention(name: str, module: str, backend: str, traceable: bool) -> AttentionEntry:
+def _attention(name: str, target: str, traceable: bool) -> AttentionEntry:
     # It adds nothing to the kernels that it binds, of which a policy requires the same.
     promised = {"deterministic", "graph_safe", *(["traceable"] if traceable else [])}
-    target = f"interposer_models._decoder.{module}:{backend}"
     return AttentionEntry(name, target, score=0.0, properties=frozenset(promised))
 
 

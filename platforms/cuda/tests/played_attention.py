@@ -1,39 +1,18 @@
 """Attention as the packages document it, computed with torch on the processor.
 
-Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, M pages, P pages, S page size,
-L cached tokens.
+Dimensions: T tokens, N heads, K kv heads, D head size, E size of a value, B sequences, M pages,
+P pages, S page size, L cached tokens.
 """
 
 # mypy: ignore-errors
 import torch
 
 
-def attend(query, keys, values, scale, window=(-1, -1), causal=True, softcap=0.0):
-    """Return ``[T, N, D]`` float32; masks are aligned to the bottom right corner."""
-    heads = query.shape[1] // keys.shape[1]
-    keys, values = (t.float().repeat_interleave(heads, 1) for t in (keys, values))
-    scores = torch.einsum("tnd,lnd->ntl", query.float(), keys) * scale
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    length, count = len(keys), len(query)
-    place = torch.arange(count)[:, None] + length - count
-    distance = place - torch.arange(length)
-    left, right = window
-    right = 0 if causal else right
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if left >= 0:
-        hidden |= distance > left
-    if right >= 0:
-        hidden |= -distance > right
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    return torch.einsum("ntl,lnd->tnd", weights, values)
-
-
 def attend_pages(query, starts, pages, lengths, caches, most, scale, window, causal, softcap):
-    """Return ``[T, N, D]`` of queries from ``starts`` ``[B + 1]`` on, of at most ``most`` tokens.
+    """Return ``[T, N, E]`` of queries from ``starts`` ``[B + 1]`` on, of at most ``most`` tokens.
 
-    Sequence b has ``lengths[b]`` tokens in ``pages[b]`` of both caches ``[P, S, K, D]``. As on a
-    GPU, no value of these is read on the host.
+    Sequence b has ``lengths[b]`` tokens in ``pages[b]`` of both caches, ``[P, S, K, D]`` and
+    ``[P, S, K, E]``. As on a GPU, no value of these is read on the host.
     """
     keys, values = (cache[pages.long()].flatten(1, 2) for cache in caches)  # [B, L, K, D]
     place, step = torch.arange(keys.shape[1]), torch.arange(most)
@@ -60,14 +39,9 @@ def attend_pages(query, starts, pages, lengths, caches, most, scale, window, cau
     weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
     found = torch.einsum("bnql,blnd->bqnd", weights, values)
     # Rows that no query has go to one behind the last.
-    out = torch.zeros(len(query) + 1, *query.shape[1:], dtype=query.dtype)
+    out = torch.zeros(len(query) + 1, *found.shape[2:], dtype=query.dtype)
     out[torch.where(step < counts[:, None], taken, len(query)).long()] = found.to(query.dtype)
     return out[:-1]
-
-
-def rows(cache, pages, length):
-    """Return ``[L, K, D]`` of ``[P, S, K, D]``."""
-    return cache[pages.long()].flatten(0, 1)[:length]
 
 
 def whole(*numbers):

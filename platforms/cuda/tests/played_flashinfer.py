@@ -4,10 +4,8 @@ Signatures: those that 0.6.0 and 0.7.2 of flashinfer-python share.
 """
 
 # mypy: ignore-errors
-import itertools
-
 import torch
-from played_attention import attend, attend_pages, rows, same, whole
+from played_attention import attend_pages, same, whole
 
 
 class Paged:
@@ -104,34 +102,56 @@ class BatchPrefillWithPagedKVCacheWrapper(Paged):
 
 
 class BatchMLAPagedAttentionWrapper:
-    def __init__(self, float_workspace_buffer, backend="auto"):
+    def __init__(
+        self, float_workspace_buffer, use_cuda_graph=False, qo_indptr=None, kv_indptr=None,
+        kv_indices=None, kv_len_arr=None, backend="auto",
+    ):  # fmt: skip
         assert float_workspace_buffer.numel() >= 128 * 2**20
+        assert backend in ("fa2", "fa3")
+        self.buffers = (qo_indptr, kv_indptr, kv_indices, kv_len_arr) if use_cuda_graph else ()
+        whole(*self.buffers)
 
     def plan(
         self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe,
         page_size, causal, sm_scale, q_data_type, kv_data_type, use_profiler=False,
     ):  # fmt: skip
-        whole(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
-        assert len(kv_indices) == kv_indptr[-1]
+        numbers = qo_indptr, kv_indptr, kv_indices, kv_len_arr
+        whole(*numbers)
+        assert len(kv_indices) == int(kv_indptr[-1])
+        assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1
         assert q_data_type == kv_data_type
         assert (head_dim_ckv, head_dim_kpe) == (512, 64)
-        self.pages = [kv_indices[a:b] for a, b in itertools.pairwise(kv_indptr)]
-        self.starts, self.lengths = qo_indptr.tolist(), kv_len_arr.tolist()
-        self.scale, self.causal, self.page_size = sm_scale, causal, page_size
+        counts = qo_indptr.diff()
+        tile = 128 if int(counts.sum()) * num_heads // len(counts) > 64 else 64
+        assert int(-(-counts * num_heads // tile).sum()) <= 16384, "items of work"
+        self.most_queries = int(counts.max())
+        if self.most_queries > 1 or num_heads > tile:
+            assert tile % num_heads == 0, "keys are missed"
+        self.most_pages = int(kv_indptr.diff().max())
+        if self.buffers:
+            for held, given in zip(self.buffers, numbers, strict=True):
+                assert held is self.buffers[2] or held.shape == given.shape
+                held[: len(given)].copy_(given)
+            numbers = self.buffers
+            self.most_pages = len(numbers[2]) // len(numbers[3])
+        self.starts, self.indptr, self.indices, self.lengths = numbers
+        self.facts = num_heads, page_size, sm_scale, causal
 
     def run(self, q_nope, q_pe, ckv_cache, kpe_cache, out=None, lse=None, return_lse=False):
         same(q_nope, q_pe, ckv_cache, kpe_cache)
-        assert ckv_cache.shape[1] == self.page_size
-        query = torch.cat((q_nope, q_pe), -1)
-        found = torch.empty_like(q_nope)
-        for row, length in enumerate(self.lengths):
-            own = slice(self.starts[row], self.starts[row + 1])
-            latent, rotary = (rows(c, self.pages[row], length) for c in (ckv_cache, kpe_cache))
-            keys = torch.cat((latent, rotary), -1)[:, None]
-            found[own] = attend(
-                query[own], keys, latent[:, None], self.scale, causal=self.causal
-            ).to(query.dtype)
-        return found
+        num_heads, page_size, scale, causal = self.facts
+        assert (q_nope.shape[1], ckv_cache.shape[1]) == (num_heads, page_size)
+        places = self.indptr[:-1, None] + torch.arange(self.most_pages)
+        pages = self.indices[places.clamp(max=len(self.indices) - 1).long()]
+        latent, rotary = ckv_cache[:, :, None], kpe_cache[:, :, None]
+        caches = torch.cat((latent, rotary), -1), latent
+        RUNS.append(len(q_nope))
+        return attend_pages(
+            torch.cat((q_nope, q_pe), -1), self.starts, pages, self.lengths, caches,
+            self.most_queries, scale, (-1, -1), causal, 0.0,
+        )  # fmt: skip
 
 
+# Tokens of each call of latent attention.
+RUNS = []
 FACTS = {"window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "sm_scale"}

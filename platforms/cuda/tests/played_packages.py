@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 HERE = Path(__file__).parent
-VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0b2", "flashinfer-python": "0.7.2"}
+VERSIONS = {
+    "flash-attn": "2.8.3",
+    "flash-attn-3": "3.0.0b2",
+    "flash-mla": "1.0.0+48c6dc4",
+    "flashinfer-python": "0.7.2",
+}
 FLASH = "from played_flash import of_version_{} as flash_attn_with_kvcache"
 MODULES = {
     "flash-attn": {
@@ -14,6 +19,7 @@ MODULES = {
         "played_flash": "",
     },
     "flash-attn-3": {"flash_attn_interface": FLASH.format(3)},
+    "flash-mla": {"flash_mla": (HERE / "played_flash_mla.py").read_text("utf-8")},
     "flashinfer-python": {"flashinfer": (HERE / "played_flashinfer.py").read_text("utf-8")},
 }
 IMPORTED = {name for modules in MODULES.values() for name in modules}

@@ -35,8 +35,10 @@ from interposer_cuda._flash_attention.version_2 import (
     FlashAttention2GatheredBackend,
 )
 from interposer_cuda._flash_attention.version_3 import FlashAttention3Backend
+from interposer_cuda._flash_mla.latent_backend import FlashMLABackend
 from interposer_cuda._flashinfer import latent as flashinfer_latent
 from interposer_cuda._flashinfer.attention import FlashInferBackend
+from interposer_cuda._flashinfer.latent_backend import FlashInferLatentBackend
 from interposer_ops.latent_attention import latent_attention_decode
 from interposer_testing import attention_specs, check_attention, check_kernel
 from interposer_testing.workload import random_projections, typical_step
@@ -48,6 +50,10 @@ BACKENDS: dict[type[AttentionBackend], tuple[str, str]] = {
     FlashAttention2GatheredBackend: ("flash-attn", ">=2.6,<2.9"),
     FlashAttention3Backend: ("flash-attn-3", ">=3.0.0b1,<3.1"),
     FlashInferBackend: ("flashinfer-python", ">=0.6,<0.8"),
+}
+LATENT: dict[type[AttentionBackend], tuple[str, str]] = {
+    FlashInferLatentBackend: ("flashinfer-python", ">=0.6,<0.8"),
+    FlashMLABackend: ("flash-mla", ">=1.0,<1.1"),
 }
 # Sequences of many pages of 256 tokens take long to compare.
 LARGE = {"MHA full head 32 page 4", "GQA window+softcap head 32 page 4"}
@@ -100,13 +106,16 @@ def test_flashinfer_attends_to_latents_as_the_op_defines(packages: None) -> None
     assert checked
 
 
-def test_a_plan_is_good_until_the_next_one(packages: None) -> None:
-    backend = FlashInferBackend(SPEC, site(SPEC.dtype))
-    batch, num_pages = typical_step(4, SPEC.page_size)
+@pytest.mark.parametrize("kind", [FlashInferBackend, FlashInferLatentBackend])
+def test_a_plan_is_good_until_the_next_one(packages: None, kind: type[AttentionBackend]) -> None:
+    spec = asked(kind)
+    backend = kind(spec, site(spec.dtype))
+    batch, num_pages = typical_step(4, spec.page_size)
     (cache,) = backend.kv_layout().allocate(1, num_pages, "cpu")
-    query, key, value = random_projections(SPEC, 4, torch.Generator(), fused=False)
+    query, key, value = random_projections(spec, 4, torch.Generator(), fused=False)
     stale, last = backend.plan(batch), backend.plan(batch)
-    assert backend.forward(query, key, value, cache.zero_(), last).shape == (4, 4, 64)
+    out = backend.forward(query, key, value, cache.zero_(), last)
+    assert out.shape == (4, spec.num_heads, value.shape[-1])
     with pytest.raises(RequestError, match="the plan is number 1 of this backend, whose wrapper"):
         backend.forward(query, key, value, cache, stale)
 
@@ -120,6 +129,24 @@ SPEC = AttentionSpec(
     page_size=256,
     scale=0.125,
 )
+LATENT_SPEC = AttentionSpec(
+    num_heads=2,
+    num_kv_heads=1,
+    head_size=576,
+    dtype=torch.bfloat16,
+    cache_dtype=torch.bfloat16,
+    page_size=64,
+    scale=0.125,
+    latent=True,
+    latent_size=512,
+)
+
+
+def asked(backend: type[AttentionBackend]) -> AttentionSpec:
+    """Return a spec that the backend takes."""
+    return LATENT_SPEC if backend in LATENT else SPEC
+
+
 FLOAT_8: dict[str, Any] = {"cache_dtype": torch.float8_e4m3fn}
 EVERY: list[tuple[dict[str, Any], str]] = [
     ({"dtype": torch.float32, "cache_dtype": torch.float32}, "computes in 16 bit floats, got"),
@@ -172,15 +199,20 @@ def test_flashinfer_wants_the_dtype_in_hardware(packages: None) -> None:
 
 
 def test_a_latent_cache_of_another_dtype_is_refused(packages: None) -> None:
-    dims = {"cache_dtype": "float8_e4m3fn"}
+    dims: dict[str, int | str] = {"cache_dtype": "float8_e4m3fn", "num_heads": 16}
     request = Request("kernel", "latent_attention_decode", "cuda", HOPPER, "bfloat16", dims)
     assert flashinfer_latent.judge(request).reason == (
         "reads caches of bfloat16, as queries are, got float8_e4m3fn"
     )
-    assert flashinfer_latent.judge(replace(request, dims={"cache_dtype": "bfloat16"}))
+    plain = replace(request, dims={**dims, "cache_dtype": "bfloat16"})
+    assert flashinfer_latent.judge(plain)
+    odd = replace(request, dims={**plain.dims, "num_heads": 40})
+    assert flashinfer_latent.judge(odd).reason == "takes heads that divide 128, got 40"
 
 
-@pytest.mark.parametrize("versions", [("2.5.9", "2.8.3", "0.5.3"), ("2.9.0", "3.1.0", "0.8.0")])
+@pytest.mark.parametrize(
+    "versions", [("2.5.9", "2.8.3", "0.9.0", "0.5.3"), ("2.9.0", "3.1.0", "1.1.0", "0.8.0")]
+)
 def test_other_versions_are_refused_by_their_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, versions: tuple[str, ...]
 ) -> None:
@@ -192,12 +224,13 @@ def test_other_versions_are_refused_by_their_metadata(
     ]
     monkeypatch.syspath_prepend(install(tmp_path, *made))
     importlib.invalidate_caches()
-    for backend, (name, known) in BACKENDS.items():
-        reason = backend.accepts(SPEC, HOPPER).reason
+    for backend, (name, known) in {**BACKENDS, **LATENT}.items():
+        reason = backend.accepts(asked(backend), HOPPER).reason
         assert reason.startswith(f"needs {name} {known}, found {found[name]}: ")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, *LATENT])
 def test_what_is_not_installed_is_refused(backend: type[AttentionBackend]) -> None:
-    reason = backend.accepts(SPEC, HOPPER).reason
-    assert reason.startswith(f"needs the package {BACKENDS[backend][0]}, which is not installed: ")
+    reason = backend.accepts(asked(backend), HOPPER).reason
+    name, _ = {**BACKENDS, **LATENT}[backend]
+    assert reason.startswith(f"needs the package {name}, which is not installed: ")

@@ -65,12 +65,17 @@ def mha_batch_prefill_func(
 _MLA = """
 import torch
 
+# Sequences of each call.
+CALLS = []
+
 def mla_decode_fwd(
     q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q,
     page_size=1, nhead_kv=1, sm_scale=None, logit_cap=0.0, num_kv_splits=None, q_scale=None,
     kv_scale=None,
 ):
     assert max_seqlen_q == 1 and kv_buffer.shape[1:3] == (1, 1)
+    assert q.dtype == o.dtype == torch.bfloat16 and o.is_contiguous() and q.is_contiguous()
+    CALLS.append(len(kv_last_page_lens))
     for t in (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens):
         assert t.dtype == torch.int32
     assert (kv_last_page_lens == 1).all()

@@ -41,6 +41,7 @@ from interposer_rocm._aiter.experts import prepare
 from interposer_rocm._aiter.flash import AiterFlashBackend
 from interposer_rocm._aiter.fp8_experts import prepare as prepare_fp8
 from interposer_rocm._aiter.latent import latent_attention_decode as latent_attention_decode_aiter
+from interposer_rocm._aiter.latent_backend import AiterLatentBackend
 from interposer_rocm._aiter.library import AiterError, inquire, refresh, require
 from interposer_rocm._aiter.package import aiter_version, judge_device, judge_flash
 from interposer_rocm.plugin import interposer_records
@@ -305,6 +306,39 @@ def test_latent_attention_is_that_of_the_op(working: Path, use: Any) -> None:
         faults = check_kernel(latent_attention_decode, latent_attention_decode_aiter, case)
         assert faults == [], case.label
     assert checked >= 10
+
+
+LATENT = next(
+    replace(spec, num_heads=16)
+    for label, spec in attention_specs()
+    if label.startswith("latent 512+64 page 4") and spec.dtype == torch.bfloat16
+)
+
+
+def test_latent_decodes_are_planned_once_per_step(working: Path, use: Any) -> None:
+    use(working)
+    calls = aiter_library.function(aiter_library.MLA_DECODE).__globals__["CALLS"]
+    calls.clear()
+    assert AiterLatentBackend.accepts(LATENT, MI300X.capability)
+    assert check_attention(AiterLatentBackend, LATENT, Site(resolver(), "a", LATENT.dtype)) == []
+    # Of the kit's steps of two layers, one is a decode alone and one has decodes of all.
+    assert calls == [1, 1, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"latent": False}, "serves latent attention only"),
+        ({"dtype": torch.float16, "cache_dtype": torch.float16}, "computes in torch.bfloat16, got"),
+        ({"cache_dtype": torch.float8_e4m3fnuz}, "stores the cache as torch.bfloat16"),
+        ({"latent_size": 448}, "needs latents of 512 + 64, got 448 + 128"),
+        ({"num_heads": 24}, "num_heads is 24, must be one of (16, 128)"),
+        ({}, "needs AITER, which is not installed"),
+    ],
+)
+def test_what_latent_decodes_cannot_be_is_refused(changes: dict[str, Any], expected: str) -> None:
+    spec = replace(LATENT, **changes)
+    assert AiterLatentBackend.accepts(spec, MI300X.capability).reason.startswith(expected)
 
 
 @pytest.mark.parametrize("ranks", ["none", "some", "all"])

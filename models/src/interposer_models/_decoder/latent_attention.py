@@ -20,8 +20,7 @@ from interposer import AttentionBatch, AttentionSpec, LinearMethod, PluggableLay
 from interposer_models._decoder.attention import InterleavedRotary
 from interposer_models._decoder.expanded_attention import ExpandedAttention
 from interposer_models._decoder.indexer import Indexer
-from interposer_models._decoder.latent_backend import LatentBackend
-from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.attention import Attention, LatentBackend
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
@@ -199,7 +198,7 @@ class LatentAttention(SelfAttention):
         plain, rotated, vectors = self.parts(x, self.query_source(x), cos, sin)
         backend, is_batch = self.attn.backend, isinstance(plan, AttentionBatch)
         if is_batch and isinstance(backend, LatentBackend) and self.expanded.pays(plan):
-            backend.write(vectors, cache, plan)
+            backend.write(vectors, cache, plan.slots)
             query = torch.cat((plain, rotated), dim=-1)
             mixed = self.expanded(query, vectors, self.kv_b_proj.expanded, cache, plan)
             return self.o_proj((mixed if rows is None else mixed[rows]).flatten(1))  # type: ignore[no-any-return]

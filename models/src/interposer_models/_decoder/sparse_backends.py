@@ -21,10 +21,10 @@ from interposer import (
     Site,
     Verdict,
 )
-from interposer_models._decoder.latent_backend import LatentBackend
 from interposer_ops.attention import indexer_scores, indexer_topk
 from interposer_ops.caches import write_latent_cache
 from interposer_ops.latent_attention import sparse_latent_attention
+from interposer_ops.layers.attention import LatentBackend
 
 
 class IndexerBackend(AttentionBackend):
@@ -125,7 +125,7 @@ class SparseLatentBackend(LatentBackend):
             return Verdict.refuse(f"needs a top_k of at least 1, got {spec.top_k}")
         return super().accepts(replace(spec, sparse=False), capability)
 
-    def plan(self, batch: AttentionBatch) -> SparsePlan:  # type: ignore[override]
+    def plan(self, batch: AttentionBatch) -> SparsePlan:
         """Return the batch with the sequence of each token."""
         last = len(batch.seq_lens) - 1
         tokens = torch.arange(len(batch.slots), device=batch.slots.device)
@@ -133,7 +133,7 @@ class SparseLatentBackend(LatentBackend):
         sequences = torch.searchsorted(batch.query_starts[1:], tokens, right=True).clamp(max=last)
         return SparsePlan(batch, sequences)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: SparsePlan
     ) -> Tensor:
         """Write the vectors, then attend to those that are named.
@@ -147,6 +147,6 @@ class SparseLatentBackend(LatentBackend):
         """
         if not value.shape[1]:
             return super().forward(query, key, value, cache, plan.batch)
-        self.write(key, cache, plan.batch)
+        self.write(key, cache, plan.batch.slots)
         places = plan.batch.page_table, plan.sequences, value
         return self._attend_to_named(query, cache, *places, self.spec.latent_size, self.spec.scale)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         gather_cache,
         read_slots,
         reshape_and_cache,
+        slot_rows,
         write_latent_cache,
     )
     from interposer_ops.caches._quantized_cache import (
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CacheWriter", "cumulated", "gather_cache", "gather_cache_fp8",
     "gather_cache_int8", "read_slots", "reshape_and_cache", "reshape_and_cache_fp8",
-    "reshape_and_cache_int8", "write_latent_cache",
+    "reshape_and_cache_int8", "slot_rows", "write_latent_cache",
 ]
 # fmt: on
 
@@ -38,7 +39,7 @@ __getattr__ = lazy_attributes(
     {
         "interposer_ops.caches._cache_writer": "CacheWriter",
         "interposer_ops.caches._kv_cache": (
-            "cumulated gather_cache read_slots reshape_and_cache write_latent_cache"
+            "cumulated gather_cache read_slots reshape_and_cache slot_rows write_latent_cache"
         ),
         "interposer_ops.caches._quantized_cache": (
             "gather_cache_fp8 gather_cache_int8 reshape_and_cache_fp8 reshape_and_cache_int8"

@@ -110,6 +110,20 @@ def cumulated(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
+def slot_rows(cache: Tensor) -> tuple[Tensor, int]:
+    """Return a cache ``[P, S, W]`` as rows ``[L, W]``, and how many rows lie from page to page.
+
+    It is copied only if its pages lie a part of a row apart. A slot's row is page * rows + offset.
+    """
+    num_pages, page_size, width = cache.shape
+    between = cache.stride(0)
+    if cache.stride()[1:] != (width, 1) or between % width:
+        cache, between = cache.contiguous(), page_size * width
+    page_rows = between // width
+    count = (num_pages - 1) * page_rows + page_size if num_pages else 0
+    return cache.as_strided((count, width), (width, 1)), page_rows
+
+
 def read_slots(
     page_table: Tensor,
     firsts: Tensor,

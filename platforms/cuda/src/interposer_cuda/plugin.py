@@ -74,6 +74,28 @@ def interposer_records() -> list[Record]:
         proven_on=_NOWHERE,
         properties=frozenset({"opaque"}),
     )
+    # Its kernels for Blackwell took other numbers of heads in their first version.
+    sparse = Kernel(
+        "sparse_latent_attention",
+        "sparse_latent_attention_flash_mla",
+        "interposer_cuda._flash_mla.sparse:sparse_latent_attention",
+        "cuda",
+        Requires(
+            architectures=frozenset({"sm_90"}),
+            dtypes=("bfloat16",),
+            dims={
+                "latent_size": Dim(one_of=(512,)),
+                "rotary_size": Dim(one_of=(64,)),
+                "num_heads": Dim(one_of=(64, 128)),
+                "top_k": Dim(at_least=128, multiple_of=128),
+                "scaled": Dim(one_of=(False,)),
+            },
+        ),
+        "interposer_cuda._flash_mla.sparse:judge",
+        proven_on=_NOWHERE,
+        properties=frozenset({"graph_safe", "opaque"}),
+        confirm="interposer_cuda._flash_mla.sparse:confirm",
+    )
     return [
         *_attention(),
         grouped,
@@ -81,6 +103,7 @@ def interposer_records() -> list[Record]:
         *_of_flashinfer(),
         *_of_the_hub(),
         latent,
+        sparse,
         PlatformEntry("cuda", "interposer_cuda._platform:CUDAPlatform", driver_files=_DRIVER_FILES),
         *(DeviceEntry(name, "cuda", f"interposer_cuda:devices/{name}.json") for name in _DESCRIBED),
         *shipped_tables(),
@@ -192,6 +215,23 @@ def _attention() -> list[Record]:
             "cuda",
             Requires(frozenset({"tensor_cores_2"}), dtypes=_NARROW),
             properties=safe,
+            proven_on=_NOWHERE,
+        ),
+        AttentionEntry(
+            "flashinfer_latent",
+            "interposer_cuda._flashinfer.latent_backend:FlashInferLatentBackend",
+            "cuda",
+            Requires(_ASYNC, dtypes=_NARROW),
+            properties=safe,
+            proven_on=_NOWHERE,
+        ),
+        AttentionEntry(
+            "flash_mla",
+            "interposer_cuda._flash_mla.latent_backend:FlashMLABackend",
+            "cuda",
+            Requires(architectures=frozenset({"sm_90"}), dtypes=_NARROW),
+            properties=safe,
+            page_sizes=(64,),
             proven_on=_NOWHERE,
         ),
     ]

@@ -99,6 +99,13 @@ def _of_libraries() -> list[Record]:
             proven_on=_NOWHERE,
         ),
         AttentionEntry(
+            "aiter_latent",
+            "interposer_rocm._aiter.latent_backend:AiterLatentBackend",
+            "rocm",
+            Requires(dtypes=("bfloat16",)),
+            proven_on=_NOWHERE,
+        ),
+        AttentionEntry(
             "flash_attention",
             "interposer_rocm._flash_attention:FlashAttentionBackend",
             "rocm",

@@ -1,12 +1,14 @@
-"""Latent attention by FlashInfer, where it is installed.
+"""The op of latent attention by FlashInfer, where it is installed.
 
-An op has no plan, so that each call plans anew and waits for the device. Arguments are tested on
-the processor against a class of the same meaning; on a GPU it was not run.
+An op has no plan, so that each call plans anew and waits for the device; the backend does not.
+Arguments are tested on the processor against a class of the same meaning; on a GPU it was not run.
 
 Dimensions: T tokens, N heads, C latent size, R rotary size, B sequences, M pages of the longest
 sequence, P pages, S page size.
-Source: ``BatchMLAPagedAttentionWrapper`` in flashinfer/mla.py of flashinfer-ai/flashinfer; the
-sizes are those of DeepSeek's models, for which its kernels are tested.
+Source: ``BatchMLAPagedAttentionWrapper`` in flashinfer/mla.py of flashinfer-python 0.6.0, and in
+flashinfer/mla/_batch_mla of 0.7.2; the sizes are those of DeepSeek's models, for which its kernels
+are tested. ``_validate_fa_causal_tile_bound`` of 0.7.2: of several queries, some may miss a key
+that they see, unless heads are a divisor of the rows of a tile.
 """
 
 from __future__ import annotations
@@ -41,11 +43,17 @@ class _Wrappers(threading.local):
 _wrappers = _Wrappers()
 
 
+TILE_ROWS = 128
+"""Rows of the largest tile: queries of one sequence, head by head. Others have half as many."""
+
+
 def judge(request: Request) -> Verdict:
     """Accept a cache of the request's dtype, where the package is installed."""
-    stored = request.dims["cache_dtype"]
+    stored, num_heads = request.dims["cache_dtype"], request.dims["num_heads"]
     if stored != request.dtype:
         return Verdict.refuse(f"reads caches of {request.dtype}, as queries are, got {stored}")
+    if TILE_ROWS % int(num_heads):
+        return Verdict.refuse(f"takes heads that divide {TILE_ROWS}, got {num_heads}")
     return FLASHINFER.judge()
 
 
@@ -68,25 +76,55 @@ def latent_attention_decode(
     factor = 1.0 if cache_scale is None else cache_scale.item()
     pages = FlashInferPages.of(page_table, seq_lens, cache.shape[1])
     wrapper = _wrappers.on(query.device)
+    plan_step(
+        wrapper,
+        query_starts,
+        pages,
+        seq_lens,
+        num_heads=num_heads,
+        head_dim_ckv=latent_size,
+        head_dim_kpe=width - latent_size,
+        page_size=cache.shape[1],
+        sm_scale=scale * factor,
+        q_data_type=query.dtype,
+        kv_data_type=cache.dtype,
+    )
+    out = run_layer(wrapper, query, cache, latent_size)
+    return out if cache_scale is None else out * factor
+
+
+def plan_step(
+    wrapper: Any,
+    query_starts: torch.Tensor,
+    pages: FlashInferPages,
+    seq_lens: torch.Tensor,
+    **facts: Any,
+) -> None:
+    """Let ``wrapper`` plan a step, for calls of ``run_layer``.
+
+    Args:
+        query_starts, seq_lens: ``[B + 1]`` and ``[B]``, which it wants on the host.
+        facts: what is the same in every step.
+    """
     # 0.7 takes these names still, though deprecated; those that it wants instead, 0.6 lacks.
     wrapper.plan(
         qo_indptr=query_starts.to(torch.int32),
         kv_indptr=pages.starts,
         kv_indices=pages.indices,
         kv_len_arr=seq_lens.to(torch.int32),
-        num_heads=num_heads,
-        head_dim_ckv=latent_size,
-        head_dim_kpe=width - latent_size,
-        page_size=cache.shape[1],
         causal=True,
-        sm_scale=scale * factor,
-        q_data_type=query.dtype,
-        kv_data_type=cache.dtype,
+        **facts,
     )
+
+
+def run_layer(
+    wrapper: Any, query: torch.Tensor, cache: torch.Tensor, latent_size: int
+) -> torch.Tensor:
+    """Return ``[T, N, C]`` of queries ``[T, N, C + R]`` and the cache ``[P, S, C + R]``."""
     out: torch.Tensor = wrapper.run(
         q_nope=query[..., :latent_size],
         q_pe=query[..., latent_size:],
         ckv_cache=cache[..., :latent_size],
         kpe_cache=cache[..., latent_size:],
     )
-    return out if cache_scale is None else out * factor
+    return out

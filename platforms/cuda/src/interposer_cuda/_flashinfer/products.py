@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from inspect import signature
 
 import torch
 from torch.nn import functional
@@ -51,22 +50,7 @@ def judge(request: Request) -> Verdict:
 def confirm(request: Request) -> Verdict:
     """Import the package, and refuse where that fails or a function is another."""
     del request
-    try:
-        module = import_module(_MODULE)
-    except (ImportError, OSError, RuntimeError) as error:
-        return Verdict.refuse(
-            f"{FLASHINFER_PRODUCTS.distribution} cannot be imported: "
-            f"{type(error).__name__}: {error}"
-        )
-    for name, passed in _PASSED.items():
-        if not hasattr(module, name):
-            return Verdict.refuse(f"{_MODULE} has no {name}. Try: {FLASHINFER_PRODUCTS.source}")
-        missing = sorted(passed - signature(getattr(module, name)).parameters.keys())
-        if missing:
-            return Verdict.refuse(
-                f"{_MODULE}.{name} takes no {', '.join(missing)}. Try: {FLASHINFER_PRODUCTS.source}"
-            )
-    return Verdict.accept()
+    return FLASHINFER_PRODUCTS.confirm(_MODULE, _PASSED)
 
 
 def prepare_nvfp4(

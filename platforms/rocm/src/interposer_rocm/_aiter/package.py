@@ -78,21 +78,24 @@ def judge_flash(spec: AttentionSpec, capability: Capability) -> Verdict:
 def judge_latent(request: Request) -> Verdict:
     """Accept the sizes of DeepSeek's latent attention, over a cache of 16 or 8 bits."""
     dims, architecture = request.dims, request.capability.architecture
-    sizes = dims.get("latent_size"), dims.get("rotary_size")
-    if sizes != (_LATENT, _ROTARY):
-        return Verdict.refuse(
-            f"needs latents of {_LATENT} + {_ROTARY}, got {sizes[0]} + {sizes[1]}"
-        )
-    if dims.get("num_heads") not in _HEADS:
-        return Verdict.refuse(f"num_heads is {dims.get('num_heads')}, must be one of {_HEADS}")
+    sizes = (dims.get(name) for name in ("latent_size", "rotary_size", "num_heads"))
     stored = str(dims.get("cache_dtype"))
     wanted = (request.dtype, _FP8.get(architecture, ""))
-    verdict = judge_device(architecture)
+    verdict = _first(judge_latent_sizes(*sizes), judge_device(architecture))
     if verdict and stored not in wanted:
         return Verdict.refuse(
             f"reads caches of {' or '.join(wanted)} on {architecture}, got {stored}"
         )
     return verdict
+
+
+def judge_latent_sizes(latent: object, rotary: object, num_heads: object) -> Verdict:
+    """Accept the sizes that its kernels of latent attention are compiled for."""
+    if (latent, rotary) != (_LATENT, _ROTARY):
+        return Verdict.refuse(f"needs latents of {_LATENT} + {_ROTARY}, got {latent} + {rotary}")
+    if num_heads not in _HEADS:
+        return Verdict.refuse(f"num_heads is {num_heads}, must be one of {_HEADS}")
+    return Verdict.accept()
 
 
 def judge_experts(request: Request) -> Verdict:

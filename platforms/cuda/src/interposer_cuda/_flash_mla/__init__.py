@@ -1,0 +1,1 @@
+"""Attention to latent vectors by the package flash_mla."""

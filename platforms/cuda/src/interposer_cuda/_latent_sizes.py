@@ -1,0 +1,20 @@
+"""The latent vectors that libraries for CUDA attend to."""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import AttentionSpec, Verdict
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_LATENT, _ROTARY = 512, 64
+
+
+def judge_sizes(spec: AttentionSpec) -> Verdict:
+    """Accept latent vectors of DeepSeek's sizes in 16 bits, which their kernels are made for."""
+    if spec.dtype not in _DTYPES:
+        return Verdict.refuse(f"computes in 16 bit floats, got {spec.dtype}")
+    latent, rotary = spec.latent_size, spec.head_size - spec.latent_size
+    if (latent, rotary) != (_LATENT, _ROTARY):
+        return Verdict.refuse(f"needs latents of {_LATENT} + {_ROTARY}, got {latent} + {rotary}")
+    return Verdict.accept()
