@@ -19,6 +19,7 @@ from interposer_models._engine import sequence as sequences
 from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.engine import Engine
 from interposer_models._engine.sampling_params import SamplingParams
+from interposer_models._speculation.speculator import SpeculationFigures
 from interposer_models._tokenizer import Detokenizer, MissingTokenizer, TextTokenizer
 
 Prompt = str | Sequence[int]
@@ -91,6 +92,12 @@ class LanguageModel:
         """True if decode steps run as graphs; None where nobody asks for it."""
         running = self.engine.graphs
         return self._graphs if running is None or running.compiled else running.compiled
+
+    @property
+    def speculation(self) -> SpeculationFigures | None:
+        """How many guessed tokens were accepted so far; None where none are guessed."""
+        running = self.engine.speculation
+        return None if running is None else running.figures
 
     def generate(
         self,
@@ -362,8 +369,10 @@ class Stream:
         reason = self._reason()
         assert reason is not None
         sequence = self.sequence
-        told = tuple(sequence.output), tuple(sequence.logprobs), reason
-        return Completion(self.text, *told, tuple(sequence.top_logprobs))
+        # A step may have computed tokens behind a stop text.
+        told = (tuple(each[: self._num_read]) for each in (sequence.output, sequence.logprobs))
+        top = tuple(sequence.top_logprobs[: self._num_read])
+        return Completion(self.text, *told, reason, top)
 
     def _reason(self) -> sequences.FinishReason | None:
         if self.stopped:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ from interposer_models._engine.engine import Engine
 from interposer_models._family_choice import blamed_on_family, checked_model, choose_family
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
+from interposer_models._speculation.settings import Speculation
 from interposer_models._tokenizer import stop_tokens
 from interposer_ops.attention import common_page_size
 from interposer_ops.devices.graphs import judge_graphs
@@ -169,6 +171,7 @@ def load(
     memory_fraction: float | None = None,
     max_sequences: int = 64,
     max_step_tokens: int = 2048,
+    speculation: str | Path | Speculation | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageModel:
     """Load a model of Hugging Face, or a file that a plugin reads, ready to generate.
@@ -190,6 +193,8 @@ def load(
             measure no step.
         max_sequences: how many requests run at once; more wait.
         max_step_tokens: tokens of one step; a longer prompt is computed in chunks.
+        speculation: what guesses tokens that steps verify: ``"ngram"``, the path of a draft model,
+            or ``Speculation(...)``.
         progress: told ``(bytes done, bytes in all)`` while weights load.
     Raises:
         CheckpointError: the directory is incomplete or contradicts itself; there is no model of
@@ -199,11 +204,12 @@ def load(
         NoCandidateError: nothing that is installed can serve a part of the model.
         ConfigError: a size is not a positive integer, a fraction not one, the cache exceeds the
             free memory, no memory is left for it, a quantized checkpoint is to be quantized by
-            another method, or graphs or compilation are asked for that cannot be.
+            another method, or graphs, compilation or speculation are asked for that cannot be.
     """
     sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
     check_sizes(**sizes, cache_tokens=cache_tokens)
     _check_fraction(memory_fraction, cache_tokens)
+    guesses = None if speculation is None else Speculation.of(speculation)
     start = time.time_ns()
     planned = plan(path, dtype, platform, config, quantization=quantization)
     for note in planned.resolver.notes:
@@ -222,6 +228,10 @@ def load(
     device = planned.placement.device.torch_device
     tokenizer = tokenizer_of(checkpoint)
     total, done = checkpoint.num_bytes, 0
+    draft = None
+    if guesses is not None:  # in memory before that of the cache is settled
+        opened = partial(load, platform=platform, config=config, **sizes)
+        draft = guesses.draft_model(path, planned.model, tokenizer, max_sequences, opened)
 
     def advance(num_bytes: int) -> None:
         nonlocal done
@@ -267,6 +277,8 @@ def load(
         runs_on.capture_graph if planned.graphs else None,
         compiled,
     )
+    if guesses is not None:
+        guesses.start(engine, Site(planned.resolver, _SAMPLER, planned.dtype), draft)
     planned.resolver.registry.plugins.observe(
         "interposer_finished",
         activity="load",
