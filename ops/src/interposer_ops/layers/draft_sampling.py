@@ -102,7 +102,7 @@ class DraftSampling:
         return logits if batch.min_p is None else self._cut(logits, batch.min_p)
 
     def _placed(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return rows ``[R, V]`` as ``[B, S + 1, V]``, the last of a sequence as often as needed."""
+        """Return rows ``[R, V]`` as ``[B, S + 1, V]``, filled up with the last ones."""
         places = self._num_drafts + 1
         if len(rows) == len(counts) * places:
             return rows.view(len(counts), places, -1)
