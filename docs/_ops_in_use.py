@@ -28,9 +28,6 @@ SOURCES = (
 )
 # What has to be built before a product path needs these.
 UNBOUND = {
-    "sampling in separate stages": """apply_temperature gumbel_argmax mask_min_p
-        mask_top_k_top_p""",
-    "speculative decoding": "greedy_verify rejection_sample",
     "shared prefixes of the cache": "copy_pages",
 }
 HEAD = """# Ops in use

@@ -24,7 +24,7 @@ from interposer_models import Constraint, LanguageModel, SamplingParams, Specula
 from interposer_models._families import examples
 from interposer_models._speculation.balance import Balance
 
-SMALL = {"cache_tokens": 144, "max_sequences": 3, "max_step_tokens": 40}
+SMALL: dict[str, Any] = {"cache_tokens": 144, "max_sequences": 3, "max_step_tokens": 40}
 # What each request asks for; of the last ones, more than the model's logits decides.
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -193,6 +193,7 @@ def test_windows_keep_what_guesses_that_are_taken_back_need(
     lm = loaded(tmp_path, page_size, speculation=always(draft), **SMALL)
     spoil(lm)
     prompts = prompts_of((70, 3, 40, 20))
+    kinds: tuple[dict[str, Any], ...]
     kinds = ({}, {"temperature": 1.0, "seed": 1}, {}, {"temperature": 3.0, "seed": 2})
     params = [SamplingParams(max_new_tokens=50, **kind) for kind in kinds]
     wanted, found = plain.generate(prompts, params), lm.generate(prompts, params)

@@ -370,9 +370,9 @@ class Stream:
         assert reason is not None
         sequence = self.sequence
         # A step may have computed tokens behind a stop text.
-        told = (tuple(each[: self._num_read]) for each in (sequence.output, sequence.logprobs))
-        top = tuple(sequence.top_logprobs[: self._num_read])
-        return Completion(self.text, *told, reason, top)
+        read = slice(self._num_read)
+        told = tuple(sequence.output[read]), tuple(sequence.logprobs[read]), reason
+        return Completion(self.text, *told, tuple(sequence.top_logprobs[read]))
 
     def _reason(self) -> sequences.FinishReason | None:
         if self.stopped:

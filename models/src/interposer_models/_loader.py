@@ -230,8 +230,14 @@ def load(
     total, done = checkpoint.num_bytes, 0
     draft = None
     if guesses is not None:  # in memory before that of the cache is settled
-        opened = partial(load, platform=platform, config=config, **sizes)
-        draft = guesses.draft_model(path, planned.model, tokenizer, max_sequences, opened)
+        opened = partial(
+            load,
+            platform=platform,
+            config=config,
+            max_sequences=max_sequences,
+            max_step_tokens=max_step_tokens,
+        )
+        draft = guesses.draft_model(planned.path, planned.model, tokenizer, max_sequences, opened)
 
     def advance(num_bytes: int) -> None:
         nonlocal done

@@ -257,7 +257,8 @@ class Engine:
         Keys and values of all are in the cache then, though no token is counted as computed.
         """
         batch = self._batch(chunks)
-        wanted, stop = [], 0
+        wanted: list[int] = []
+        stop = 0
         for chunk in chunks:
             stop += chunk.num_rows
             if chunk.is_last:

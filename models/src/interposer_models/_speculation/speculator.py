@@ -142,7 +142,7 @@ class Speculator:
         params = sequence.params
         if not params.takes_logits_alone:
             return 0
-        context = self._engine.model.config.max_position_embeddings
+        context: int = self._engine.model.config.max_position_embeddings
         left = min(params.max_new_tokens - len(sequence.output), context - len(sequence))
         return min(self._num_drafts, left - 1)
 
@@ -221,7 +221,8 @@ class Speculator:
 
     def _taken(self, rows: list[_Row], found: list[list[int]], logits: Tensor) -> list[Event]:
         """Add tokens to sequences, the accepted guesses and one more to each, until it ends."""
-        start, places = 0, []
+        start = 0
+        places: list[int] = []
         for row, tokens in zip(rows, found, strict=True):
             places += range(start, start + len(tokens))
             start += len(row.rows)
