@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from interposer.records import OpEntry
@@ -74,8 +74,12 @@ def _named(tree: ast.Module) -> Iterator[str]:
             yield imported[node.id]
 
 
-def page(found: dict[str, set[str]]) -> str:
-    """Return the page's text."""
+def page(found: dict[str, set[str]], unbound: Mapping[str, str] = UNBOUND) -> str:
+    """Return the page's text.
+
+    Args:
+        unbound: as ``UNBOUND``.
+    """
     by_modules: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, modules in sorted(found.items()):
         by_modules[tuple(sorted(modules))].append(f"`{name}`")
@@ -86,20 +90,21 @@ def page(found: dict[str, set[str]]) -> str:
     ]
     waiting = [
         f"| {', '.join(f'`{name}`' for name in sorted(names.split()))} | {purpose} |"
-        for purpose, names in sorted(UNBOUND.items())
+        for purpose, names in sorted(unbound.items())
     ]
-    return HEAD + _table("bound by", rows) + BETWEEN + _table("for", waiting)
+    bound = HEAD + _table("bound by", rows)
+    return bound + BETWEEN + _table("for", waiting) if waiting else bound
 
 
 def _table(title: str, rows: list[str]) -> str:
     return "\n".join((f"| ops | {title} |", "|---|---|", *rows, ""))
 
 
-def faults(found: dict[str, set[str]]) -> list[str]:
+def faults(found: dict[str, set[str]], unbound: Mapping[str, str] = UNBOUND) -> list[str]:
     """Return the ops that nothing binds without a word here, and those that something does."""
-    told = {name for names in UNBOUND.values() for name in names.split()}
-    unbound = {name for name, modules in found.items() if not modules}
+    told = {name for names in unbound.values() for name in names.split()}
+    free = {name for name, modules in found.items() if not modules}
     return [
-        *(f"{name} is bound by nothing: bind it, or delete it" for name in sorted(unbound - told)),
-        *(f"{name} is bound: take it out of UNBOUND" for name in sorted(told - unbound)),
+        *(f"{name} is bound by nothing: bind it, or delete it" for name in sorted(free - told)),
+        *(f"{name} is bound: take it out of UNBOUND" for name in sorted(told - free)),
     ]

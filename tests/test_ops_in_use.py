@@ -32,8 +32,10 @@ def test_the_page_lists_what_binds_each_op(
 def test_an_op_that_nothing_binds_is_told(
     tool: dict[str, object], uses: dict[str, set[str]]
 ) -> None:
-    changed = {**uses, "linear": set(), "qk_norm": {"somewhere"}}
-    assert tool["faults"](changed) == [  # type: ignore[operator]
+    bound = {name: modules or {"somewhere"} for name, modules in uses.items()}
+    changed = {**bound, "linear": set(), "rms_norm": set()}
+    unbound = {"norms to come": "rms_norm silu_and_mul"}
+    assert tool["faults"](changed, unbound) == [  # type: ignore[operator]
         "linear is bound by nothing: bind it, or delete it",
-        "qk_norm is bound: take it out of UNBOUND",
+        "silu_and_mul is bound: take it out of UNBOUND",
     ]

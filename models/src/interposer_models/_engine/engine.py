@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -29,23 +28,14 @@ from interposer_models._engine.pages import PagePool
 from interposer_models._engine.request_batch import checked_tokens, sampling_batch
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.scheduler import Chunk, Scheduler
-from interposer_models._engine.sequence import FinishReason, Sequence
+from interposer_models._engine.sequence import Event, FinishReason, Sequence
+from interposer_models._engine.speculation import StepSpeculation
 from interposer_ops.devices.host_memory import cache_memory
 from interposer_ops.layers.sampler import Sampler
 from interposer_ops.layers.states import StateBatch
 
 if TYPE_CHECKING:
     from interposer_models._adapters.step import StepAdapters
-    from interposer_models._speculation.speculator import Speculator
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A new token of a sequence, with its natural-log probability."""
-
-    sequence: Sequence
-    token_id: int
-    logprob: float
 
 
 class Engine:
@@ -64,7 +54,7 @@ class Engine:
 
     constraints: Constraints | None = None
     adapters: StepAdapters | None = None
-    speculation: Speculator | None = None
+    speculation: StepSpeculation | None = None
 
     def __init__(
         self,

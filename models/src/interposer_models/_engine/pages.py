@@ -70,8 +70,9 @@ class PagePool:
 
     def shrink(self, pages: list[int], num_tokens: int) -> None:
         """Take back the pages behind those that hold ``num_tokens`` tokens."""
-        while len(pages) > self.pages_for(num_tokens):
-            heapq.heappush(self._free, pages.pop())
+        surplus = pages[self.pages_for(num_tokens) :]
+        del pages[len(pages) - len(surplus) :]
+        self.release(surplus)
 
     def trim(self, pages: list[int], num_computed: int) -> None:
         """Take back pages that no token after the first ``num_computed`` sees."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence as Items
+from typing import Any
 
 from interposer.errors import RequestError
+from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.sequence import Sequence
 from interposer_ops.layers.sampler import SamplingBatch
 
@@ -24,6 +26,28 @@ def checked_tokens(token_ids: Items[int], vocab_size: int) -> list[int]:
         if not 0 <= token_id < vocab_size:
             raise RequestError(f"Token id {token_id} is outside the vocabulary of {vocab_size}")
     return tokens
+
+
+def chosen_params(
+    params: SamplingParams | Items[SamplingParams] | None, settings: dict[str, Any], count: int
+) -> list[SamplingParams]:
+    """Return the parameters of each of ``count`` prompts, from what a caller gave.
+
+    Raises: RequestError: both are given, or not as many as prompts.
+    """
+    if params is not None and settings:
+        raise RequestError(f"Give either params or single settings, not both: {sorted(settings)}")
+    if params is None:
+        return [SamplingParams(**settings)] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    given = list(params) if isinstance(params, Items) else [params]
+    for one in given:
+        if not isinstance(one, SamplingParams):
+            raise RequestError(f"params holds {one!r}, must be SamplingParams, one or a list")
+    if len(given) != count:
+        raise RequestError(f"{len(given)} params were given for {count} prompts")
+    return given
 
 
 def sampling_batch(

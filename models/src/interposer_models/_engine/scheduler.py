@@ -118,7 +118,10 @@ class Scheduler:
                 pool.trim(sequence.pages[number], sequence.num_computed)
 
     def accept(self, chunk: Chunk, num_drafts: int) -> None:
-        """Count the first drafts of a chunk as computed, and take back pages of the others."""
+        """Count the first drafts of a chunk as computed, and take back pages of the others.
+
+        The sequence has these tokens already.
+        """
         sequence = chunk.sequence
         self.advance([Chunk(sequence, num_drafts)])
         for pool, pages in zip(self.pools, sequence.pages, strict=True):

@@ -14,8 +14,8 @@ from torch import Tensor
 from interposer_models._engine.engine import Engine
 from interposer_models._engine.request_batch import sampling_batch
 from interposer_models._engine.sequence import Sequence
+from interposer_models._speculation.draft_sampling import DraftSampling
 from interposer_models._speculation.proposer import Draft
-from interposer_ops.layers.draft_sampling import DraftSampling
 
 
 class ModelProposer:

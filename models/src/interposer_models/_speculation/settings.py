@@ -13,11 +13,11 @@ from interposer.errors import ConfigError
 from interposer_models._engine.engine import Engine
 from interposer_models._speculation.balance import Balance
 from interposer_models._speculation.draft_model import ModelProposer
+from interposer_models._speculation.draft_sampling import DraftSampling
 from interposer_models._speculation.ngram import NgramProposer
 from interposer_models._speculation.proposer import Proposer
 from interposer_models._speculation.speculator import Speculator, repeats
 from interposer_models._tokenizer import TextTokenizer
-from interposer_ops.layers.draft_sampling import DraftSampling
 
 if TYPE_CHECKING:
     from interposer_models._language_model import LanguageModel

@@ -13,36 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from interposer_models._engine.engine import Engine, Event
+from interposer_models._engine.engine import Engine
 from interposer_models._engine.request_batch import sampling_batch
 from interposer_models._engine.scheduler import Chunk
-from interposer_models._engine.sequence import Sequence
+from interposer_models._engine.sequence import Event, Sequence
+from interposer_models._engine.speculation import SpeculationFigures
 from interposer_models._speculation.balance import Balance
+from interposer_models._speculation.draft_sampling import DraftSampling
 from interposer_models._speculation.proposer import Draft, Proposer
-from interposer_ops.layers.draft_sampling import DraftSampling
 from interposer_ops.layers.sampler import Sampler, SamplingBatch
-
-
-@dataclass(slots=True)
-class SpeculationFigures:
-    """The counts of all steps so far that decoded only.
-
-    Attributes:
-        plain_steps: without guesses.
-        drafted_steps: with some.
-        drafted_tokens: that were guessed.
-        accepted_tokens: of these, that the model took.
-    """
-
-    plain_steps: int = 0
-    drafted_steps: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-    @property
-    def acceptance(self) -> float:
-        """The share of guessed tokens that the model took; 0 where none was guessed."""
-        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +66,7 @@ class Speculator:
         self._balance = balance
 
     def step(self, chunks: list[Chunk]) -> list[Event]:
-        """Compute the chunks of a step, of which the engine has the pages; see ``Engine.step``."""
+        """Compute a step, with guesses where they pay; see ``StepSpeculation``."""
         engine, balance, count = self._engine, self._balance, len(chunks)
         if not all(chunk.is_last and chunk.num_tokens == 1 for chunk in chunks):
             return engine.run(chunks)
@@ -235,10 +214,12 @@ class Speculator:
         for row, tokens in zip(rows, found, strict=True):
             self.figures.drafted_tokens += len(row.draft.tokens)
             self.figures.accepted_tokens += len(tokens) - 1
-            self._engine.scheduler.accept(row.chunk, len(tokens) - 1)
+            sequence = row.chunk.sequence
             for token, logprob in zip(tokens, itertools.islice(logprobs, len(tokens)), strict=True):
-                if row.chunk.sequence.finish_reason is None:
-                    events.append(self._engine.append(row.chunk.sequence, token, logprob))
+                if sequence.finish_reason is None:
+                    events.append(self._engine.append(sequence, token, logprob))
+            if sequence.finish_reason is None:
+                self._engine.scheduler.accept(row.chunk, len(tokens) - 1)
         return events
 
 

@@ -8,8 +8,8 @@ from ops.tests.test_sampler import CPU
 
 from interposer import Config, Registry, Resolver, Site
 from interposer.tooling import Plugins
+from interposer_models._speculation.draft_sampling import DraftSampling
 from interposer_ops import plugin
-from interposer_ops.layers.draft_sampling import DraftSampling
 from interposer_ops.layers.sampler import SamplingBatch
 from interposer_ops.sampling import sample_tokens
 

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from interposer import CustomOp, Site
 from interposer_ops.layers.sampler import SamplingBatch
-from interposer_ops.sampling._logit_masks import apply_temperature, mask_min_p, mask_top_k_top_p
-from interposer_ops.sampling._sampling import gumbel_argmax
-from interposer_ops.sampling._speculative import greedy_verify, rejection_sample
-
-__all__ = ["DraftSampling"]
+from interposer_ops.sampling import (
+    apply_temperature,
+    greedy_verify,
+    gumbel_argmax,
+    mask_min_p,
+    mask_top_k_top_p,
+    rejection_sample,
+)
 
 
 class DraftSampling:
