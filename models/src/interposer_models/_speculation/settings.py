@@ -33,12 +33,13 @@ class Speculation:
 
     Attributes:
         draft: ``"ngram"``, which looks up what followed the newest tokens before, or a smaller
-            model with the same tokenizer: what ``load`` takes, or what it returned.
+            model with the same tokenizer: what ``load`` takes, or what it returned. Its cache is
+            for guesses then, and no other request should run in it.
         tokens: that are guessed for a sequence at most.
         cache_tokens: that the cache of a draft model holds that is loaded here; None takes what
             full contexts of all sequences need, and 32768 at most.
         adaptive: guesses pause while they cost more time than they save.
-    Raises: ConfigError: ``tokens`` is no integer from 1 to 64.
+    Raises: ConfigError: ``tokens`` is no integer from 1 to 64, or ``draft`` is something else.
     """
 
     draft: str | Path | LanguageModel = _NGRAM
@@ -51,6 +52,11 @@ class Speculation:
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MOST_TOKENS:
             raise ConfigError(
                 f"tokens of Speculation is {count!r}, must be an integer from 1 to {_MOST_TOKENS}"
+            )
+        if not (isinstance(self.draft, str | Path) or hasattr(self.draft, "engine")):
+            raise ConfigError(
+                f"draft of Speculation is {self.draft!r}, must be 'ngram', a path or a "
+                "LanguageModel"
             )
 
     @classmethod
