@@ -26,24 +26,11 @@ SOURCES = (
     "plugins/gguf",
     "plugins/nf4",
 )
-# What has to be built before a product path needs these.
-UNBOUND = {
-    "sampling in separate stages": """apply_temperature gumbel_argmax mask_min_p
-        mask_top_k_top_p""",
-    "speculative decoding": "greedy_verify rejection_sample",
-}
 HEAD = """# Ops in use
 
 What binds each standard op: a layer, an attention backend, a scheme, a model or the bridge to
 transformers. A kernel for such an op is reached by every model that has the part. [Ops](ops.md)
 defines them.
-
-"""
-BETWEEN = """
-## Bound by nothing yet
-
-These have a definition, cases and kernels, but no product path. A kernel for them serves whoever
-[binds the op](custom-op.md) in a layer of their own.
 
 """
 
@@ -86,22 +73,13 @@ def page(found: dict[str, set[str]]) -> str:
         for modules, names in sorted(by_modules.items(), key=lambda row: row[1])
         if modules
     ]
-    waiting = [
-        f"| {', '.join(f'`{name}`' for name in sorted(names.split()))} | {purpose} |"
-        for purpose, names in sorted(UNBOUND.items())
-    ]
-    return HEAD + _table("bound by", rows) + BETWEEN + _table("for", waiting)
-
-
-def _table(title: str, rows: list[str]) -> str:
-    return "\n".join((f"| ops | {title} |", "|---|---|", *rows, ""))
+    return HEAD + "\n".join(("| ops | bound by |", "|---|---|", *rows, ""))
 
 
 def faults(found: dict[str, set[str]]) -> list[str]:
-    """Return the ops that nothing binds without a word here, and those that something does."""
-    told = {name for names in UNBOUND.values() for name in names.split()}
-    unbound = {name for name, modules in found.items() if not modules}
+    """Return what is to be done about the ops that nothing binds."""
     return [
-        *(f"{name} is bound by nothing: bind it, or delete it" for name in sorted(unbound - told)),
-        *(f"{name} is bound: take it out of UNBOUND" for name in sorted(told - unbound)),
+        f"{name} is bound by nothing: bind it, or delete it"
+        for name, modules in sorted(found.items())
+        if not modules
     ]

@@ -74,6 +74,16 @@ def test_run_takes_an_adapter(command: Command, llama: Path, tmp_path: Path) -> 
     assert tuple(found) == expected != tuple(facts(command, *options)["token_ids"])
 
 
+def test_run_speculates(command: Command, llama: Path) -> None:
+    options = ("run", llama, "--prompt", "abcabcabc", "--max-new-tokens", "30")
+    told = facts(command, *options, "--speculate", "ngram")
+    assert told["token_ids"] == facts(command, *options)["token_ids"]
+    assert 0 <= told["accepted_tokens"] <= told["drafted_tokens"]
+    code, _, err = command(*options, "--speculate", llama)
+    assert code == 0
+    assert "guesses accepted" in err
+
+
 def test_run_takes_dtype_platform_and_kernel(command: Command, llama: Path) -> None:
     options = ("--dtype", "bfloat16", "--platform", "cpu", "--kernel", "linear=reference")
     told = facts(command, "run", llama, "--prompt", "x", *options)

@@ -9,13 +9,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import pytest
 from serve.tests.conftest import NAME, Served, events, eventually, serving
 
 from interposer.errors import ConfigError
-from interposer_models import LanguageModel
+from interposer_models import LanguageModel, Speculation, load
 from interposer_serve import Limits, application
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -284,6 +285,15 @@ def test_answers_are_counted(lm: LanguageModel) -> None:
         for status in (200, 400):
             line = 'interposer_http_responses_total{endpoint="complete",status="%d"} 1.0'
             assert line % status in figures
+
+
+def test_guesses_are_counted(chat_folder: Path) -> None:
+    guessing = Speculation(adaptive=False)
+    with serving(load(chat_folder, cache_tokens=512, speculation=guessing)) as served:
+        served.complete(prompt=[1, 2, 3] * 5, max_tokens=30, ignore_eos=True)
+        drafted = served.metric("interposer_drafted_tokens")
+        assert drafted >= served.metric("interposer_accepted_tokens") >= 0
+        assert served.metric("interposer_generated_tokens_total") == 30
 
 
 KEYS = ("first", "sécond")

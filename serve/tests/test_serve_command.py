@@ -57,7 +57,8 @@ def test_the_command_serves_until_it_is_told_to_end(chat_folder: Path, tmp_path:
     keys.write_text("# of the team\n\n  open \n")
     folder = write_adapter(tmp_path / "own", {"model.layers.0.mlp.down_proj": (256, 688)})
     adapter = f"--adapter=own={folder}"
-    options = ("--name=mine", "--api-keys", str(keys), "--max-prompt=50", adapter)
+    limits = ("--max-prompt=50", "--speculate=ngram")
+    options = ("--name=mine", "--api-keys", str(keys), *limits, adapter)
     with started(chat_folder, *options) as (url, process):
         assert ask(f"{url}/ready") == {"status": "ok"}
         body = {"model": "mine", "prompt": "import os", "max_tokens": 3}
@@ -92,6 +93,7 @@ def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(chat_folder
         (("--adapter=one",), "--adapter 'one' is not NAME=FOLDER. Try: --adapter sql=./sql"),
         (("--adapter=a=x", "--adapter=a=y"), "--adapter names 'a' twice. Try: another name"),
         (("--adapter=a=x", "--embed"), "--adapter 'a=x' is given with --embed. Try: one of them"),
+        (("--speculate=x", "--embed"), "--speculate 'x' is given with --embed. Try: one of them"),
     ],
 )
 def test_what_cannot_be_served_is_told(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from interposer_models._language_model import Completion, Delta, LanguageModel, Stream
     from interposer_models._loader import Plan, load, plan
     from interposer_models._quantizing.quantizer import quantize
+    from interposer_models._speculation.settings import Speculation
     from interposer_models._tokenizer import TextTokenizer
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Place",
     "Plan",
     "SamplingParams",
+    "Speculation",
     "Stream",
     "TextTokenizer",
     "adapt",
@@ -59,6 +61,7 @@ __getattr__ = lazy_attributes(
         "interposer_models._language_model": "Completion Delta LanguageModel Stream",
         "interposer_models._loader": "Plan load plan",
         "interposer_models._quantizing.quantizer": "quantize",
+        "interposer_models._speculation.settings": "Speculation",
         "interposer_models._tokenizer": "TextTokenizer",
     },
 )

@@ -18,7 +18,9 @@ from interposer_models._checkpoint.weights import Weights
 from interposer_models._engine import sequence as sequences
 from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.engine import Engine
+from interposer_models._engine.request_batch import chosen_params
 from interposer_models._engine.sampling_params import SamplingParams
+from interposer_models._engine.speculation import SpeculationFigures
 from interposer_models._tokenizer import Detokenizer, MissingTokenizer, TextTokenizer
 
 Prompt = str | Sequence[int]
@@ -92,6 +94,12 @@ class LanguageModel:
         running = self.engine.graphs
         return self._graphs if running is None or running.compiled else running.compiled
 
+    @property
+    def speculation(self) -> SpeculationFigures | None:
+        """The counts of guessed and accepted tokens so far; None where none are guessed."""
+        running = self.engine.speculation
+        return None if running is None else running.figures
+
     def generate(
         self,
         prompts: str | Sequence[Prompt],
@@ -109,7 +117,7 @@ class LanguageModel:
         if not hasattr(prompts, "__iter__"):
             raise RequestError(f"prompts is {prompts!r}, must be a text or a list of prompts")
         texts: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
-        chosen = _params(params, settings, len(texts))
+        chosen = chosen_params(params, settings, len(texts))
         streams: list[Stream] = []
         try:
             for prompt, own in zip(texts, chosen, strict=True):
@@ -130,7 +138,7 @@ class LanguageModel:
 
         Raises: RequestError: at the call, before the first token.
         """
-        deltas = self._deltas(self.start(prompt, _params(params, settings, 1)[0]))
+        deltas = self._deltas(self.start(prompt, chosen_params(params, settings, 1)[0]))
         next(deltas)  # a generator that never ran would not cancel when it is closed
         return cast(Iterator[Delta], deltas)
 
@@ -363,8 +371,10 @@ class Stream:
         reason = self._reason()
         assert reason is not None
         sequence = self.sequence
-        told = tuple(sequence.output), tuple(sequence.logprobs), reason
-        return Completion(self.text, *told, tuple(sequence.top_logprobs))
+        # A step may have computed tokens behind a stop text.
+        read = slice(self._num_read)
+        told = tuple(sequence.output[read]), tuple(sequence.logprobs[read]), reason
+        return Completion(self.text, *told, tuple(sequence.top_logprobs[read]))
 
     def _reason(self) -> sequences.FinishReason | None:
         if self.stopped:
@@ -378,21 +388,3 @@ class Stream:
             if any(stop.startswith(self.text[-length:]) for stop in self.sequence.params.stop):
                 return len(self.text) - length
         return len(self.text)
-
-
-def _params(
-    params: SamplingParams | Sequence[SamplingParams] | None, settings: dict[str, Any], count: int
-) -> list[SamplingParams]:
-    if params is not None and settings:
-        raise RequestError(f"Give either params or single settings, not both: {sorted(settings)}")
-    if params is None:
-        return [SamplingParams(**settings)] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    given = list(params) if isinstance(params, Sequence) else [params]
-    for one in given:
-        if not isinstance(one, SamplingParams):
-            raise RequestError(f"params holds {one!r}, must be SamplingParams, one or a list")
-    if len(given) != count:
-        raise RequestError(f"{len(given)} params were given for {count} prompts")
-    return given

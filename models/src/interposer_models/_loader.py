@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ from interposer_models._engine.engine import Engine
 from interposer_models._family_choice import blamed_on_family, checked_model, choose_family
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
+from interposer_models._speculation.settings import Speculation
 from interposer_models._tokenizer import stop_tokens
 from interposer_ops.attention import common_page_size
 from interposer_ops.devices.graphs import judge_graphs
@@ -171,6 +173,7 @@ def load(
     max_sequences: int = 64,
     max_step_tokens: int = 2048,
     prefix_cache: bool = False,
+    speculation: str | Path | Speculation | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageModel:
     """Load a model of Hugging Face, or a file that a plugin reads, ready to generate.
@@ -194,6 +197,8 @@ def load(
         max_step_tokens: tokens of one step; a longer prompt is computed in chunks.
         prefix_cache: prompts that begin alike share the pages of their common beginning, which
             stay in the cache until its room is wanted. Not for models with windows or states.
+        speculation: what guesses tokens that steps verify: ``"ngram"``, the path of a draft model,
+            or ``Speculation(...)``.
         progress: told ``(bytes done, bytes in all)`` while weights load.
     Raises:
         CheckpointError: the directory is incomplete or contradicts itself; there is no model of
@@ -203,11 +208,13 @@ def load(
         NoCandidateError: nothing that is installed can serve a part of the model.
         ConfigError: a size is not a positive integer, a fraction not one, the cache exceeds the
             free memory, no memory is left for it, a quantized checkpoint is to be quantized by
-            another method, or graphs, compilation or a prefix cache are asked for that cannot be.
+            another method, or graphs, compilation, a prefix cache or
+            speculation are asked for that cannot be.
     """
     sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
     check_sizes(**sizes, cache_tokens=cache_tokens)
     _check_fraction(memory_fraction, cache_tokens)
+    guesses = None if speculation is None else Speculation.of(speculation)
     start = time.time_ns()
     planned = plan(path, dtype, platform, config, quantization=quantization)
     for note in planned.resolver.notes:
@@ -226,6 +233,16 @@ def load(
     device = planned.placement.device.torch_device
     tokenizer = tokenizer_of(checkpoint)
     total, done = checkpoint.num_bytes, 0
+    draft = None
+    if guesses is not None:  # in memory before that of the cache is settled
+        opened = partial(
+            load,
+            platform=platform,
+            config=config,
+            max_sequences=max_sequences,
+            max_step_tokens=max_step_tokens,
+        )
+        draft = guesses.draft_model(planned.path, planned.model, tokenizer, max_sequences, opened)
 
     def advance(num_bytes: int) -> None:
         nonlocal done
@@ -272,6 +289,8 @@ def load(
         runs_on.capture_graph if planned.graphs else None,
         compiled,
     )
+    if guesses is not None:
+        guesses.start(engine, Site(planned.resolver, _SAMPLER, planned.dtype), draft)
     planned.resolver.registry.plugins.observe(
         "interposer_finished",
         activity="load",

@@ -93,6 +93,11 @@ class TextTokenizer:
             return list(self._fast.encode(text).ids)
         return list(self._slow.encode(text))
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The ids of all tokens by their texts; empty where there is no tokenizer."""
+        return dict((self._fast or self._slow).get_vocab())
+
     def serialized(self) -> str:
         """Return the content of a tokenizer.json.
 
@@ -139,6 +144,11 @@ class MissingTokenizer(TextTokenizer):
             f"{self._path} holds no tokenizer, so that texts cannot be read. "
             f"Try: give token ids, or {self._mend}"
         )
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Return no tokens."""
+        return {}
 
     def serialized(self) -> str:
         """Raise RequestError."""

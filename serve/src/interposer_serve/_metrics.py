@@ -69,6 +69,10 @@ class Metrics:
         self._gauge(
             "cache_pages_held", "Pages that are held.", lambda: pool.num_pages - pool.num_free
         )
+        if engine.speculation is not None:
+            counts = engine.speculation.figures
+            self._gauge("drafted_tokens", "Guesses so far.", lambda: counts.drafted_tokens)
+            self._gauge("accepted_tokens", "Of these, taken.", lambda: counts.accepted_tokens)
 
     def opened(self, num_prompt_tokens: int) -> None:
         """Count a generation that was queued."""

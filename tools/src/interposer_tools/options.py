@@ -21,6 +21,7 @@ __all__ = [
     "PlatformName",
     "Printable",
     "Quantization",
+    "Speculate",
     "policy",
     "print_facts",
     "wide_terminal",
@@ -32,6 +33,12 @@ Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")]
 Quantization = Annotated[
     str | None,
     typer.Option(metavar="METHOD", help="Quantize plain weights by it while they load."),
+]
+Speculate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ngram|MODEL", help="What guesses tokens: prompt lookup, or a smaller model."
+    ),
 ]
 PlatformName = Annotated[
     str | None,

@@ -50,10 +50,12 @@ class StepAdapters:
         self.engaged = self._graphs or any(number != NONE for number, _ in chosen)
         if not self.engaged:
             return
-        by_token = chain.from_iterable(repeat(number, chunk.num_tokens) for number, chunk in chosen)
+        by_token = chain.from_iterable(repeat(number, chunk.num_rows) for number, chunk in chosen)
         self._tokens = self._placed([*by_token])
-        wanted = [number for number, chunk in chosen if chunk.is_last]
-        self._rows = torch.tensor(wanted, dtype=torch.int64, device=self._held.device)
+        wanted = chain.from_iterable(
+            repeat(number, 1 + len(chunk.drafts)) for number, chunk in chosen if chunk.is_last
+        )
+        self._rows = torch.tensor([*wanted], dtype=torch.int64, device=self._held.device)
 
     def of_rows(self, count: int, prefix: str) -> Tensor:
         """Return the adapters of the rows that a layer computes, ``[count]`` int64.

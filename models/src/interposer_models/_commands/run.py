@@ -20,6 +20,7 @@ from interposer_tools.options import (
     Locked,
     PlatformName,
     Quantization,
+    Speculate,
     policy,
 )
 
@@ -44,6 +45,7 @@ def run(
     ] = None,
     dtype: Dtype = "auto",
     quantization: Quantization = None,
+    speculate: Speculate = None,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
@@ -56,7 +58,8 @@ def run(
         max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, adapter=adapter
     )
     started = time.perf_counter()
-    lm = load_with_progress(model_dir, dtype, quantization, policy(kernel, platform, locked))
+    config = policy(kernel, platform, locked)
+    lm = load_with_progress(model_dir, dtype, quantization, config, speculate)
     if adapter is not None:
         lm.load_adapter(adapter, adapter)
     load_s = time.perf_counter() - started
@@ -74,7 +77,7 @@ def run(
         if not as_json:
             print(delta.text, end="", flush=True)
 
-    figures = {"load_s": load_s, **speed(arrivals), **_memory(lm)}
+    figures = {"load_s": load_s, **speed(arrivals), **_memory(lm), **_guesses(lm)}
     if as_json:
         facts = {"text": "".join(text), "token_ids": token_ids, "finish_reason": reason, **figures}
         print(json.dumps(facts, indent=2))
@@ -88,7 +91,11 @@ def run(
 
 
 def load_with_progress(
-    path: Path, dtype: str, quantization: str | None, config: Config
+    path: Path,
+    dtype: str,
+    quantization: str | None,
+    config: Config,
+    speculation: str | None = None,
 ) -> LanguageModel:
     """Load a model for one request at a time, and show how far that is on a terminal."""
     from rich.console import Console
@@ -112,6 +119,7 @@ def load_with_progress(
             config=config,
             max_sequences=1,
             quantization=quantization,
+            speculation=speculation,
             progress=advance,
         )
 
@@ -131,6 +139,12 @@ def _memory(lm: LanguageModel) -> dict[str, int]:
     return {"peak_memory_bytes": peak}
 
 
+def _guesses(lm: LanguageModel) -> dict[str, int]:
+    if (counts := lm.speculation) is None:
+        return {}
+    return {"drafted_tokens": counts.drafted_tokens, "accepted_tokens": counts.accepted_tokens}
+
+
 def _summary(count: int, reason: object, figures: dict[str, Any]) -> str:
     parts = [
         f"{count} tokens ({reason})",
@@ -140,4 +154,6 @@ def _summary(count: int, reason: object, figures: dict[str, Any]) -> str:
     ]
     if "peak_memory_bytes" in figures:
         parts.append(f"peak memory {figures['peak_memory_bytes'] / 2**20:.0f} MiB")
+    if "drafted_tokens" in figures:
+        parts.append("{accepted_tokens} of {drafted_tokens} guesses accepted".format(**figures))
     return ", ".join(parts)

@@ -54,8 +54,9 @@ class StepBatch:
         places: list[list[int]] = [[] for _ in range(2 * len(chunks[0].sequence.pages))]
         for chunk in chunks:
             sequence = chunk.sequence
-            start, stop = sequence.num_computed, sequence.num_computed + chunk.num_tokens
-            token_ids += sequence.tokens(start, stop)
+            start, stop = sequence.num_computed, sequence.num_computed + chunk.num_rows
+            token_ids += sequence.tokens(start, start + chunk.num_tokens)
+            token_ids += chunk.drafts
             positions += range(start, stop)
             starts.append(len(token_ids))
             lengths.append(stop)
@@ -70,7 +71,7 @@ class StepBatch:
         parts = (token_ids, positions, starts, lengths, states, *places)
         numbers = torch.tensor([*itertools.chain(*parts)], dtype=torch.int64)
         sizes = [len(part) for part in parts]
-        longest = max(chunk.num_tokens for chunk in chunks), max(lengths)
+        longest = max(chunk.num_rows for chunk in chunks), max(lengths)
         built = cls._of(numbers.split(sizes), most_pages, longest, None)
         if numbers.device == torch.device(device):
             return built

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -25,23 +23,16 @@ from interposer_models._engine.graph_buckets import GraphBuckets
 from interposer_models._engine.logit_edits import RequestEdits
 from interposer_models._engine.paged_model import PagedModel
 from interposer_models._engine.prefix_pages import PrefixPool, PrefixStatistics
+from interposer_models._engine.request_batch import checked_tokens, sampling_batch
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.scheduler import Chunk, Scheduler
-from interposer_models._engine.sequence import Sequence
-from interposer_ops.layers.sampler import Sampler, SamplingBatch
+from interposer_models._engine.sequence import Event, FinishReason, Sequence
+from interposer_models._engine.speculation import StepSpeculation
+from interposer_ops.layers.sampler import Sampler
 from interposer_ops.layers.states import StateBatch
 
 if TYPE_CHECKING:
     from interposer_models._adapters.step import StepAdapters
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A new token of a sequence, with its natural-log probability."""
-
-    sequence: Sequence
-    token_id: int
-    logprob: float
 
 
 class Engine:
@@ -55,10 +46,12 @@ class Engine:
         pools: of pages; that of the layers that see farthest is the first one, ``pool``.
         constraints: compiles those of requests; None where there is no tokenizer to do so with.
         adapters: tells layers the adapter of each token; None where no adapter is loaded.
+        speculation: takes the steps, to verify guessed tokens in them; None without.
     """
 
     constraints: Constraints | None = None
     adapters: StepAdapters | None = None
+    speculation: StepSpeculation | None = None
 
     def __init__(
         self,
@@ -152,7 +145,7 @@ class Engine:
         seed = params.seed
         if seed is None:
             seed = secrets.randbits(62) if self._seeds is None else self._seeds.getrandbits(62)
-        sequence = self._sequence(tokens, params, seed)
+        sequence = self.sequence(tokens, params, seed)
         if not params.takes_likeliest:
             sequence.matcher = self._edits.prepare(params, self.constraints)
         self.scheduler.add(sequence)
@@ -199,8 +192,7 @@ class Engine:
     def cancel(self, sequence: Sequence) -> None:
         """End a request early and free its pages; one that has ended stays as it is."""
         if sequence.finish_reason is None:
-            sequence.finish_reason = "cancelled"
-            self.scheduler.remove(sequence)
+            self._end(sequence, "cancelled")
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -212,17 +204,31 @@ class Engine:
         chunks = self.scheduler.next_step()
         if not chunks:
             return []
-        batch = self._batch(chunks)
-        sampled = [chunk for chunk in chunks if chunk.is_last]
-        rows = None  # a step of decodes alone needs every token
-        if len(sampled) < batch.token_ids.shape[0]:
-            rows = batch.attention.query_starts[1:][[chunk.is_last for chunk in chunks]] - 1
-        if rows is None and self.graphs is not None:
-            logits = self.graphs.run(batch)
-        else:
-            logits = self.forward(batch, rows)
+        return self.run(chunks) if self.speculation is None else self.speculation.step(chunks)
+
+    def run(self, chunks: Items[Chunk]) -> list[Event]:
+        """Compute chunks without drafts, and return the new tokens."""
+        sampled = [chunk.sequence for chunk in chunks if chunk.is_last]
+        logits = self.compute(chunks)
         self.scheduler.advance(chunks)
-        return self._sample(sampled, logits) if sampled else []
+        return self.sample(sampled, logits) if sampled else []
+
+    def compute(self, chunks: Items[Chunk]) -> torch.Tensor:
+        """Return the logits of the newest token and of the drafts of each last chunk, ``[R, V]``.
+
+        Keys and values of all are in the cache then, though no token is counted as computed.
+        """
+        batch = self._batch(chunks)
+        wanted: list[int] = []
+        stop = 0
+        for chunk in chunks:
+            stop += chunk.num_rows
+            if chunk.is_last:
+                wanted += range(stop - 1 - len(chunk.drafts), stop)
+        if len(wanted) < stop:
+            return self.forward(batch, torch.tensor(wanted, dtype=torch.int64, device=self.device))
+        # A step of decodes alone needs every token.
+        return self.forward(batch, None) if self.graphs is None else self.graphs.run(batch)
 
     @torch.inference_mode()
     def logits(self, token_ids: Items[int], adapter: str | None = None) -> torch.Tensor:
@@ -237,7 +243,7 @@ class Engine:
             raise RequestError(f"{len(tokens)} tokens exceed the model's context of {context}")
         for pool in self.pools:
             pool.check(len(tokens))
-        sequence = self._sequence(tokens, params, seed=0)
+        sequence = self.sequence(tokens, params, seed=0)
         sequence.state_slot = self.pool.take_slot()
         parts = []
         try:
@@ -253,11 +259,17 @@ class Engine:
             self.scheduler.remove(sequence)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _sequence(self, tokens: list[int], params: SamplingParams, seed: int) -> Sequence:
+    @property
+    def draws_repeat(self) -> bool:
+        """Say whether the noise of requests that name no seed is the same each time."""
+        return self._seeds is not None
+
+    def sequence(self, tokens: list[int], params: SamplingParams, seed: int) -> Sequence:
+        """Return a sequence that nobody queued; ``tokens`` are not checked."""
         pages: list[list[int]] = [[] for _ in self.pools]
         return Sequence(next(self._ids), tokens, params, seed, pages=pages)
 
-    def _batch(self, chunks: list[Chunk]) -> StepBatch:
+    def _batch(self, chunks: Items[Chunk]) -> StepBatch:
         if self.adapters is not None:
             self.adapters.assign(chunks)
         page_size, has_states = self.pool.page_size, bool(self._num_states)
@@ -286,87 +298,43 @@ class Engine:
             return model(batch.token_ids, batch.positions, self.caches, planned_layers, rows)
 
     def checked_tokens(self, token_ids: Items[int]) -> list[int]:
-        """Return the ids as plain integers; RequestError if none, or one not in the vocabulary.
+        """Return the ids as plain integers; see ``checked_tokens`` of ``request_batch``."""
+        return checked_tokens(token_ids, self.model.config.vocab_size)
 
-        Whatever Python takes for an index is an integer here, such as those of arrays.
-        """
-        if isinstance(token_ids, bytes) or not hasattr(token_ids, "__iter__"):
-            raise RequestError(
-                f"The prompt is {token_ids!r}, must be a text or a list of token ids"
-            )
-        tokens = [_integer(token_id) for token_id in token_ids]
-        if not tokens:
-            raise RequestError("The prompt is empty. Try: give at least one token")
-        size = self.model.config.vocab_size
-        for token_id in tokens:
-            if not 0 <= token_id < size:
-                raise RequestError(f"Token id {token_id} is outside the vocabulary of {size}")
-        return tokens
-
-    def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Event]:
-        sequences = [chunk.sequence for chunk in chunks]
+    def sample(self, sequences: list[Sequence], logits: torch.Tensor) -> list[Event]:
+        """Draw the next token of each sequence from ``logits``, ``[B, V]``."""
         plain = all(sequence.params.takes_likeliest for sequence in sequences)
-        batch = self._sampling_batch(sequences, plain)
+        batch = sampling_batch(sequences, self.model.config.vocab_size, self.device)
         if not plain:
             logits = self._edits.edit(sequences, logits)
         tokens, logprobs = self.sampler(logits, batch)
         if not plain:
             self._edits.tell(sequences, logits, batch, tokens)
-        events = []
-        for sequence, token, logprob in zip(
-            sequences, tokens.tolist(), logprobs.tolist(), strict=True
-        ):
-            sequence.output.append(token)
-            sequence.logprobs.append(logprob)
-            self._finish(sequence, token)
-            events.append(Event(sequence, token, logprob))
-        return events
+        drawn = zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True)
+        return [self.append(*each) for each in drawn]
 
-    def _sampling_batch(self, sequences: list[Sequence], plain: bool) -> SamplingBatch:
-        params = [sequence.params for sequence in sequences]
-        if plain:
-            return SamplingBatch.greedy(len(params), self.device)
-        return SamplingBatch.build(
-            temperature=[p.temperature for p in params],
-            top_k=[p.top_k for p in params],
-            top_p=[p.top_p for p in params],
-            min_p=[p.min_p for p in params],
-            seeds=[sequence.seed for sequence in sequences],
-            steps=[len(sequence.output) for sequence in sequences],
-            repetition=[p.repetition_penalty for p in params],
-            presence=[p.presence_penalty for p in params],
-            frequency=[p.frequency_penalty for p in params],
-            prompts=[sequence.prompt for sequence in sequences],
-            outputs=[sequence.output for sequence in sequences],
-            vocab_size=self.model.config.vocab_size,
-            device=self.device,
-        )
+    def append(self, sequence: Sequence, token: int, logprob: float) -> Event:
+        """Add a new token to a sequence, which may end by it."""
+        sequence.output.append(token)
+        sequence.logprobs.append(logprob)
+        if (reason := self._reason(sequence, token)) is not None:
+            self._end(sequence, reason)
+        return Event(sequence, token, logprob)
 
-    def _finish(self, sequence: Sequence, token: int) -> None:
-        params = sequence.params
-        matcher = sequence.matcher
+    def _reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """Return why a sequence ends with ``token``, None where it does not."""
+        params, matcher = sequence.params, sequence.matcher
         if matcher is not None and (reason := matcher.advance(token)) is not None:
-            sequence.finish_reason = reason
-        elif token in params.stop_token_ids or (
+            return reason
+        if token in params.stop_token_ids or (
             token in self.stop_token_ids and not params.ignore_eos
         ):
-            sequence.finish_reason = "stop"
-        elif (
-            len(sequence.output) >= params.max_new_tokens
-            or len(sequence) >= self.model.config.max_position_embeddings
-        ):
-            sequence.finish_reason = "length"
-        if sequence.finish_reason is not None:
-            self.scheduler.remove(sequence)
+            return "stop"
+        full = len(sequence) >= self.model.config.max_position_embeddings
+        return "length" if full or len(sequence.output) >= params.max_new_tokens else None
 
-
-def _integer(token_id: object) -> int:
-    try:
-        if not isinstance(token_id, bool):
-            return operator.index(token_id)  # type: ignore[arg-type]
-    except TypeError:
-        pass
-    raise RequestError(
-        f"Token id {token_id!r} is not an integer. Try: lm.tokenizer.encode(text), or one prompt "
-        "after the other"
-    )
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        self.scheduler.remove(sequence)
+        if self.speculation is not None:
+            self.speculation.forget(sequence)

@@ -68,6 +68,12 @@ class PagePool:
                 self._first_new += 1
         return True
 
+    def shrink(self, pages: list[int], num_tokens: int) -> None:
+        """Take back the pages behind those that hold ``num_tokens`` tokens."""
+        surplus = pages[self.pages_for(num_tokens) :]
+        del pages[len(pages) - len(surplus) :]
+        self.release(surplus)
+
     def trim(self, pages: list[int], num_computed: int) -> None:
         """Take back pages that no token after the first ``num_computed`` sees."""
         for place in range(self._num_unseen(num_computed) - 1, -1, -1):

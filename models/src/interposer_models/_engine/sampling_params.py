@@ -103,9 +103,14 @@ class SamplingParams(BaseModel):
     @cached_property
     def takes_likeliest(self) -> bool:
         """True if each token is the one of the model's largest logit, and nothing else is told."""
+        return self.temperature == 0 and self.takes_logits_alone
+
+    @cached_property
+    def takes_logits_alone(self) -> bool:
+        """True if tokens depend on the model's logits alone, and nothing else is told of them."""
         penalties = self.presence_penalty, self.frequency_penalty
-        greedy = self.temperature == 0 and self.repetition_penalty == 1 and not any(penalties)
-        return greedy and not (self.edits_logits or self.top_logprobs)
+        penalised = self.repetition_penalty != 1 or any(penalties)
+        return not (penalised or self.edits_logits or self.top_logprobs)
 
     @cached_property
     def edits_logits(self) -> bool:

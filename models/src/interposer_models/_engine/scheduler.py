@@ -13,10 +13,20 @@ from interposer_models._engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next ``num_tokens`` uncomputed tokens of a sequence."""
+    """The next ``num_tokens`` uncomputed tokens of a sequence.
+
+    Attributes:
+        drafts: tokens that somebody guessed to follow the newest one, computed along.
+    """
 
     sequence: Sequence
     num_tokens: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """The tokens that the step computes."""
+        return self.num_tokens + len(self.drafts)
 
     @property
     def is_last(self) -> bool:
@@ -87,17 +97,19 @@ class Scheduler:
                 budget -= wanted
         return chunks
 
-    def next_alone(self, sequence: Sequence) -> Chunk | None:
+    def next_alone(self, sequence: Sequence, most_tokens: int | None = None) -> Chunk | None:
         """Return the next chunk of a sequence that nobody queued, as long as free pages allow.
 
         None where they do not allow for a token. ``remove`` takes the pages back.
         """
         wanted = len(sequence) - sequence.num_computed
+        if most_tokens is not None:
+            wanted = min(wanted, most_tokens)
         for number, pool in self._windowed:
             unseen = sequence.pages[number].count(pool.zero_page)
             held = len(sequence.pages[number]) - unseen
             wanted = min(wanted, pool.room(sequence.num_computed, held + pool.num_free))
-        if wanted < 1 or not self._extend(sequence, sequence.num_computed + wanted):
+        if wanted < 1 or not self.extend(sequence, sequence.num_computed + wanted):
             return None
         return Chunk(sequence, wanted)
 
@@ -111,9 +123,19 @@ class Scheduler:
             for number, pool in self._windowed:
                 pool.trim(sequence.pages[number], sequence.num_computed)
 
+    def accept(self, chunk: Chunk, num_drafts: int) -> None:
+        """Count the first drafts of a chunk as computed, and take back pages of the others.
+
+        The sequence has these tokens already.
+        """
+        sequence = chunk.sequence
+        self.advance([Chunk(sequence, num_drafts)])
+        for pool, pages in zip(self.pools, sequence.pages, strict=True):
+            pool.shrink(pages, sequence.num_computed + 1)
+
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Get pages for ``num_tokens`` tokens, at the cost of sequences that joined later."""
-        while not self._extend(sequence, num_tokens):
+        while not self.extend(sequence, num_tokens):
             youngest = self.running.pop()
             self._release(youngest)
             youngest.num_computed = 0
@@ -122,7 +144,7 @@ class Scheduler:
                 return False
         return True
 
-    def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
+    def extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Take pages for ``num_tokens`` tokens from all pools, or say False with those of some."""
         pairs = zip(self.pools, sequence.pages, strict=True)
         return all(pool.extend(pages, num_tokens) for pool, pages in pairs)

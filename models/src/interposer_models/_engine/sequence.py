@@ -52,3 +52,12 @@ class Sequence:
         if start >= split:
             return self.output[start - split : stop - split]
         return self.prompt[start:stop] + self.output[: max(0, stop - split)]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A new token of a sequence, with its natural-log probability."""
+
+    sequence: Sequence
+    token_id: int
+    logprob: float

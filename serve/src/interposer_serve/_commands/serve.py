@@ -15,7 +15,15 @@ from typing import Annotated
 
 import typer
 
-from interposer_tools.options import Dtype, Kernels, Locked, PlatformName, Quantization, policy
+from interposer_tools.options import (
+    Dtype,
+    Kernels,
+    Locked,
+    PlatformName,
+    Quantization,
+    Speculate,
+    policy,
+)
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -70,6 +78,7 @@ def serve(
     ] = False,
     dtype: Dtype = "auto",
     quantization: Quantization = None,
+    speculate: Speculate = None,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
@@ -86,6 +95,8 @@ def serve(
         )
 
     adapters = _adapters(adapter or (), embed)
+    if speculate is not None and embed:
+        raise ConfigError(f"--speculate {speculate!r} is given with --embed. Try: one of them")
     listening = _bound(host, port)  # before minutes are spent on loading
 
     import uvicorn
@@ -108,6 +119,7 @@ def serve(
             cache_tokens=cache_tokens,
             max_sequences=max_sequences,
             prefix_cache=prefix_cache,
+            speculation=speculate,
         )
         for each, folder in adapters.items():
             model.load_adapter(each, folder)

@@ -1,0 +1,93 @@
+"""Prompts and sampling parameters of requests, as steps take them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence as Items
+from typing import Any
+
+from interposer.errors import RequestError
+from interposer_models._engine.sampling_params import SamplingParams
+from interposer_models._engine.sequence import Sequence
+from interposer_ops.layers.sampler import SamplingBatch
+
+
+def checked_tokens(token_ids: Items[int], vocab_size: int) -> list[int]:
+    """Return the ids as plain integers; RequestError if none, or one not in the vocabulary.
+
+    Whatever Python takes for an index is an integer here, such as those of arrays.
+    """
+    if isinstance(token_ids, bytes) or not hasattr(token_ids, "__iter__"):
+        raise RequestError(f"The prompt is {token_ids!r}, must be a text or a list of token ids")
+    tokens = [_integer(token_id) for token_id in token_ids]
+    if not tokens:
+        raise RequestError("The prompt is empty. Try: give at least one token")
+    for token_id in tokens:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(f"Token id {token_id} is outside the vocabulary of {vocab_size}")
+    return tokens
+
+
+def chosen_params(
+    params: SamplingParams | Items[SamplingParams] | None, settings: dict[str, Any], count: int
+) -> list[SamplingParams]:
+    """Return the parameters of each of ``count`` prompts, from what a caller gave.
+
+    Raises: RequestError: both are given, or not as many as prompts.
+    """
+    if params is not None and settings:
+        raise RequestError(f"Give either params or single settings, not both: {sorted(settings)}")
+    if params is None:
+        return [SamplingParams(**settings)] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    given = list(params) if isinstance(params, Items) else [params]
+    for one in given:
+        if not isinstance(one, SamplingParams):
+            raise RequestError(f"params holds {one!r}, must be SamplingParams, one or a list")
+    if len(given) != count:
+        raise RequestError(f"{len(given)} params were given for {count} prompts")
+    return given
+
+
+def sampling_batch(
+    sequences: Items[Sequence], vocab_size: int, device: str, ahead: Items[int] | None = None
+) -> SamplingBatch:
+    """Return the parameters of a row of logits for each of ``sequences``.
+
+    Args:
+        ahead: how many tokens the row of each lies behind its next one; None is 0 for all.
+    """
+    params = [sequence.params for sequence in sequences]
+    if all(p.takes_likeliest for p in params):
+        return SamplingBatch.greedy(len(params), device)
+    steps = [len(sequence.output) for sequence in sequences]
+    if ahead is not None:
+        steps = [step + more for step, more in zip(steps, ahead, strict=True)]
+    return SamplingBatch.build(
+        temperature=[p.temperature for p in params],
+        top_k=[p.top_k for p in params],
+        top_p=[p.top_p for p in params],
+        min_p=[p.min_p for p in params],
+        seeds=[sequence.seed for sequence in sequences],
+        steps=steps,
+        repetition=[p.repetition_penalty for p in params],
+        presence=[p.presence_penalty for p in params],
+        frequency=[p.frequency_penalty for p in params],
+        prompts=[sequence.prompt for sequence in sequences],
+        outputs=[sequence.output for sequence in sequences],
+        vocab_size=vocab_size,
+        device=device,
+    )
+
+
+def _integer(token_id: object) -> int:
+    try:
+        if not isinstance(token_id, bool):
+            return operator.index(token_id)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise RequestError(
+        f"Token id {token_id!r} is not an integer. Try: lm.tokenizer.encode(text), or one prompt "
+        "after the other"
+    )

@@ -1,0 +1,1 @@
+"""Speculative decoding: tokens are guessed, and several verified in one step."""

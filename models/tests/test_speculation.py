@@ -1,0 +1,356 @@
+"""Guessed tokens: the same tokens, or the same distribution, as without, in fewer steps."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models.tests.conftest import CONFIGS, SIZES, example, write_checkpoint
+from models.tests.test_windowed_caches import loaded, spoil
+from tests.adapter_files import write_adapter
+from tests.tape import TapePlatform
+from transformers import LlamaConfig
+
+from interposer import Config, explain, register
+from interposer.errors import ConfigError
+from interposer.hookspecs import hookimpl
+from interposer.records import PlatformEntry, Record
+from interposer_models import Constraint, LanguageModel, SamplingParams, Speculation, load
+from interposer_models._families import examples
+from interposer_models._speculation.balance import Balance
+
+SMALL: dict[str, Any] = {"cache_tokens": 144, "max_sequences": 3, "max_step_tokens": 40}
+# What each request asks for; of the last ones, more than the model's logits decides.
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "seed": 4},
+    {"temperature": 0.5, "seed": 5, "repetition_penalty": 1.5},
+    {"frequency_penalty": 0.5},
+    {"logit_bias": {7: 3.0}},
+    {"top_logprobs": 2},
+    {"min_tokens": 1},
+    {"constraint": Constraint.regex("[a-z]{30}")},
+)
+
+
+def always(draft: str | Path | LanguageModel = "ngram", tokens: int = 4) -> Speculation:
+    return Speculation(draft, tokens, adaptive=False)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a model that guesses badly."""
+    path = tmp_path_factory.mktemp("other")
+    write_checkpoint(
+        LlamaConfig(**{**SIZES, "num_hidden_layers": 1, "num_attention_heads": 2}), path
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(llama: Path) -> LanguageModel:
+    return load(llama, "float32", cache_tokens=2048)
+
+
+@pytest.fixture(scope="module")
+def guessing(llama: Path, other: Path) -> dict[str, LanguageModel]:
+    """Models in caches so small that sequences are preempted."""
+    drafts: dict[str, Any] = {"ngram": "ngram", "same": llama, "other": other}
+    made = {n: load(llama, "float32", speculation=always(d), **SMALL) for n, d in drafts.items()}
+    few = load(other, "float32", cache_tokens=48, max_step_tokens=7)  # for some sequences only
+    made["few pages"] = load(llama, "float32", speculation=always(few, tokens=2), **SMALL)
+    return made
+
+
+def idle(lm: LanguageModel) -> bool:
+    return not lm.engine.busy and all(pool.num_free == pool.num_pages for pool in lm.engine.pools)
+
+
+def prompts_of(lengths: Any) -> list[list[int]]:
+    return [[(place * number) % 7 + 1 for place in range(n)] for number, n in enumerate(lengths, 2)]
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(1, 60), st.integers(1, 40), st.sampled_from(KINDS)),
+        min_size=1,
+        max_size=6,
+    ),
+    leaver=st.integers(0, 20),
+    name=st.sampled_from(["ngram", "same", "other", "few pages"]),
+)
+def test_any_schedule_gives_the_tokens_of_plain_decoding(
+    plain: LanguageModel,
+    guessing: dict[str, LanguageModel],
+    requests: list[tuple[int, int, dict[str, Any]]],
+    leaver: int,
+    name: str,
+) -> None:
+    lm = guessing[name]
+    prompts = prompts_of(length for length, _, _ in requests)
+    params = [SamplingParams(max_new_tokens=count, **kind) for _, count, kind in requests]
+    wanted = plain.generate(prompts, params)
+    leaving = lm.engine.add([5, 6] * 10, SamplingParams(max_new_tokens=40))
+    for _ in range(leaver):
+        lm.engine.step()
+    lm.engine.cancel(leaving)
+    found = lm.generate(prompts, params)
+    for one, two in zip(wanted, found, strict=True):
+        assert two.token_ids == one.token_ids
+        assert two.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+        assert two.finish_reason == one.finish_reason
+        assert [[i for i, _ in top] for top in two.top_logprobs] == [
+            [i for i, _ in top] for top in one.top_logprobs
+        ]
+    assert idle(lm)
+
+
+def test_a_draft_that_is_the_model_is_accepted_and_saves_steps(
+    llama: Path, plain: LanguageModel
+) -> None:
+    for kind in KINDS[:3]:
+        lm = load(llama, "float32", cache_tokens=512, speculation=always(plain))
+        (found,) = lm.generate([[1, 2, 3]], max_new_tokens=41, **kind)
+        assert (
+            found.token_ids == plain.generate([[1, 2, 3]], max_new_tokens=41, **kind)[0].token_ids
+        )
+        told = lm.speculation
+        assert told is not None
+        assert (told.acceptance, told.drafted_steps, told.drafted_tokens) == (1, 8, 32)
+    assert idle(plain)
+
+
+def test_what_repeats_is_looked_up(llama: Path, plain: LanguageModel) -> None:
+    lm = load(llama, "float32", cache_tokens=512, speculation=always())
+    bias = {9: 100.0}  # makes the output repeat, and is nothing that guesses are made for
+    assert lm.generate([[1, 2]], max_new_tokens=8, logit_bias=bias)
+    told = lm.speculation
+    assert told is not None
+    assert told.drafted_tokens == 0
+    tokens = tokens_of(lm, [1, 2, 3], 60)
+    prompt = [1, 2, 3, *tokens, 1, 2, 3]
+    assert tokens_of(lm, prompt, 40) == tokens_of(plain, prompt, 40)
+    assert 0 < told.accepted_tokens <= told.drafted_tokens
+    assert told.plain_steps + told.drafted_steps + told.accepted_tokens <= 7 + 59 + 39
+    assert "up to 4 tokens by prompt lookup" in str(explain(lm))
+
+
+def tokens_of(lm: LanguageModel, prompt: list[int], count: int, **kind: Any) -> tuple[int, ...]:
+    return lm.generate([prompt], max_new_tokens=count, **kind)[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["ngram", "other"])
+def test_unseeded_requests_are_drawn_from_the_distribution(
+    llama: Path, other: Path, plain: LanguageModel, name: str
+) -> None:
+    """Of 3 tokens of 3 each, the 27 outcomes are as often as their probabilities say."""
+    draft = "ngram" if name == "ngram" else other
+    lm = load(llama, "float32", cache_tokens=4096, speculation=always(draft))
+    top_k, count = 3, 1280
+    prompt = [5, 5, *tokens_of(plain, [5, 5], 40)]  # of which more is found again
+    outcomes: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        grown = {}
+        for front, chance in outcomes.items():
+            values, ids = plain.logits([*prompt, *front])[-1].topk(top_k)
+            for share, token in zip(values.softmax(-1).tolist(), ids.tolist(), strict=True):
+                grown[*front, token] = chance * share
+        outcomes = grown
+    params = SamplingParams(temperature=1.0, top_k=top_k, max_new_tokens=4)
+    found = [each.token_ids[:3] for each in lm.generate([prompt] * count, params)]
+    told = lm.speculation
+    assert told is not None
+    assert told.drafted_tokens > 100
+    statistic = sum(
+        (found.count(outcome) - count * chance) ** 2 / (count * chance)
+        for outcome, chance in outcomes.items()
+    )
+    # 81.6 is exceeded once in ten million times with 26 degrees of freedom.
+    assert statistic < 81.6
+    assert not {*found} - {*outcomes}
+
+
+@pytest.mark.parametrize(("family", "page_size"), [("all", 4), ("some", 2)])
+@pytest.mark.parametrize("name", ["ngram", "same"])
+def test_windows_keep_what_guesses_that_are_taken_back_need(
+    tmp_path: Path, family: str, page_size: int, name: str
+) -> None:
+    config = CONFIGS["mistral"]() if family == "all" else example(examples.gemma3, "mixed")
+    write_checkpoint(config, tmp_path)
+    plain = loaded(tmp_path, page_size, cache_tokens=1024)
+    # A draft that differs in the last bits alone would be right always: it is spoilt as well.
+    draft: Any = "ngram"
+    if name == "same":
+        draft = loaded(tmp_path, page_size, cache_tokens=512)
+        spoil_drafts(draft)
+    lm = loaded(tmp_path, page_size, speculation=always(draft), **SMALL)
+    spoil(lm)
+    prompts = prompts_of((70, 3, 40, 20))
+    kinds: tuple[dict[str, Any], ...]
+    kinds = ({}, {"temperature": 1.0, "seed": 1}, {}, {"temperature": 3.0, "seed": 2})
+    params = [SamplingParams(max_new_tokens=50, **kind) for kind in kinds]
+    wanted, found = plain.generate(prompts, params), lm.generate(prompts, params)
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+    told = lm.speculation
+    assert told is not None
+    assert 0 < told.accepted_tokens < told.drafted_tokens
+    assert idle(lm)
+
+
+def spoil_drafts(draft: LanguageModel) -> None:
+    """Let a draft guess wrong every now and then, so that guesses are taken back."""
+    compute, calls = draft.engine.compute, itertools.count()
+
+    def spoilt(chunks: Any) -> torch.Tensor:
+        logits = compute(chunks)
+        return logits.flip(-1) if next(calls) % 5 == 3 else logits
+
+    draft.engine.compute = spoilt  # type: ignore[method-assign]
+
+
+def test_stop_texts_and_tokens_end_within_accepted_guesses(
+    llama: Path, plain: LanguageModel
+) -> None:
+    lm = load(llama, "float32", cache_tokens=512, speculation=always(plain, tokens=7))
+    (whole,) = plain.generate(["abc"], max_new_tokens=20)
+    for count in range(2, 12):
+        stop = {"stop_token_ids": (whole.token_ids[count],)}
+        assert told(lm, **stop) == told(plain, **stop)
+        text = {"stop": (lm.tokenizer.decode([whole.token_ids[count]]),)}
+        assert told(lm, **text) == told(plain, **text)
+    assert idle(lm)
+
+
+def told(lm: LanguageModel, **kind: Any) -> tuple[Any, ...]:
+    (found,) = lm.generate(["abc"], max_new_tokens=20, **kind)
+    return found.text, found.token_ids, len(found.logprobs), found.finish_reason
+
+
+def test_adapters_are_verified_with(llama: Path, plain: LanguageModel, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "own", {"model.layers.0.self_attn.o_proj": (64, 64)})
+    lms = [load(llama, "float32", cache_tokens=512, speculation=s) for s in (None, always(plain))]
+    found = []
+    for lm in lms:
+        lm.load_adapter("own", folder)
+        params = [SamplingParams(max_new_tokens=20, adapter=name) for name in ("own", None)]
+        found.append([each.token_ids for each in lm.generate([[1, 2], [1, 2]], params)])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+def test_graphs_replay_steps_without_guesses(llama: Path, plain: LanguageModel) -> None:
+    class Tapes:
+        @staticmethod
+        @hookimpl
+        def interposer_records() -> list[Record]:
+            return [PlatformEntry("tape", "tests.tape:TapePlatform")]
+
+    plugins = ("interposer-models", "interposer-ops", "interposer-quantization")
+    config = Config(graphs="auto", platform="tape", plugins=plugins, canary="off")
+    with register(Tapes, "tapes"):
+        TapePlatform.captured = TapePlatform.replayed = 0
+        lm = load(llama, "float32", config=config, cache_tokens=512, speculation=always())
+        found = lm.generate(prompts_of((9, 30)), max_new_tokens=30)
+    wanted = plain.generate(prompts_of((9, 30)), max_new_tokens=30)
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+    told = lm.speculation
+    assert told is not None
+    assert told.drafted_steps > 0
+    assert TapePlatform.replayed == told.plain_steps > 0
+
+
+@given(
+    cost=st.floats(1.0, 6.0),
+    chances=st.lists(st.floats(0, 1), min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+)
+def test_guesses_never_cost_more_than_a_small_share(
+    cost: float, chances: list[float], seed: int
+) -> None:
+    """Whatever is accepted and however that changes, 0.97 of plain decoding is the least."""
+    balance, generator = Balance(), torch.Generator().manual_seed(seed)
+    draws = torch.rand(400 * len(chances), 4, generator=generator)
+    seconds = tokens = 0.0
+    for place, row in enumerate(draws.tolist()):
+        if balance.allows(1):
+            taken = next((i for i, u in enumerate(row) if u > chances[place // 400]), 4) + 1
+            balance.count_drafted(1, cost, taken)
+            seconds, tokens = seconds + cost, tokens + taken
+        else:
+            balance.count_plain(1, 1.0, 0.0)
+            seconds, tokens = seconds + 1, tokens + 1
+    # The first such step is not counted, nor is the one that begins before it is known to lose.
+    assert tokens >= 0.97 * (seconds - 2 * cost)
+
+
+def test_guesses_that_gain_go_on_and_those_that_lose_do_not() -> None:
+    for taken, cost, low, high in ((3, 1.2, 0.9, 1.0), (1, 1.2, 0.0, 0.12), (2, 3.0, 0.0, 0.03)):
+        balance, drafted = Balance(), 0
+        for _ in range(1000):
+            if balance.allows(5):
+                balance.count_drafted(5, cost, 5 * taken)
+                drafted += 1
+            else:
+                balance.count_plain(5, 1.0, 0.0)
+        assert low <= drafted / 1000 <= high
+
+
+@pytest.mark.parametrize("tokens", [-1, 0, 65, 1.5, True, "4"])
+def test_a_number_of_tokens_that_is_none(tokens: Any) -> None:
+    with pytest.raises(ConfigError, match=f"is {tokens!r}, must be an integer from 1 to 64"):
+        Speculation(tokens=tokens)
+
+
+def test_what_cannot_guess_is_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="draft of Speculation is 5, must be 'ngram', a path"):
+        Speculation(5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"of the type int. Try: 'ngram'"):
+        load(llama, speculation=4)  # type: ignore[arg-type]
+    small = {**SIZES, "num_hidden_layers": 1, "vocab_size": 300}
+    write_checkpoint(LlamaConfig(**small), tmp_path / "larger")
+    for folder in (tmp_path / "larger", llama):
+        (folder / "tokenizer.json").rename(folder / "kept.json")
+    try:
+        with pytest.raises(ConfigError, match=r"another vocabulary than .*: 300 and 256 tokens"):
+            load(llama, cache_tokens=64, speculation=str(tmp_path / "larger"))
+    finally:
+        for folder in (tmp_path / "larger", llama):
+            (folder / "kept.json").rename(folder / "tokenizer.json")
+    # The same tokenizer with a padded vocabulary is none.
+    padded = Speculation(tmp_path / "larger", adaptive=False)
+    lm = load(llama, "float32", cache_tokens=64, speculation=padded)
+    assert len(lm.generate([[1, 2]], max_new_tokens=9)[0].token_ids) == 9
+    back = load(tmp_path / "larger", "float32", cache_tokens=64, speculation=always(llama))
+    assert len(back.generate([[1, 299], [3]], max_new_tokens=9)[0].token_ids) == 9
+    text = (tmp_path / "larger" / "tokenizer.json").read_text()
+    swapped = text.replace('"a": 64', '"a": 65').replace('"b": 65', '"b": 64')
+    text_of = (tmp_path / "larger" / "tokenizer.json").write_text
+    text_of(swapped if swapped != text else text.replace('"a":', '"\u4e00":'))
+    with pytest.raises(
+        ConfigError, match=r"another vocabulary.*: 2 tokens differ. Try: a draft of"
+    ):
+        load(llama, cache_tokens=64, speculation=tmp_path / "larger")
+
+
+def test_recurrent_layers_are_refused(llama: Path, tmp_path: Path) -> None:
+    write_checkpoint(example(examples.mamba2, "biased"), tmp_path)
+    with pytest.raises(ConfigError, match=r"recurrent layers.*no guess can be taken back"):
+        load(tmp_path, cache_tokens=64, speculation="ngram")
+    with pytest.raises(ConfigError, match="recurrent layers"):
+        load(llama, cache_tokens=64, speculation=tmp_path)
+
+
+def test_it_pauses_by_itself(llama: Path, other: Path, plain: LanguageModel) -> None:
+    lm = load(llama, "float32", cache_tokens=512, speculation=str(other))
+    assert tokens_of(lm, [1, 2], 60) == tokens_of(plain, [1, 2], 60)
+    told = lm.speculation
+    assert told is not None
+    assert told.plain_steps > 3
+    assert plain.speculation is None
