@@ -14,6 +14,7 @@ import random
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 from cpu_models import write_hugging_face
 from interposer_models import LanguageModel, load
@@ -38,7 +39,11 @@ def main() -> None:
     folder = given.dir / given.shape
     if not folder.exists():
         write_hugging_face(SHAPES[given.shape](), folder)
-    room = {"dtype": "bfloat16", "max_sequences": 1, "cache_tokens": 4 * (given.common + 64)}
+    room: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_sequences": 1,
+        "cache_tokens": 4 * (given.common + 64),
+    }
     models = {
         "shared": load(folder, **room, prefix_cache=True),
         "plain": load(folder, **room),
