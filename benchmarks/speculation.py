@@ -2,8 +2,8 @@
 
     python benchmarks/speculation.py [MODEL] [--draft DIR] [--rounds 9] [--tokens 128]
 
-Both decode the same requests in turn, one at a time, in bfloat16; ratios are medians of those within
-a round, of tokens per second. `repeats` continues a list of similar lines greedily, `drawn` draws
+Both decode the same requests in turn, one at a time, in bfloat16. Ratios are medians of those in
+one round, of tokens per second. `repeats` continues a list of similar lines greedily, `drawn` draws
 at temperature 1 from seeds, where what was said is seldom said again.
 """
 
