@@ -146,15 +146,36 @@ def tokens_of(lm: LanguageModel, prompt: list[int], count: int, **kind: Any) -> 
     return lm.generate([prompt], max_new_tokens=count, **kind)[0].token_ids
 
 
-@pytest.mark.parametrize("name", ["ngram", "other"])
+def repeated_prompt(lm: LanguageModel, top_k: int) -> list[int]:
+    """Return a prompt of which each likely next token is found again, with a likely one behind."""
+    prompt, known = [5], set[int]()
+    for _ in range(20):
+        missing = {*lm.logits(prompt)[-1].topk(top_k).indices.tolist()} - known
+        if not missing:
+            break
+        for token in sorted(missing):
+            behind = lm.logits([*prompt, token])[-1].argmax()
+            prompt = [5, token, int(behind), *prompt]
+        known |= missing
+    return prompt
+
+
+@pytest.mark.parametrize("name", ["ngram", "model"])
 def test_unseeded_requests_are_drawn_from_the_distribution(
-    llama: Path, other: Path, plain: LanguageModel, name: str
+    llama: Path, plain: LanguageModel, name: str
 ) -> None:
     """Of 3 tokens of 3 each, the 27 outcomes are as often as their probabilities say."""
-    draft = "ngram" if name == "ngram" else other
-    lm = load(llama, "float32", cache_tokens=4096, speculation=always(draft))
+    draft: Any = "ngram"
+    if name == "model":
+        draft = load(llama, "float32", cache_tokens=8192, max_step_tokens=8192)
+        # Right now and then, as the model itself and one without a tie to it are not.
+        noise = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 2
+        compute = draft.engine.compute
+        draft.engine.compute = lambda chunks: compute(chunks) + noise
+    # All prompts of a batch are computed in one step, so that the others have guesses.
+    lm = load(llama, "float32", cache_tokens=8192, max_step_tokens=8192, speculation=always(draft))
     top_k, count = 3, 1280
-    prompt = [5, 5, *tokens_of(plain, [5, 5], 40)]  # of which more is found again
+    prompt = repeated_prompt(plain, top_k)
     outcomes: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         grown = {}
@@ -167,7 +188,8 @@ def test_unseeded_requests_are_drawn_from_the_distribution(
     found = [each.token_ids[:3] for each in lm.generate([prompt] * count, params)]
     told = lm.speculation
     assert told is not None
-    assert told.drafted_tokens > 100
+    assert told.drafted_tokens > 200
+    assert 0.02 < told.acceptance < 0.9
     statistic = sum(
         (found.count(outcome) - count * chance) ** 2 / (count * chance)
         for outcome, chance in outcomes.items()
