@@ -79,8 +79,10 @@ def check_family(
                 tables=False,
             ),
         )
-        size = model.config.get_text_config().vocab_size
-        context = model.config.get_text_config().max_position_embeddings - _STEPS
+        sizes = model.config.get_text_config()
+        size = sizes.vocab_size
+        # A model without positions states no context.
+        context = getattr(sizes, "max_position_embeddings", max(_LENGTHS) + _STEPS) - _STEPS
         prompts = [torch.randint(size, (min(n, context),)).tolist() for n in _LENGTHS]
         return list(_faults(loaded, model, prompts))
 
