@@ -30,6 +30,7 @@ SAMPLE = {
         "convnext resnet swin vit sam wav2vec2 whisper clip llava gemma3 qwen2_5_vl"
     ),
 }
+LONG = {"images, sound and several", "mixtures and hybrids"}
 HALF = ["llama", "gemma3_text", "bert", "t5", "whisper", "mixtral"]
 CHUNKS = 12
 Rows = list[dict[str, Any]]
@@ -103,7 +104,10 @@ def test_the_page_has_the_figures_of_the_table(table: dict[str, dict[str, Any]])
         assert f"| {kind} | {bound} | {instances} | {summary.share(kind):.1f} % |" in page
 
 
-@pytest.mark.parametrize("kind", SAMPLE)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow if kind in LONG else ()) for kind in SAMPLE],
+)
 def test_a_sample_is_adapted(kind: str, table: dict[str, dict[str, Any]]) -> None:
     rows = judged(*SAMPLE[kind].split())
     assert {row["status"] for row in rows} == {"adapted"}

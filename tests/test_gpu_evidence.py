@@ -328,6 +328,7 @@ def test_results_come_home_under_the_name_of_the_device(tmp_path: Path) -> None:
         results.bring(found, tmp_path / "results", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_stages_are_rehearsed(tmp_path: Path) -> None:
     """Run every stage with the least sizes, on Triton's interpreter."""

@@ -67,6 +67,7 @@ def check(outcome: dict[str, Any]) -> None:
     assert "scales of parts are not those of the whole" in outcome["quantization"]
 
 
+@pytest.mark.slow
 def test_tensor_parallel_models_compute_the_same(tmp_path: Path) -> None:
     for _, outcome in run(tmp_path, "tp:llama", "tp:starcoder2"):
         check(outcome)

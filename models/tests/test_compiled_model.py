@@ -290,6 +290,7 @@ def quantized(source: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 def test_triton_kernels_are_ops_of_the_graph(tiny: Path, tmp_path: Path) -> None:
     """Of 8-bit floats, where norms and activations quantize for the projections behind them."""
