@@ -69,6 +69,7 @@ def test_both_forms_give_the_same(
     ("starts", "lengths", "pays"),
     [
         ([0], [2048], True),
+        ([0], [1024], True),
         ([0], [200], False),  # shorter than any that pays
         ([0], [512], False),  # a product of large matrices for few readers
         ([8192], [2048], True),

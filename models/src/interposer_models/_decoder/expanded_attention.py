@@ -32,8 +32,9 @@ Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
 _PIECE_TOKENS = 4096
 # Shorter queries never pay, so that nobody asks how long each of them is.
 _LEAST_TOKENS = 256
-# Products of large matrices against attention's: what is saved has to be as much again.
-_LEAST_GAIN = 2.0
+# Products that are saved, of those that are left. On a CPU, 1.3 of DeepSeek-V2-Lite's prompts of
+# 512 tokens give 1.06 of the speed, 1.9 of 1,024 tokens 1.5.
+_LEAST_GAIN = 1.5
 # Neither a window, a cap, sinks nor slopes.
 _MASKS = (None,) * 4
 
