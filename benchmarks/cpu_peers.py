@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ __all__ = [
     "cache_folder",
     "chosen_contenders",
     "environment_python",
+    "source_tree",
 ]
 
 # Their builds in the registry are for CUDA: they don't find their own ops beside a torch for CPUs,
@@ -173,6 +176,27 @@ def environment_python(environment: Environment, folder: Path) -> Path:
             reason = (lines or done.stderr.strip().splitlines() or ["no reason given"])[-1]
             raise Unavailable(f"not installed: {reason}")
     return python
+
+
+def source_tree(environment: Environment, folder: Path) -> Path:
+    """Return the unpacked sources of the first package of an environment.
+
+    Raises: Unavailable: they cannot be had.
+    """
+    requirement = environment.requirements[0]
+    home = folder / f"{environment.name}-source"
+    if not home.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            options = ("--quiet", "--no-deps", "--no-binary", ":all:", "--dest", scratch)
+            command = (sys.executable, "-m", "pip", "download", *options, requirement)
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise Unavailable(f"no sources of {requirement}: {done.stderr.strip()[-200:]}")
+            (archive,) = Path(scratch).glob("*.tar.gz")
+            shutil.unpack_archive(archive, scratch, filter="data")
+            (tree,) = (path for path in Path(scratch).iterdir() if path.is_dir())
+            tree.rename(home)
+    return home
 
 
 def _has(python: Path, module: str) -> bool:
