@@ -136,7 +136,8 @@ class Scheduler:
     def next_alone(self, sequence: Sequence, most_tokens: int | None = None) -> Chunk | None:
         """Return the next chunk of a sequence that nobody queued, as long as free pages allow.
 
-        None where they do not allow for a token, or a whole prompt. ``remove`` takes the pages back.
+        None where they do not allow for a token, or for a prompt that has to be whole. ``remove``
+        takes the pages back.
         """
         wanted = len(sequence) - sequence.num_computed
         if most_tokens is not None:

@@ -49,9 +49,9 @@ def attention_specs(
 ) -> Iterator[tuple[str, AttentionSpec]]:
     """Yield labelled specs: heads, masks, head sizes, page sizes and dtypes in all combinations.
 
-    A quantized cache, sinks, ALiBi or prefixes are combined with heads and masks only; latent vectors, all of
-    them or those that an indexer names, and indexers are in pages of all sizes. Only those that
-    differ from the first of their dtype in one axis are there if ``quick``.
+    A quantized cache, sinks, ALiBi or prefixes are combined with heads and masks only; latent
+    vectors, all of them or those that an indexer names, and indexers are in pages of all sizes.
+    Only those that differ from the first of their dtype in one axis are there if ``quick``.
 
     Args:
         page_sizes: of the backend's record, which go before the usual ones.
