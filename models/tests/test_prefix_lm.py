@@ -163,6 +163,24 @@ def test_a_causal_mpt_has_other_slopes_where_it_says_so(tmp_path: Path) -> None:
         assert found.token_ids[place] == int(logits_of(model, given, 0)[-1].argmax())
 
 
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_continuations_are_causal_where_they_are_scored(pairs: dict[str, Pair], name: str) -> None:
+    path, model = pairs[name]
+    lm, (tokens,) = load(path, "float32"), prompts(256, (60,))
+    for count in (1, 25, 59):
+        expected = logits_of(model, tokens, count)
+        bound = 1e-4 * float(expected.abs().max())
+        found = lm.logits(tokens, num_prompt=count)
+        torch.testing.assert_close(found, expected, atol=bound, rtol=0)
+        (scores,) = lm.score(tokens[:count], [tokens[count:]])
+        after = expected[count - 1 : -1].log_softmax(-1)
+        wanted = after.gather(1, torch.tensor(tokens[count:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(scores), wanted, atol=2 * bound, rtol=0)
+    for count in (0, 61):
+        with pytest.raises(RequestError, match=f"num_prompt is {count}, must be from 1 to 60"):
+            lm.logits(tokens, num_prompt=count)
+
+
 @pytest.fixture(scope="module")
 def whole(pairs: dict[str, Pair]) -> LanguageModel:
     """A model in which every request has room."""

@@ -236,12 +236,16 @@ class Engine:
         return self.forward(batch, None) if self.graphs is None else self.graphs.run(batch)
 
     @torch.inference_mode()
-    def logits(self, token_ids: Items[int], adapter: str | None = None) -> torch.Tensor:
+    def logits(
+        self, token_ids: Items[int], adapter: str | None = None, num_prompt: int | None = None
+    ) -> torch.Tensor:
         """Return the logits after every token, ``[T, V]`` float32.
 
-        All of them are the prompt, where its tokens see each other in both directions.
-
-        Raises: RequestError, UnknownNameError: as ``add``, though a full context is allowed.
+        Args:
+            num_prompt: how many tokens are the prompt, which see each other in both directions in a
+                prefix-LM; None takes all.
+        Raises: RequestError, UnknownNameError: as ``add``, though a full context is allowed; or
+            ``num_prompt`` is not from 1 to T.
         """
         tokens, params = self.checked_tokens(token_ids), SamplingParams(adapter=adapter)
         self._check_adapter(params)
@@ -250,7 +254,11 @@ class Engine:
             raise RequestError(f"{len(tokens)} tokens exceed the model's context of {context}")
         for pool in self.pools:
             pool.check(len(tokens))
-        sequence = self.sequence(tokens, params, seed=0)
+        count = len(tokens) if num_prompt is None else num_prompt
+        if not 1 <= count <= len(tokens):
+            raise RequestError(f"num_prompt is {count}, must be from 1 to {len(tokens)} tokens")
+        sequence = self.sequence(tokens[:count], params, seed=0)
+        sequence.output += tokens[count:]
         sequence.state_slot = self.pool.take_slot()
         parts = []
         try:
