@@ -27,7 +27,7 @@ from interposer import Config, explain, register
 from interposer.errors import CheckpointError, ConfigError, RequestError, UnsupportedModelError
 from interposer.hookspecs import hookimpl
 from interposer.records import PlatformEntry, Record
-from interposer_models import LanguageModel, SamplingParams, load
+from interposer_models import LanguageModel, SamplingParams, load, quantize
 from interposer_models._engine.pages import PagePool
 from interposer_models._engine.scheduler import Scheduler
 from interposer_models._engine.sequence import Sequence
@@ -436,6 +436,27 @@ def test_missing_and_unknown_tensors_are_told(pairs: dict[str, Pair], tmp_path: 
     save_file({**tensors, **extra}, weights)
     with pytest.raises(CheckpointError, match=r"transformer\.blocks\.1\.attn\.q_ln\.weight"):
         load(tmp_path)
+
+
+def test_calibration_computes_prompts_in_both_directions(
+    pairs: dict[str, Pair], tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("A token of a prompt sees those that come after it. " * 60)
+    found = []
+    for name, prefix_lm in (("both", True), ("causal", False)):
+        source, target = tmp_path / name, tmp_path / f"{name}-quantized"
+        source.mkdir()
+        copy_to(source, pairs["six heads"][0])
+        edit_json(source / "config.json", attn_config={"clip_qkv": 0.5, "prefix_lm": prefix_lm})
+        quantize(source, target, "int4", group_size=32, calibrate=text)
+        found.append(load_file(next(target.glob("*.safetensors"))))
+    both, causal = found
+    assert both.keys() == causal.keys()
+    first = "transformer.blocks.0.attn.{}.weight_packed"
+    # The inputs of the first projection are embeddings, those of the last one what attention mixed.
+    for name, same in (("Wqkv", True), ("out_proj", False)):
+        assert torch.equal(both[first.format(name)], causal[first.format(name)]) == same
 
 
 def copy_to(target: Path, source: Path) -> None:
