@@ -181,11 +181,7 @@ class LanguageModel:
         return self.tokenizer.chat.token_ids(messages, tools, template, options or {})
 
     def logits(
-        self,
-        token_ids: Sequence[int],
-        *,
-        adapter: str | None = None,
-        num_prompt: int | None = None,
+        self, token_ids: Sequence[int], *, adapter: str | None = None, num_prompt: int | None = None
     ) -> torch.Tensor:
         """Return the logits after every token, ``[T, V]`` float32.
 
