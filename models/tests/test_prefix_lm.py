@@ -6,7 +6,12 @@ its modules are given the mask and the biases that follow from these.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +364,26 @@ def test_decode_steps_are_graphs(pairs: dict[str, Pair], whole: LanguageModel) -
     wanted = whole.generate(given, max_new_tokens=20)
     assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
     assert TapePlatform.replayed > 20
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
+def test_triton_computes_prefixes(pairs: dict[str, Pair], whole: LanguageModel) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    script = Path(__file__).with_name("interpreted_chunks.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(pairs["six heads"][0])],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert "paged_attention_triton" in report["chosen"]
+    given = [list(range(3, 18)), [1, 2]]
+    expected = whole.generate(given, max_new_tokens=3, ignore_eos=True)
+    assert report["tokens"] == [[*each.token_ids] for each in expected]
 
 
 def test_the_backend_is_explained(whole: LanguageModel) -> None:
