@@ -233,7 +233,7 @@ def cut(config: dict[str, Any], weights: bytes, rng: random.Random) -> tuple[Any
 def spoil_fields(config: dict[str, Any], weights: bytes, rng: random.Random) -> tuple[Any, bytes]:
     """Change one or two fields that the family reads, whether they are stated or not."""
     found = current_registry().records(ModelEntry)
-    (reads,) = (r.reads for _, r in found if r.architectures == (config["architectures"][0],))
+    (reads,) = (r.reads for _, r in found if config["architectures"][0] in r.architectures)
     spoiled = dict(config)
     for name in rng.sample(sorted(reads), rng.choice((1, 1, 2))):
         value = spoiled.get(name)

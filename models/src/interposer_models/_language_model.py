@@ -180,9 +180,16 @@ class LanguageModel:
         """
         return self.tokenizer.chat.token_ids(messages, tools, template, options or {})
 
-    def logits(self, token_ids: Sequence[int], *, adapter: str | None = None) -> torch.Tensor:
-        """Return the logits after every token, ``[T, V]`` float32."""
-        return self.engine.logits(token_ids, adapter)
+    def logits(
+        self, token_ids: Sequence[int], *, adapter: str | None = None, num_prompt: int | None = None
+    ) -> torch.Tensor:
+        """Return the logits after every token, ``[T, V]`` float32.
+
+        Args:
+            num_prompt: how many tokens are the prompt, which see each other in both directions in a
+                prefix-LM; None takes all. Other models have no use for it.
+        """
+        return self.engine.logits(token_ids, adapter, num_prompt)
 
     def score(
         self, prompt: Prompt, continuations: Sequence[Prompt], *, adapter: str | None = None
@@ -212,7 +219,8 @@ class LanguageModel:
                     f"{continuation!r:.100} adds no token to the prompt {prompt!r:.100}. "
                     "Try: a prompt and a continuation of at least one token each"
                 )
-            after = self.logits(tokens, adapter=adapter)[len(front) - 1 : -1].log_softmax(-1)
+            logits = self.logits(tokens, adapter=adapter, num_prompt=len(front))
+            after = logits[len(front) - 1 : -1].log_softmax(-1)
             chosen = torch.tensor([*map(int, tokens[len(front) :])], device=after.device)
             scores.append(tuple(after.gather(1, chosen[:, None])[:, 0].tolist()))
         return scores

@@ -39,12 +39,14 @@ class StepBatch:
         device: str,
         min_pages: int = 1,
         with_states: bool = False,
+        with_prefixes: bool = False,
     ) -> StepBatch:
         """Return the batch in which the chunks follow each other without padding.
 
         Args:
             min_pages: columns that the page table has at least.
             with_states: the sequences have rows of states.
+            with_prefixes: the tokens of prompts see each other in both directions.
         """
         token_ids: list[int] = []
         positions: list[int] = []
@@ -68,7 +70,8 @@ class StepBatch:
                 table += [0] * (most_pages - len(pages))
         # One tensor, of which they are parts: making six takes a decode step as long as a layer.
         states = [chunk.sequence.state_slot for chunk in chunks] if with_states else []
-        parts = (token_ids, positions, starts, lengths, states, *places)
+        prefixes = _prefix_lens(chunks) if with_prefixes else []
+        parts = (token_ids, positions, starts, lengths, states, prefixes, *places)
         numbers = torch.tensor([*itertools.chain(*parts)], dtype=torch.int64)
         sizes = [len(part) for part in parts]
         longest = max(chunk.num_rows for chunk in chunks), max(lengths)
@@ -87,7 +90,7 @@ class StepBatch:
         longest: tuple[int, int],
         host: StepBatch | None,
     ) -> StepBatch:
-        tokens, positions, query_starts, seq_lens, states, slots, pages, *others = parts
+        tokens, positions, query_starts, seq_lens, states, prefixes, slots, pages, *others = parts
         attention = AttentionBatch(
             query_starts=query_starts,
             seq_lens=seq_lens,
@@ -96,6 +99,7 @@ class StepBatch:
             max_query_tokens=longest[0],
             max_seq_tokens=longest[1],
             state_slots=states if len(states) else None,
+            prefix_lens=prefixes if len(prefixes) else None,
             host=host.attention if host else None,
         )
         further = [
@@ -108,3 +112,11 @@ class StepBatch:
             for number, (slots, pages) in enumerate(zip(others[::2], others[1::2], strict=True))
         ]
         return cls(tokens, positions, attention, tuple(further))
+
+
+def _prefix_lens(chunks: Items[Chunk]) -> list[int]:
+    """Return the lengths of prompts; none where no token of the step sees a later one."""
+    sequences = [chunk.sequence for chunk in chunks]
+    if any(sequence.num_computed + 1 < len(sequence.prompt) for sequence in sequences):
+        return [len(sequence.prompt) for sequence in sequences]
+    return []

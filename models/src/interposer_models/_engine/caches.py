@@ -22,6 +22,7 @@ class Caches:
         backends: of the attention layers, in order.
         places: the number of each backend's pool.
         pools: of pages; that of the layers that see farthest is the first one.
+        has_prefixes: in some layer the tokens of a prompt see each other in both directions.
         num_states: layers with a state, for each of whose rows the first pool has a number.
     """
 
@@ -45,6 +46,7 @@ class Caches:
         self.num_states = len(self._states)
         self._num_slots = slots_for(max_sequences) if self._states else 0
         self.backends = [layer.backend for layer in model.attention_layers]
+        self.has_prefixes = any(backend.spec.prefix_lm for backend in self.backends)
         shape = CacheShape.of(self.backends, page_size, max_sequences, max_step_tokens)
         self.places = {backend: shape.place(backend) for backend in self.backends}
         self.pools = [
@@ -61,7 +63,7 @@ class Caches:
             for pool, group in zip(self.pools, shape.groups, strict=True)
         ]
         if prefix_cache:
-            check_shared_prefixes(self.pools, bool(self._states))
+            check_shared_prefixes(self.pools, bool(self._states), self.has_prefixes)
             self.pools = [PrefixPool(num_pages, page_size)]
 
     def spare_pages(self, count: int) -> list[range]:

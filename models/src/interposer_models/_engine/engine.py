@@ -93,8 +93,11 @@ class Engine:
         held = Caches(model, *sizes, prefix_cache)
         self.backends, self.pools, self._places = held.backends, held.pools, held.places
         self.pool, self._num_states = self.pools[0], held.num_states
+        self._has_prefixes = held.has_prefixes
         self._edits = RequestEdits(sampler, model.config.vocab_size, stop_token_ids, device)
-        self.scheduler = Scheduler(self.pools, max_sequences, max_step_tokens)
+        self.scheduler = Scheduler(
+            self.pools, max_sequences, max_step_tokens, whole_prompts=held.has_prefixes
+        )
         self.graphs: DecodeGraphs | None = None
         num_spare = 0
         if capture is not None:
@@ -154,8 +157,9 @@ class Engine:
     def check(self, prompt: Items[int], params: SamplingParams) -> list[int]:
         """Return the prompt as ``add`` takes it; any thread may ask.
 
-        Raises: RequestError: the prompt is empty, holds an unknown token, or leaves no room for
-            a new token in the model's context or in the cache; or a parameter names an unknown
+        Raises: RequestError: the prompt is empty, holds an unknown token, leaves no room for a new
+            token in the model's context or in the cache, or has to be computed in one step and
+            is longer; or a parameter names an unknown
             token, or a constraint that cannot be held.
             UnknownNameError: no adapter of the name is loaded.
         """
@@ -169,6 +173,7 @@ class Engine:
             )
         for pool in self.pools:
             pool.check(min(len(tokens) + params.max_new_tokens, context))
+        self.scheduler.check(len(tokens))
         self._edits.check(params, self.constraints)
         return tokens
 
@@ -231,10 +236,16 @@ class Engine:
         return self.forward(batch, None) if self.graphs is None else self.graphs.run(batch)
 
     @torch.inference_mode()
-    def logits(self, token_ids: Items[int], adapter: str | None = None) -> torch.Tensor:
+    def logits(
+        self, token_ids: Items[int], adapter: str | None = None, num_prompt: int | None = None
+    ) -> torch.Tensor:
         """Return the logits after every token, ``[T, V]`` float32.
 
-        Raises: RequestError, UnknownNameError: as ``add``, though a full context is allowed.
+        Args:
+            num_prompt: how many tokens are the prompt, which see each other in both directions in a
+                prefix-LM; None takes all.
+        Raises: RequestError, UnknownNameError: as ``add``, though a full context is allowed; or
+            ``num_prompt`` is not from 1 to T.
         """
         tokens, params = self.checked_tokens(token_ids), SamplingParams(adapter=adapter)
         self._check_adapter(params)
@@ -243,7 +254,11 @@ class Engine:
             raise RequestError(f"{len(tokens)} tokens exceed the model's context of {context}")
         for pool in self.pools:
             pool.check(len(tokens))
-        sequence = self.sequence(tokens, params, seed=0)
+        count = len(tokens) if num_prompt is None else num_prompt
+        if not 1 <= count <= len(tokens):
+            raise RequestError(f"num_prompt is {count}, must be from 1 to {len(tokens)} tokens")
+        sequence = self.sequence(tokens[:count], params, seed=0)
+        sequence.output += tokens[count:]
         sequence.state_slot = self.pool.take_slot()
         parts = []
         try:
@@ -272,8 +287,14 @@ class Engine:
     def _batch(self, chunks: Items[Chunk]) -> StepBatch:
         if self.adapters is not None:
             self.adapters.assign(chunks)
-        page_size, has_states = self.pool.page_size, bool(self._num_states)
-        return StepBatch.build(chunks, page_size, self.device, self._min_pages, has_states)
+        return StepBatch.build(
+            chunks,
+            self.pool.page_size,
+            self.device,
+            self._min_pages,
+            with_states=bool(self._num_states),
+            with_prefixes=self._has_prefixes,
+        )
 
     def forward(
         self, batch: StepBatch, rows: torch.Tensor | None, planned: Plans | None = None
