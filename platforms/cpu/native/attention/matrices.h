@@ -276,17 +276,19 @@ void weigh_matrices(const Block& block, const Tiles& tiles, int64_t tokens, int6
     }
   }
   int64_t column = 0;
-  const auto weigh = [&](auto sums, auto fetched) {
-    weigh_quarters<F, decltype(sums), fetched>(block, tiles, tokens, column, row, rows, factors);
-    column += sums.kGroups * sums.kLanesOfGroup;
+  const auto weigh = [&](auto quarters, auto fetched) {
+    typedef SumsOf<F, R, quarters> Sums;
+    weigh_quarters<F, Sums, fetched>(block, tiles, tokens, column, row, rows, factors);
+    column += Sums::kGroups * Sums::kLanesOfGroup;
   };
-  while (Q == 8 && column + 2 * kLanes <= D) weigh(SumsOf<F, R, 8>(), std::true_type());
+  const std::integral_constant<int, Q> most;
+  while (Q == 8 && column + 2 * kLanes <= D) weigh(most, std::true_type());
   while (column < D) {
     if constexpr (Q == 2) {
-      weigh(SumsOf<F, R, 2>(), std::true_type());
-      weigh(SumsOf<F, R, 2>(), std::false_type());
+      weigh(most, std::true_type());
+      weigh(most, std::false_type());
     } else {
-      weigh(SumsOf<F, R, 4>(), std::true_type());
+      weigh(std::integral_constant<int, 4>(), std::true_type());
     }
   }
 }
