@@ -257,7 +257,9 @@ def load(
     if policy.seed is not None:
         runs_on.seed(policy.seed)
     with planned.numerics():
-        weights.load(checkpoint.stream(), checkpoint.path, advance, checkpoint.names())
+        scheme, stored = planned.resolver.scheme, checkpoint.stream()
+        tensors = stored if scheme is None else scheme.restored(stored, weights)
+        weights.load(tensors, checkpoint.path, advance, checkpoint.names())
         planned.model.reserve_positions(0, device)
     stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config)
 
