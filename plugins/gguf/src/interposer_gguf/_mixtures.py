@@ -244,7 +244,7 @@ MIXTURES: Mapping[str, Architecture] = {
         permuted=True,
         fields=_granite,
         mixture=True,
-        joined={"ffn_gate_exps": ("ffn_up_exps", _gates_first)},
+        joined={"ffn_gate_exps.weight": ("ffn_up_exps.weight", _gates_first)},
     ),
     "ernie4_5-moe": Architecture(
         "Ernie4_5_MoeForCausalLM",
@@ -266,7 +266,7 @@ MIXTURES: Mapping[str, Architecture] = {
         _DEEPSEEK,
         fields=_deepseek,
         mixture=True,
-        joined={"attn_k_b": ("attn_v_b", _keys_and_values)},
+        joined={"attn_k_b.weight": ("attn_v_b.weight", _keys_and_values)},
     ),
 }
 """By the values of ``general.architecture``."""
