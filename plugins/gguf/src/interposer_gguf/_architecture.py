@@ -47,7 +47,8 @@ class Architecture:
         epsilon: key of the metadata, and the field of config.json.
         fields: see ``Fields``.
         mixture: layers have experts.
-        attends: layers have attention.
+        regular: all layers that have attention or an MLP have one of the same size; where they
+            differ, ``fields`` returns those sizes, and all that belongs to attention.
         joined: names in the file of two tensors that are one in Hugging Face checkpoints, the
             first with the second and what makes one of them.
         restored: tensors by their names in the file, and what becomes of them.
@@ -68,7 +69,7 @@ class Architecture:
     epsilon: tuple[str, str] = (RMS_EPSILON, "rms_norm_eps")
     fields: Fields = lambda settings, file: {}
     mixture: bool = False
-    attends: bool = True
+    regular: bool = True
     joined: Mapping[str, tuple[str, Join]] = field(default_factory=dict)
     restored: Mapping[str, Restored] = field(default_factory=dict)
     divided: Mapping[str, Divided] = field(default_factory=dict)

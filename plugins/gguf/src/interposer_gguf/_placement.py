@@ -30,19 +30,19 @@ _IN_BLOCKS = tuple(
     for name in (
         "_proj", "lm_head", "embed_tokens", ".c_attn", ".c_fc", ".wte", ".wpe", ".embeddings",
         ".in_proj_qkv", ".in_proj_z", ".in_proj_a", ".in_proj_b", ".w1", ".w2", ".w3",
-        ".query_key_value", ".dense", ".dense_h_to_4h", ".dense_4h_to_h", ".embed_in",
-        ".embed_out", ".word_embeddings", ".embed_tokens_per_layer", ".per_layer_projection",
-        ".per_layer_input_gate", ".per_layer_model_projection",
+        ".query_key_value", ".wq_b", ".wk", ".dense", ".dense_h_to_4h", ".dense_4h_to_h",
+        ".embed_in", ".embed_out", ".word_embeddings", ".embed_tokens_per_layer",
+        ".per_layer_projection", ".per_layer_input_gate", ".per_layer_model_projection",
     )
 )
 # fmt: on
+# Ends of the names of those among them that are computed with in wider floats.
+_WIDE = (".weights_proj.weight",)
 _FACTORS = (ROPE_FACTORS, *LONG_FACTORS.values())
 _GATES, _ACTED_ON, _SECOND = (f"ffn_{name}_exps.weight" for name in ("gate", "up", "down"))
 
 
-def entries_of(
-    file: GGUFFile, form: Architecture, config: Mapping[str, Any]
-) -> tuple[Entry, ...]:
+def entries_of(file: GGUFFile, form: Architecture, config: Mapping[str, Any]) -> tuple[Entry, ...]:
     """Return what a checkpoint has in place of the tensors of a file, in the order of the file.
 
     Raises:
@@ -139,9 +139,8 @@ class _Placing:
 
     def _whole(self, tensor: StoredTensor, name: str, part: str) -> Entry:
         restored = self.form.restored.get(part)
-        stays = (
-            tensor.stored_as in FORMATS and len(tensor.shape) == 2 and name.endswith(_IN_BLOCKS)
-        )
+        is_matrix = tensor.stored_as in FORMATS and len(tensor.shape) == 2
+        stays = is_matrix and name.endswith(_IN_BLOCKS) and not name.endswith(_WIDE)
         if restored is not None:
             stays = stays and restored.keeps(self.config, FORMATS[tensor.stored_as].size)
             change: Change = partial(_given, restored.function, self.config)

@@ -66,6 +66,10 @@ def _channels(values: torch.Tensor, config: Config) -> torch.Tensor:
     return values.unsqueeze(1)
 
 
+def _inputs_first(values: torch.Tensor, config: Config) -> torch.Tensor:
+    return values.mT.contiguous()
+
+
 def _by_head(values: torch.Tensor, config: Config) -> torch.Tensor:
     """Return rows of query, key and value of one head beside each other, not those of all heads."""
     heads = int(config["num_attention_heads"])
@@ -108,6 +112,8 @@ CHANNELS = Restored(_channels)
 """The weight of a convolution, whose dimension of 1 files leave out."""
 GROUPED_CHANNELS = Restored(lambda values, config: _channels(_grouped_last(values, config), config))
 """The same of value heads that files have in another order."""
+INPUTS_FIRST = Restored(_inputs_first)
+"""Matrices of experts as ``[E, inputs, outputs]``."""
 BY_HEAD = Restored(_by_head, _always)
 """The projection to queries, keys and values of a head, which files have as those of all heads."""
 GROUPED_ROWS = Restored(_grouped_rows, _always)

@@ -23,6 +23,10 @@ class Settings:
     def __contains__(self, key: str) -> bool:
         return self._key(key) in self._values
 
+    def is_list(self, key: str) -> bool:
+        """Say whether there are several values."""
+        return isinstance(self._values.get(self._key(key)), list)
+
     def integer(self, key: str, default: int | None = None) -> int:
         """Return an integer; a list of equal ones, as one per layer, is that one.
 
