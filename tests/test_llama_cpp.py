@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.gguf_models import FIELDS, make, write
+from tests.gguf_kinds import FIELDS
+from tests.gguf_models import make, write
 
 from interposer_models import load
 
@@ -33,13 +34,16 @@ NUM_TOKENS, NUM_TEXTS = 900, 4
 OWN = {"q4_k": 14, "q6_k": 18}
 TOKENS = list(range(3, 31))
 # Sizes by which llama.cpp tells models apart: it reads windows of EXAONE 4 in 64 blocks only, and
-# queries of DeepSeek-V2 without a projection of their own in 27. Groups it chooses as V3 does.
+# queries of DeepSeek-V2 without a projection of their own in 27. Groups it chooses as V3 does. It
+# rounds where yarn begins, which gpt-oss does not.
 LIKE_THEIRS: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 5},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "gemma4_text": {"vocab_size_per_layer_input": 4096},
     "deepseek_v2": {"num_hidden_layers": 27, "topk_method": "greedy", "n_group": 1},
 }
-# ggml has GELU in a table of float16.
-GELU = ("gemma2", "gemma3_text", "starcoder2", "gpt2")
+# ggml has GELU in a table of float16, and approximates that of GPT-NeoX.
+GELU = ("gemma2", "gemma3_text", "starcoder2", "gpt2", "bloom", "gpt_neox", "gemma4_text")
 
 
 @pytest.fixture(scope="module")
