@@ -378,7 +378,7 @@ _FURTHER: dict[str, Callable[[Any], Metadata]] = {
     "bamba": _hybrid_granite,
     "falcon_h1": _falcon,
     "lfm2": _lfm2,
-    "gpt_oss": _inner_experts,
+    "gpt_oss": lambda config: {**_inner_experts(config), "rope.dimension_count": None},
     "llama4_text": _llama4,
     "olmo3": _olmo3,
     "gemma4_text": _gemma4,

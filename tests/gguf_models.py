@@ -131,7 +131,6 @@ def write(
         form = _F32
         if stored_as is not None and is_stored_as(stored_as, values):
             form = stored_as
-        values = values if stored.endswith(("ssm_a", "ssm_d")) else values.squeeze()
         if as_numbers:
             values, form = of_blocks(values, form), _F32
         writer.add_tensor(stored, gguf.quants.quantize(values, form), raw_dtype=form)

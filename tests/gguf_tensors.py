@@ -143,6 +143,7 @@ _LATENT, _GROUPED = "kv_b_proj.weight", "in_proj_qkvz.weight"
 # What the first files had as checkpoints have it.
 _NEWER = (_LATENT, _GROUPED)
 _BALANCED = {"e_score_correction_bias": renamed("correction_bias", "correction.bias")}
+_OF_ONE_ROW = changed(lambda config, values: values[0], "correction_bias", "correction.bias")
 _PERMUTED = {
     "q_proj.weight": changed(lambda config, w: permuted(w, config.num_attention_heads)),
     "k_proj.weight": changed(lambda config, w: permuted(w, config.num_key_value_heads)),
@@ -179,6 +180,7 @@ _ALTERNATING: dict[str, Rule] = {
     ),
     "linear_attn.out_proj.weight": changed(lambda config, w: _alternating(config, w.T).T),
 }
+_NEMOTRON: dict[str, Rule] = {**_STATE_SPACE, **_PERMUTED}
 _NORMS: dict[str, Rule] = {"norm.weight": _FURTHER_ONE}
 _DEEPSEEK: dict[str, Rule] = {**_BALANCED, _LATENT: _cut_latent}
 # The conversion leaves out what stands in front.
@@ -192,14 +194,16 @@ RULES: dict[str, dict[str, Rule]] = {
     "gemma2": _NORMS,
     "gemma3_text": _NORMS,
     "gpt2": dict.fromkeys(("c_attn.weight", "c_proj.weight", "c_fc.weight"), _TRANSPOSED),
-    **dict.fromkeys(("ernie4_5_moe", "minimax_m2", "glm4_moe"), _BALANCED),
+    "qwen2_moe": {"shared_expert_gate.weight": _OF_ONE_ROW},
+    "ernie4_5_moe": {"e_score_correction_bias": _OF_ONE_ROW},
+    **dict.fromkeys(("minimax_m2", "glm4_moe"), _BALANCED),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32"), _DEEPSEEK),
     "qwen3_next": _DELTA,
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _ALTERNATING),
     "mamba2": _STATE_SPACE,
-    "nemotron_h": _STATE_SPACE,
+    "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": {
-        **_STATE_SPACE,
+        **_NEMOTRON,
         **_BALANCED,
         "mixer.experts.up_proj.weight": _moved_experts,
         "mixer.experts.down_proj.weight": _moved_experts,

@@ -151,8 +151,7 @@ class _Placing:
         return Whole(self.file, tensor, name, stays, change)
 
     def _heads(self, tensor: StoredTensor, name: str) -> int:
-        key = "num_attention_heads" if _module(name).endswith("q_proj") else "num_key_value_heads"
-        heads = int(self.config[key])
+        heads = int(self.config[QUERY_AND_KEY[_module(name)]])
         if heads < 1 or tensor.shape[0] % (2 * heads):
             raise UnsupportedModelError(
                 self.file.path,

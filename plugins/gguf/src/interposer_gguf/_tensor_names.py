@@ -20,10 +20,12 @@ LONG_FACTORS: Mapping[str, str] = {
 """The same of contexts up to the original one, and of longer ones."""
 
 QUERY_AND_KEY: Mapping[str, str] = {
-    "self_attn.q_proj": "head_count",
-    "self_attn.k_proj": "head_count_kv",
+    "self_attn.q_proj": "num_attention_heads",
+    "self_attn.k_proj": "num_key_value_heads",
+    "mixer.q_proj": "num_attention_heads",
+    "mixer.k_proj": "num_key_value_heads",
 }
-"""Modules whose outputs are stored in another order, with the metadata that counts their heads."""
+"""Modules whose outputs are stored in another order, with the field that counts their heads."""
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _INNER = {
