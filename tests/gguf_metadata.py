@@ -251,7 +251,6 @@ def _nemotron(config: Any) -> Metadata:
     if experts:
         return found
     left_out = {key for key in _INTEGERS.values() if key.startswith("expert_")}
-    left_out -= {"expert_group_count", "expert_group_used_count"}
     left_out |= {"expert_weights_norm", "expert_weights_scale"}
     return {**found, **dict.fromkeys(left_out)}
 

@@ -134,7 +134,7 @@ def write(
         if as_numbers:
             values, form = of_blocks(values, form), _F32
         writer.add_tensor(stored, gguf.quants.quantize(values, form), raw_dtype=form)
-    add_factors(writer, kind, config)
+    add_factors(writer, config, without)
     (tokenizer or few_words)(writer, config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -142,14 +142,14 @@ def write(
     writer.close()
 
 
-def add_factors(writer: gguf.GGUFWriter, kind: str, config: Any) -> None:
+def add_factors(writer: gguf.GGUFWriter, config: Any, without: str) -> None:
     """Add the factors of wavelengths that some conversions compute."""
     rope = rope_of(config)
     for field in ("short_factor", "long_factor"):
         if field in rope:
             values = np.array(rope[field], dtype=np.float32)
             writer.add_tensor(f"rope_factors_{field.removesuffix('_factor')}.weight", values)
-    if rope.get("rope_type") == "proportional":
+    if rope.get("rope_type") == "proportional" and without != "rope_freqs.weight":
         half = global_head_size(config) // 2
         rotated = int(half * rope["partial_rotary_factor"])
         values = np.array([1.0] * rotated + [1e30] * (half - rotated), dtype=np.float32)

@@ -114,7 +114,8 @@ BAD: list[tuple[str, dict[str, Any], str, type[Exception], str]] = [
     ("gemma4_text", {}, "rope_freqs.weight", CheckpointError, "lacks the tensor 'rope_freqs.wei"),
     ("gpt_oss", {}, "blk.1.ffn_up_exps.bias", CheckpointError, "without 'blk.1.ffn_up_exps.bias'"),
     ("gpt_oss", {}, "blk.0.attn_sinks.weight", CheckpointError, "'model.layers.0.self_attn.sinks'"),
-    ("bloom", {"attention.head_count": 5}, "", CheckpointError, "'blk.0.attn_qkv.*contradicts"),
+    ("qwen3_5_text", {"ssm.time_step_rank": 8}, "", CheckpointError, "'blk.0.ssm.*contradicts"),
+    ("bloom", {"attention.head_count": 5}, "", CheckpointError, "not a multiple of 5 heads"),
     ("deepseek_v32", {"attention.indexer.top_k": None}, "", CheckpointError, "indexer.top_k'"),
 ]
 

@@ -12,10 +12,10 @@ NUMBER = gguf.GGMLQuantizationType.MXFP4
 
 
 def random_blocks(seed: int) -> torch.Tensor:
-    """Return rows ``[2, 3, 4 * 17]`` with scales from the least to the largest."""
+    """Return rows ``[2, 3, 4 * 17]`` with scales from the least to a large one."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(0, 256, (2, 3, 4, 17), dtype=torch.uint8, generator=generator)
-    blocks[..., 0] = torch.tensor([0, 1, 127, 254], dtype=torch.uint8)
+    blocks[..., 0] = torch.tensor([0, 1, 127, 250], dtype=torch.uint8)
     return blocks.flatten(-2)
 
 

@@ -81,7 +81,7 @@ def test_special_tokens_are_cut_out(shipped: TextTokenizer) -> None:
         ("smollm", "go 123 x", ["go", " ", "1", "2", "3", " x"]),
         ("gpt-4o", "I'LL goHome123 A//\nx", ["I'LL", " go", "Home", "123", " A", "//\n", "x"]),
         ("gpt-4o", "12345", ["123", "45"]),
-        ("tekken", "I'll goHome12 a//\nx", ["I", "'ll", " go", "Home", "1", "2", " a", "//\n", "x"]),
+        ("tekken", "I'll goHome12 a//\n", ["I", "'ll", " go", "Home", "1", "2", " a", "//\n"]),
         ("qwen35", "I'LL go12 x\n\ny", ["I", "'LL", " go", "1", "2", " x", "\n\n", "y"]),
         ("deepseek-v3", "I'll x1234=#if\n", ["I", "'ll", " x", "123", "4", "=#", "if", "\n"]),
     ],
@@ -218,7 +218,7 @@ def test_a_contradiction_is_said(
     ("changes", "reason"),
     [
         ({"model": "bert"}, "has the tokenizer 'bert'; read are"),
-        ({"pre": "tekken"}, "as 'tekken' does, which is not known"),
+        ({"pre": "kimi-k2"}, "as 'kimi-k2' does, which is not known"),
         ({"pre": None}, "as 'default' does, which is not known"),
     ],
 )

@@ -27,7 +27,8 @@ def _codes(blocks: torch.Tensor) -> torch.Tensor:
 
 def _scales(blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, None]:
     exponents = blocks[..., :1].to(torch.int32) - _BIAS
-    return torch.ldexp(torch.tensor(0.5, dtype=dtype, device=blocks.device), exponents), None
+    half = torch.full(exponents.shape, 0.5, dtype=dtype, device=blocks.device)
+    return half.ldexp(exponents), None
 
 
 def _nibbles(blocks: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ _IN_BLOCKS = tuple(
         "_proj", "lm_head", "embed_tokens", ".c_attn", ".c_fc", ".wte", ".wpe", ".embeddings",
         ".in_proj_qkv", ".in_proj_z", ".in_proj_a", ".in_proj_b", ".w1", ".w2", ".w3",
         ".query_key_value", ".wq_b", ".wk", ".dense", ".dense_h_to_4h", ".dense_4h_to_h",
-        ".embed_in", ".embed_out", ".word_embeddings", ".embed_tokens_per_layer",
+        ".embed_in", "embed_out", ".word_embeddings", ".embed_tokens_per_layer",
         ".per_layer_projection", ".per_layer_input_gate", ".per_layer_model_projection",
     )
 )
