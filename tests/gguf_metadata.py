@@ -77,7 +77,11 @@ def metadata_of(kind: str, config: Any, older: bool, further: int) -> Metadata:
 
 def write_metadata(writer: gguf.GGUFWriter, metadata: Metadata) -> None:
     """Add values under the architecture of a writer, each as what it is in Python."""
-    adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    adds: dict[type, Callable[..., None]] = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+    }
     adds |= {str: writer.add_string, list: writer.add_array}
     for key, value in metadata.items():
         adds[type(value)](f"{writer.arch}.{key}", value)
@@ -94,13 +98,13 @@ def _given(config: Any, table: dict[str, str]) -> Metadata:
 
 def _head_size(config: Any) -> int:
     stated = config.to_dict().get("head_dim")
-    return stated or config.hidden_size // config.num_attention_heads
+    return int(stated or config.hidden_size // config.num_attention_heads)
 
 
 def global_head_size(config: Any) -> int:
     """Return the size of heads of Gemma 4 in layers that see everything."""
     sizes = config.to_dict()["per_layer_config"].values()
-    return int(max(layer["head_dim"] for layer in sizes))
+    return max(int(layer["head_dim"]) for layer in sizes)
 
 
 def _attention(config: Any, older: bool) -> Metadata:

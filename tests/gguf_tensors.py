@@ -116,7 +116,8 @@ def _by_kind(config: Any, values: np.ndarray) -> np.ndarray:
 
 
 def _rates(config: Any, values: np.ndarray) -> np.ndarray:
-    return -np.exp(values)
+    rates: np.ndarray = -np.exp(values)
+    return rates
 
 
 def _in_groups(config: Any, values: np.ndarray) -> np.ndarray:
@@ -125,7 +126,7 @@ def _in_groups(config: Any, values: np.ndarray) -> np.ndarray:
 
 
 def _times(*names: str) -> Rule:
-    """Return a rule that multiplies by fields of the config, or by the second of several."""
+    """Return a rule that multiplies by fields of the config."""
     return changed(
         lambda config, values: values * np.prod([getattr(config, n) for n in names], dtype="f4")
     )
@@ -136,7 +137,8 @@ def _scaled_projection(config: Any, values: np.ndarray) -> np.ndarray:
     width = config.mamba_n_groups * config.mamba_d_state
     counts = config.mamba_d_ssm, config.mamba_d_ssm, width, width, config.mamba_n_heads
     factors = np.repeat(np.array(config.ssm_multipliers, dtype="f4"), counts)
-    return values * np.float32(config.ssm_in_multiplier) * factors[:, None]
+    scaled: np.ndarray = values * np.float32(config.ssm_in_multiplier) * factors[:, None]
+    return scaled
 
 
 _LATENT, _GROUPED = "kv_b_proj.weight", "in_proj_qkvz.weight"

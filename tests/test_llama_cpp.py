@@ -35,10 +35,13 @@ OWN = {"q4_k": 14, "q6_k": 18}
 TOKENS = list(range(3, 31))
 # Sizes by which llama.cpp tells models apart: it reads windows of EXAONE 4 in 64 blocks only, and
 # queries of DeepSeek-V2 without a projection of their own in 27. Groups it chooses as V3 does. It
-# rounds where yarn begins, which gpt-oss does not.
+# rounds where yarn begins, which gpt-oss does not. Of a part of heads that is rotated, Bamba's has
+# other pairs than the model.
+WHOLE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 LIKE_THEIRS: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 5},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "bamba": {"partial_rotary_factor": 1.0, "rope_parameters": WHOLE},
     "gemma4_text": {"vocab_size_per_layer_input": 4096},
     "deepseek_v2": {"num_hidden_layers": 27, "topk_method": "greedy", "n_group": 1},
 }

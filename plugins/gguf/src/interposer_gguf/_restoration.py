@@ -73,7 +73,8 @@ def _inputs_first(values: torch.Tensor, config: Config) -> torch.Tensor:
 def _by_head(values: torch.Tensor, config: Config) -> torch.Tensor:
     """Return rows of query, key and value of one head beside each other, not those of all heads."""
     heads = int(config["num_attention_heads"])
-    return values.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
+    ordered: torch.Tensor = values.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
+    return ordered
 
 
 def _value_heads(config: Config) -> tuple[int, int]:
@@ -84,7 +85,8 @@ def _value_heads(config: Config) -> tuple[int, int]:
 
 def _grouped_rows(values: torch.Tensor, config: Config) -> torch.Tensor:
     """Return rows of value heads sorted by key head, of those in which key heads alternate."""
-    return values.unflatten(0, (*_value_heads(config), -1)).transpose(0, 1).flatten(0, 2)
+    heads: torch.Tensor = values.unflatten(0, (*_value_heads(config), -1))
+    return heads.transpose(0, 1).flatten(0, 2)
 
 
 def _grouped_last(values: torch.Tensor, config: Config) -> torch.Tensor:
@@ -95,7 +97,8 @@ def _grouped_last(values: torch.Tensor, config: Config) -> torch.Tensor:
 
 def _grouped_columns(values: torch.Tensor, config: Config) -> torch.Tensor:
     """Return a matrix whose inputs are value heads, in the order of checkpoints."""
-    return values.unflatten(1, (*_value_heads(config), -1)).transpose(1, 2).flatten(1)
+    heads: torch.Tensor = values.unflatten(1, (*_value_heads(config), -1))
+    return heads.transpose(1, 2).flatten(1)
 
 
 def _keeps_heads(config: Config, size: int) -> bool:
