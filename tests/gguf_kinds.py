@@ -249,7 +249,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 128,
         "layer_types": SPLIT * 3,
         "num_hidden_layers": 6,
-        "num_kv_shared_layers": 3,
+        "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
         "final_logit_softcapping": 20.0,
         **WINDOW,

@@ -361,7 +361,7 @@ def _indexed(config: Any) -> Metadata:
         "attention.indexer.head_count": config.index_n_heads,
         "attention.indexer.key_length": config.index_head_dim,
         "attention.indexer.top_k": config.index_topk,
-        "expert_weights_norm": config.norm_topk_prob,
+        **_normed(config),
     }
 
 

@@ -47,7 +47,7 @@ LIKE_THEIRS: dict[str, dict[str, Any]] = {
 }
 # ggml has GELU in a table of float16, and approximates that of GPT-NeoX.
 GELU = ("gemma2", "gemma3_text", "starcoder2", "gpt2", "bloom", "gpt_neox", "gemma4_text")
-# What keeps the length of keys above 0 is 1e-6 in the sum of squares, in llama.cpp the least length;
+# What keeps lengths of keys above 0 is 1e-6 in the sum of squares, in llama.cpp the least length;
 # of keys of random weights, whose squares add up to about 0.01, that is 5e-5 of each number.
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 

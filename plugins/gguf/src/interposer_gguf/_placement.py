@@ -1,4 +1,4 @@
-"""Which tensors of a file become which ones of a Hugging Face checkpoint."""
+"""The entries of a Hugging Face checkpoint that the tensors of a file stand for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tensors of a file become those of a Hugging Face checkpoint, where they differ.
+"""Tensors of a file turned into those of a Hugging Face checkpoint, where they differ.
 
 Dimensions: N heads, D head size, G key heads, R value heads for each of them, C channels, W window.
 
@@ -27,7 +27,7 @@ def _always(config: Config, size: int) -> bool:
 
 @dataclass(frozen=True)
 class Restored:
-    """What becomes of one tensor.
+    """The change of one tensor.
 
     Attributes:
         function: returns it as checkpoints have it.
