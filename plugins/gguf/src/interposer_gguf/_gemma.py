@@ -37,7 +37,7 @@ def _gemma4(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
     count = settings.integer("block_count")
     kinds = layer_types_of(settings).get("layer_types", [])
     slides = [kind == "sliding_attention" for kind in kinds]
-    if len(slides) != count:
+    if not slides or len(slides) != count:
         raise CheckpointError(
             settings.path, "lacks the metadata 'gemma4.attention.sliding_window_pattern'"
         )
@@ -78,7 +78,7 @@ def _proportional(settings: Settings, file: GGUFFile) -> dict[str, Any]:
 
     In files, the wavelengths of the rest are so long that they stay where they are.
     """
-    rotated, size = 0, settings.integer("attention.key_length")
+    size = settings.integer("attention.key_length")
     stored = file.tensors.get(ROPE_FACTORS)
     if stored is None or stored.in_blocks or stored.shape != (size // 2,):
         raise CheckpointError(file.path, f"lacks the tensor {ROPE_FACTORS!r} of {size // 2} floats")

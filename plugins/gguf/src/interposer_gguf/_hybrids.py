@@ -115,12 +115,12 @@ def _nemotron(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
     sizes = settings.of_layers("feed_forward_length", int, len(attends))
     kinds = zip(attends, sizes, strict=True)
     wide = "mlp" if settings.architecture == "nemotron_h" else "moe"
-    epsilon = {RMS_EPSILON: "layer_norm_epsilon"} if RMS_EPSILON in settings else {}
+    epsilon = RMS_EPSILON if RMS_EPSILON in settings else LAYER_EPSILON
     return {
         "layers_block_type": [
             "attention" if has else wide if inner else "mamba" for has, inner in kinds
         ],
-        "intermediate_size": max(sizes) or 1,
+        "intermediate_size": max(sizes, default=0) or 1,
         "mamba_num_heads": heads,
         "mamba_head_dim": size,
         "ssm_state_size": settings.integer("ssm.state_size"),
@@ -130,7 +130,7 @@ def _nemotron(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
         "use_conv_bias": _holds(file, "ssm_conv1d.bias"),
         "mlp_bias": _holds(file, "ffn_up.bias"),
         "mlp_hidden_act": "relu2",
-        **{field: settings.number(key) for key, field in epsilon.items()},
+        "layer_norm_epsilon": settings.number(epsilon),
     }
 
 
