@@ -189,7 +189,8 @@ def load(
         quantization: a method by which plain weights are quantized while they load, such as
             ``"fp8"``, or its settings with the name as ``quant_method``.
         cache_tokens: tokens that the paged cache holds, of layers with windows no more than these
-            need, and of sources as many besides; None takes what ``max_sequences`` full contexts need, within ``memory_fraction``.
+            need, and of what an encoder reads as many besides; None takes what ``max_sequences``
+            full contexts need, within ``memory_fraction``.
         memory_fraction: share of the memory that weights and the largest step leave free, which the
             cache may take, above 0 and at most 1. The step is run to know. None takes 0.9 of an
             accelerator; 0.25 of a host, whose memory others use as well, and of platforms that

@@ -15,7 +15,7 @@ from interposer_models._encoder_decoder.attention import CrossAttention, SourceS
 from interposer_models._engine.sources import SourceBatch
 
 
-class Encoder(Decoder):
+class SourceEncoder(Decoder):
     """Embedding, blocks and the final norm of a text of which every token sees every other."""
 
     def encode(self, sources: SourceBatch) -> torch.Tensor:
@@ -42,7 +42,7 @@ class EncoderDecoderLM(CausalLM):
     """
 
     decoder_type = CrossDecoder
-    encoder: Encoder
+    encoder: SourceEncoder
 
     @property
     def max_source_tokens(self) -> int:

@@ -22,7 +22,7 @@ from interposer_models._decoder.settings import FrameNames, Positive
 from interposer_models._decoder.whole_heads import WholeHeads
 from interposer_models._encoder_decoder.attention import CrossAttention
 from interposer_models._encoder_decoder.family import EncoderDecoderFamily
-from interposer_models._encoder_decoder.model import CrossDecoder, Encoder, EncoderDecoderLM
+from interposer_models._encoder_decoder.model import CrossDecoder, EncoderDecoderLM, SourceEncoder
 from interposer_models._families.bart_layers import (
     BartBlock,
     BartEncoderAttention,
@@ -161,7 +161,7 @@ class BartDecoder(CrossDecoder):
         return self.layernorm_embedding(_embedded(self, token_ids, positions))
 
 
-class BartEncoder(Encoder):
+class BartEncoder(SourceEncoder):
     """An encoder that begins as its decoder does."""
 
     def __init__(self, site: Site, config: Bart, *parts: Any) -> None:

@@ -19,7 +19,7 @@ from interposer_models._decoder.settings import FrameNames
 from interposer_models._encoder_decoder.attention import CrossAttention, EncoderAttention
 from interposer_models._encoder_decoder.blocks import CrossedBlock
 from interposer_models._encoder_decoder.family import EncoderDecoderFamily
-from interposer_models._encoder_decoder.model import Encoder, EncoderDecoderLM
+from interposer_models._encoder_decoder.model import EncoderDecoderLM, SourceEncoder
 from interposer_models._families.gemma2 import Gemma2
 from interposer_ops.sampling import logits_softcap
 
@@ -117,7 +117,7 @@ class T5GemmaLM(EncoderDecoderLM):
     def __init__(self, site: Site, config: T5Gemma, page_size: int) -> None:
         super().__init__(site, config, lambda at, i: config.block(at, i, page_size), config.norm)
         side, self.cap = config.encoder, config.final_logit_softcapping
-        self.encoder = Encoder(
+        self.encoder = SourceEncoder(
             site.at(side.frame.decoder),
             side,
             lambda at, i: side.block(at, i, page_size),
