@@ -220,12 +220,14 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "OPT": ("activation_function", "enable_bias", "ffn_dim"),
     "GPTNeoX": ("layer_norm_eps", "rotary_emb_base", "rotary_pct", "use_parallel_residual"),
     "Bart": _SIDES,
+    "MBart": _SIDES,
     "T5Gemma": (*_GEMMA, "encoder"),
 }
 # The names of architectures that end in another way.
 _ARCHITECTURES = {
     "GPT2": "GPT2LMHeadModel",
     "Bart": "BartForConditionalGeneration",
+    "MBart": "MBartForConditionalGeneration",
     "T5Gemma": "T5GemmaForConditionalGeneration",
 }
 # The names of modules where they are not those of classes.

@@ -1,7 +1,6 @@
 """BART: an encoder and a decoder of learned positions, with a layer norm behind every sum.
 
 Source: arXiv:1910.13461.
-Dimensions: T tokens, R tokens whose logits are wanted, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,26 +10,19 @@ from functools import cached_property
 from typing import Any, Self
 
 from pydantic import AliasChoices, Field, model_validator
-from torch import Tensor, nn
+from torch import nn
 
 from interposer import Site
 from interposer.errors import UnsupportedModelError
-from interposer_models._decoder.decoder import Decoder
 from interposer_models._decoder.layer_norm import LayerNorm
 from interposer_models._decoder.plain_mlp import PlainMLP
 from interposer_models._decoder.settings import FrameNames, Positive
 from interposer_models._decoder.whole_heads import WholeHeads
 from interposer_models._encoder_decoder.attention import CrossAttention
 from interposer_models._encoder_decoder.family import EncoderDecoderFamily
-from interposer_models._encoder_decoder.model import CrossDecoder, EncoderDecoderLM, SourceEncoder
-from interposer_models._families.bart_layers import (
-    BartBlock,
-    BartEncoderAttention,
-    LogitsBias,
-    Unnormed,
-)
+from interposer_models._families.bart_layers import BartBlock, BartEncoderAttention, Unnormed
+from interposer_models._families.bart_model import BartLM
 from interposer_models._families.opt import OPTAttention
-from interposer_ops.layers.embedding import Embedding
 
 _EPS = 1e-5
 _MLP = ("fc1", "fc2")
@@ -60,14 +52,18 @@ class Bart(WholeHeads, EncoderDecoderFamily):
     tie_word_embeddings: bool = True
 
     @cached_property
-    def encoder(self) -> BartSource:
+    def encoder(self) -> Bart:
         """The settings of the encoder."""
+        return BartSource.model_construct(**self.encoder_fields())
+
+    def encoder_fields(self) -> dict[str, Any]:
+        """Return the fields of the encoder's settings."""
         sizes = {
             "num_hidden_layers": self.encoder_layers,
             "num_attention_heads": self.encoder_attention_heads,
             "intermediate_size": self.encoder_ffn_dim,
         }
-        return BartSource.model_construct(**{**dict(self), **sizes})
+        return {**dict(self), **sizes}
 
     @property
     def embedding_scale(self) -> float:
@@ -119,9 +115,9 @@ class Bart(WholeHeads, EncoderDecoderFamily):
         """Return what follows the last block of either side."""
         return Unnormed()
 
-    def build(self, site: Site, page_size: int) -> EncoderDecoderLM:
+    def build(self, site: Site, page_size: int) -> BartLM:
         """Return both sides with the head."""
-        return BartLM(site, self, page_size)
+        return BartLM(site, self, self.encoder, page_size)
 
     @model_validator(mode="after")
     def _whole_encoder_heads(self) -> Self:
@@ -147,63 +143,3 @@ class BartSource(Bart):
         at = site.at("self_attn")
         attention = self.self_attention(at, index, self.attention_spec(at, index, page_size))
         return BartBlock(site, self.norm, attention, self.mlp(site, index), None)
-
-
-class BartDecoder(CrossDecoder):
-    """A decoder whose embeddings, positions added, are normalised."""
-
-    def __init__(self, site: Site, config: Bart, *parts: Any) -> None:
-        super().__init__(site, config, *parts)
-        self.layernorm_embedding = config.norm(site.at("layernorm_embedding"))
-
-    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return what the first block gets, ``[T, H]``."""
-        return self.layernorm_embedding(_embedded(self, token_ids, positions))
-
-
-class BartEncoder(SourceEncoder):
-    """An encoder that begins as its decoder does."""
-
-    def __init__(self, site: Site, config: Bart, *parts: Any) -> None:
-        super().__init__(site, config, *parts)
-        self.layernorm_embedding = config.norm(site.at("layernorm_embedding"))
-
-    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return what the first block gets, ``[E, H]``."""
-        return self.layernorm_embedding(_embedded(self, token_ids, positions))
-
-
-class BartLM(EncoderDecoderLM):
-    """Both sides, which share a table of embeddings with the head."""
-
-    decoder_type = BartDecoder
-
-    def __init__(self, site: Site, config: Bart, page_size: int) -> None:
-        head = site.at(config.frame.head)
-        shared = Embedding(site.at("model.shared"), config.vocab_size, config.hidden_size, head)
-        super().__init__(
-            site, config, lambda at, i: config.block(at, i, page_size), config.last_norm, shared
-        )
-        side = config.encoder
-        self.encoder = BartEncoder(
-            site.at(side.frame.decoder),
-            side,
-            lambda at, i: side.block(at, i, page_size),
-            side.last_norm,
-            None,
-            shared,
-        )
-        self.final_logits_bias = LogitsBias(site.at("final_logits_bias"), config.vocab_size)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits, see ``CausalModel``."""
-        return self.final_logits_bias(super().forward(*args, **kwargs))  # type: ignore[no-any-return]
-
-
-def _embedded(side: Decoder, token_ids: Tensor, positions: Tensor) -> Tensor:
-    """Return embeddings with learned positions added, ``[T, H]``."""
-    x: Tensor = side.embed_tokens(token_ids)
-    if side.embedding_scale != 1.0:
-        x = x * side.embedding_scale
-    assert side.embed_positions is not None
-    return x + side.embed_positions(positions + side.config.frame.first_position)

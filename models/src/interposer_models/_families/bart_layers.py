@@ -1,6 +1,6 @@
-"""The layers of BART: blocks with a norm behind every sum, and the bias of its logits.
+"""The layers of BART: attention of a source, and blocks with a norm behind every sum.
 
-Dimensions: T tokens, R tokens that matter, E tokens of sources, H hidden size, V vocabulary.
+Dimensions: T tokens, R tokens that matter, H hidden size.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interposer import PluggableLayer, Site
+from interposer import Site
 from interposer_models._decoder.attention import Unrotated
 from interposer_models._decoder.decoder import Norm
 from interposer_models._encoder_decoder.attention import CrossAttention, EncoderAttention
@@ -82,27 +82,6 @@ class Unnormed(nn.Module):
     def forward_add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return ``x`` twice."""
         return x, x
-
-
-class LogitsBias(PluggableLayer):
-    """Add what the checkpoint has for each token, mostly zeros, which are left out."""
-
-    def __init__(self, site: Site, vocab_size: int) -> None:
-        super().__init__(site)
-        bias = nn.Parameter(torch.empty(1, vocab_size, dtype=site.dtype), requires_grad=False)
-        bias.stored_as = site.prefix  # type: ignore[attr-defined]
-        bias.default = 0.0  # type: ignore[attr-defined]
-        self.register_parameter("bias", bias)
-        self.offsets: Tensor | None = None
-
-    def finalize(self) -> None:
-        """Keep the bias if it is one."""
-        bias = self.get_parameter("bias")
-        self.offsets = bias if bias.any() else None
-
-    def forward(self, logits: Tensor) -> Tensor:
-        """Return ``[R, V]`` of ``logits`` ``[R, V]``."""
-        return logits if self.offsets is None else logits + self.offsets
 
 
 def _summed(norm: nn.Module, x: Tensor, stream: Tensor) -> Tensor:

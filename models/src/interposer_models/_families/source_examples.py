@@ -25,6 +25,13 @@ def bart() -> Examples:
     return _sides("BartForConditionalGeneration", released={}, sides=sides, scaled=scaled)
 
 
+def mbart() -> Examples:
+    """Return one of scaled embeddings, one with a small encoder, and one of equal sides."""
+    scaled = {"scale_embedding": True, "forced_bos_token_id": 9}
+    small = {"encoder_layers": 1, "encoder_ffn_dim": 32, "activation_function": "gelu_new"}
+    return _sides("MBartForConditionalGeneration", released=scaled, small=small, plain={})
+
+
 def t5gemma() -> Examples:
     """Return windows in every second layer, other sizes on either side, and a head of its own."""
     special = {"pad_token_id": 0, "query_pre_attn_scalar": 16, "head_dim": 16}
