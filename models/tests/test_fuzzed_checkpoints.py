@@ -21,7 +21,7 @@ METHODS = sorted(
 )
 # A family of each kind: dense, with norms around its parts, with fused projections and two sets of
 # angles, mixtures, groups of experts, latent attention, parts side by side, layer norms, learned
-# positions, and chunks.
+# positions, chunks, and encoders.
 FAMILIES = (
     "llama",
     "gemma3",
@@ -36,6 +36,8 @@ FAMILIES = (
     "starcoder2",
     "gpt2",
     "llama4",
+    "bart",
+    "t5gemma",
 )
 
 
