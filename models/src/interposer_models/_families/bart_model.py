@@ -50,16 +50,17 @@ class LogitsBias(PluggableLayer):
         bias.stored_as = site.prefix  # type: ignore[attr-defined]
         bias.default = 0.0  # type: ignore[attr-defined]
         self.register_parameter("bias", bias)
-        self.offsets: Tensor | None = None
+        # In a tuple, so that it is no parameter of its own.
+        self.operands: tuple[Tensor, ...] = ()
 
     def finalize(self) -> None:
         """Keep the bias if it is one."""
         bias = self.get_parameter("bias")
-        self.offsets = bias if bias.any() else None
+        self.operands = (bias,) if bias.any() else ()
 
     def forward(self, logits: Tensor) -> Tensor:
         """Return ``[R, V]`` of ``logits`` ``[R, V]``."""
-        return logits if self.offsets is None else logits + self.offsets
+        return logits + self.operands[0] if self.operands else logits
 
 
 class BartLM(EncoderDecoderLM):
