@@ -220,7 +220,7 @@ def spoil(lm: LanguageModel) -> None:
     def spoiled(chunks: Any) -> None:
         advance(chunks)
         held = {page for s in scheduler.running for page in s.source_pages}
-        free = torch.tensor(sorted({*range(pool.num_pages)} - held))
+        free = torch.tensor(sorted({*range(pool.num_pages)} - held), dtype=torch.int64)
         for cache, backend in zip(engine.caches, engine.backends, strict=True):
             if backend.spec.type == "encoder_decoder":
                 cache.index_fill_(backend.kv_layout().page_axis, free, torch.nan)
