@@ -225,7 +225,7 @@ class Detokenizer:
 
 def stop_tokens(path: Path, config: dict[str, Any]) -> frozenset[int]:
     """Return the ids that end a generation: of generation_config.json, else of config.json."""
-    value = _generation(path, config).get("eos_token_id")
+    value = {**config, **_generation(path)}.get("eos_token_id")
     if value is None:
         return frozenset()
     ids = value if isinstance(value, list) else [value]
@@ -245,7 +245,8 @@ def start_tokens(path: Path, config: dict[str, Any], vocab_size: int) -> tuple[i
     Raises: CheckpointError: neither is there, or one is no token.
     """
     decoder = config.get("decoder")
-    said = {**(decoder if isinstance(decoder, dict) else {}), **_generation(path, config)}
+    files = decoder if isinstance(decoder, dict) else {}, config, _generation(path)
+    said = {name: value for file in files for name, value in file.items() if value is not None}
     names = ("decoder_start_token_id", "bos_token_id")
     named = [name for name in names if said.get(name) is not None][:1]
     if not named:
@@ -260,9 +261,7 @@ def start_tokens(path: Path, config: dict[str, Any], vocab_size: int) -> tuple[i
     return tuple(said[name] for name in named)
 
 
-def _generation(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of config.json, and those of generation_config.json above them."""
-    if not (path / "generation_config.json").exists():
-        return config
-    said = read_json(path / "generation_config.json")
-    return {**config, **{name: value for name, value in said.items() if value is not None}}
+def _generation(path: Path) -> dict[str, Any]:
+    """Return the fields of generation_config.json, none where there is no such file."""
+    file = path / "generation_config.json"
+    return read_json(file) if file.exists() else {}
