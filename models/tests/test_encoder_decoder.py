@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +294,28 @@ def test_any_backend_that_accepts_sources_gives_the_same(
     assert wanted in str(
         explain(lm).why("encoder_decoder" if len(rules["attention"]) == 1 else "decoder")
     )
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
+def test_triton_computes_sources(
+    references: dict[str, LanguageModel], pairs: dict[str, Pair]
+) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    script = Path(__file__).with_name("interpreted_chunks.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(pairs["mbart"][0])],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert {"paged_attention_triton", "ragged_attention_triton"} <= {*report["chosen"]}
+    texts = [list(range(3, 18)), [1, 2]]
+    expected = references["mbart"].generate(texts, max_new_tokens=3, ignore_eos=True)
+    assert report["tokens"] == [[*each.token_ids] for each in expected]
 
 
 def test_a_backend_that_takes_no_sources_is_refused(pairs: dict[str, Pair]) -> None:
