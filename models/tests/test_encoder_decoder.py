@@ -251,7 +251,7 @@ def test_any_schedule_gives_the_tokens_of_each_alone(
 ) -> None:
     lm = small[name]
     texts = [[3 + (7 * i + first) % 250 for i in range(n)] for n, _, first in requests]
-    drawn = {"ignore_eos": True, "temperature": 1.0, "seed": 5}
+    drawn: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0, "seed": 5}
     params = [SamplingParams(max_new_tokens=n, **drawn) for _, n, _ in requests]
     expected = [references[name].generate([t], p)[0] for t, p in zip(texts, params, strict=True)]
     started = []
@@ -471,7 +471,8 @@ def test_texts_are_read_scored_and_streamed(pairs: dict[str, Pair]) -> None:
 
 
 def test_a_bias_of_logits_is_added(copied: Path, pairs: dict[str, Pair]) -> None:
-    lm, given = loaded(pairs["bart"][0]), {"token_ids": [2, 7, 5], "source": [9, 8, 7]}
+    lm = loaded(pairs["bart"][0])
+    given: dict[str, Any] = {"token_ids": [2, 7, 5], "source": [9, 8, 7]}
     bias = load_file(copied / "model.safetensors")["final_logits_bias"].clone()
     edit_weights(copied, final_logits_bias=None)
     plain = loaded(copied)

@@ -78,8 +78,8 @@ class EncoderAttention(SelfAttention):
         query, key, value = self.heads(x, cos, sin)
         starts, longest, spec = plan.starts, plan.longest, self.spec
         lengths = starts, starts, longest, longest
-        masks = False, spec.window_tokens, spec.softcap, None, None
-        mixed = self.attend(query, key, value, *lengths, spec.scale, *masks)
+        scores = spec.scale, False, spec.window_tokens, spec.softcap
+        mixed = self.attend(query, key, value, *lengths, *scores, None, None)
         return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]
 
 

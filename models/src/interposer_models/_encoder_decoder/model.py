@@ -6,7 +6,7 @@ Dimensions: E tokens of sources, H hidden size of the encoder.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,7 +41,7 @@ class EncoderDecoderLM(CausalLM):
         encoder: given by whoever builds it.
     """
 
-    decoder_type = CrossDecoder
+    decoder_type: ClassVar[type[Decoder]] = CrossDecoder
     encoder: SourceEncoder
 
     @property

@@ -12,7 +12,7 @@ from typing import Any, Self
 from pydantic import AliasChoices, Field, model_validator
 from torch import nn
 
-from interposer import Site
+from interposer import AttentionSpec, Site
 from interposer.errors import UnsupportedModelError
 from interposer_models._decoder.layer_norm import LayerNorm
 from interposer_models._decoder.plain_mlp import PlainMLP
@@ -23,6 +23,7 @@ from interposer_models._encoder_decoder.family import EncoderDecoderFamily
 from interposer_models._families.bart_layers import BartBlock, BartEncoderAttention, Unnormed
 from interposer_models._families.bart_model import BartLM
 from interposer_models._families.opt import OPTAttention
+from interposer_ops.layers.self_attention import SelfAttention
 
 _EPS = 1e-5
 _MLP = ("fc1", "fc2")
@@ -93,7 +94,7 @@ class Bart(WholeHeads, EncoderDecoderFamily):
             block, (self.hidden_size, self.intermediate_size), _MLP, self.hidden_act, True
         )
 
-    def self_attention(self, site: Site, index: int, spec: Any) -> OPTAttention:
+    def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
         """Return the attention of the decoder's layer ``index`` at a site."""
         return OPTAttention(site, spec, self.hidden_size, 0, None, True, True)
 
@@ -134,7 +135,7 @@ class BartSource(Bart):
 
     frame = FrameNames("model.encoder", positions="embed_positions", first_position=2)
 
-    def self_attention(self, site: Site, index: int, spec: Any) -> BartEncoderAttention:
+    def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
         """Return the attention of layer ``index`` at a site."""
         return BartEncoderAttention(site, spec, self.hidden_size, 0, True)
 

@@ -122,8 +122,9 @@ class SdpaBackend(AttentionBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend to a source; see ``AttentionBackend.forward_stored``."""
-        stored = cache.flatten(1, 2).unbind(0)
-        return self._attend(query, (query, query), stored, plan)  # every part reads the cache
+        keys, values = cache.flatten(1, 2).unbind(0)
+        own = query, query  # is not read, as every part reads the cache
+        return self._attend(query, own, (keys, values), plan)
 
     def _attend(self, query: Tensor, own: Pair, stored: Pair, plan: SdpaPlan) -> Tensor:
         """Return ``[T, N, D]`` of the keys and values of the step, and of those in the cache."""
