@@ -175,12 +175,17 @@ def write_checkpoint(config: Any, path: Path, **options: Any) -> Any:
             if "norm" in name or "bias" in name:
                 tensor.add_(0.1 * torch.randn_like(tensor))
     model.save_pretrained(path, **options)
+    write_tokenizer(path)
+    return model
+
+
+def write_tokenizer(path: Path) -> None:
+    """Write a tokenizer of one token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(path / "tokenizer.json"))
-    return model
 
 
 PARAMS = [

@@ -234,7 +234,10 @@ def spoil_fields(config: dict[str, Any], weights: bytes, rng: random.Random) -> 
     """Change one or two fields that the family reads, whether they are stated or not."""
     found = current_registry().records(ModelEntry)
     (reads,) = (r.reads for _, r in found if config["architectures"][0] in r.architectures)
-    spoiled = dict(config)
+    whole = spoiled = copy.deepcopy(config)
+    # Of two sides, each has its fields in an object.
+    if sides := [side for side in ("encoder", "decoder") if isinstance(whole.get(side), dict)]:
+        spoiled = whole[rng.choice(sides)]
     for name in rng.sample(sorted(reads), rng.choice((1, 1, 2))):
         value = spoiled.get(name)
         if isinstance(value, dict | list) and rng.random() < 0.8:
@@ -243,7 +246,7 @@ def spoil_fields(config: dict[str, Any], weights: bytes, rng: random.Random) -> 
             spoiled[name] = rng.choice((value + 1, value - 1, 2 * value, value // 2, -value))
         else:
             spoiled[name] = copy.deepcopy(rng.choice((*JUNK, *VALUES)))
-    return spoiled, weights
+    return whole, weights
 
 
 SPOILERS: tuple[Callable[..., tuple[Any, bytes]], ...] = (

@@ -21,7 +21,7 @@ METHODS = sorted(
 )
 # A family of each kind: dense, with norms around its parts, with fused projections and two sets of
 # angles, mixtures, groups of experts, latent attention, parts side by side, layer norms, learned
-# positions, chunks, and settings of attention apart.
+# positions, chunks, settings of attention apart, and encoders.
 FAMILIES = (
     "llama",
     "gemma3",
@@ -37,6 +37,8 @@ FAMILIES = (
     "gpt2",
     "llama4",
     "mpt",
+    "bart",
+    "t5gemma",
 )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from interposer import AttentionBackend, AttentionBatch, AttentionSpec, KVCacheLayout, Site
 from interposer.errors import MissingMemberError
+from interposer_ops.attention import FlexBackend, SdpaBackend
 from interposer_ops.layers.attention import PagedBackend
 from interposer_testing import (
     attention_specs,
@@ -314,6 +315,55 @@ def test_reading_of_what_is_stored_is_checked(extra: str, make_site: Callable[..
         assert check in {fault.check for fault in check_attention(wrong, spec, site)}
     with pytest.raises(MissingMemberError, match="accepted a spec with a shared cache"):
         AttentionBackend.forward_stored(PagedBackend(spec, site), *[None] * 3)  # type: ignore[arg-type]
+
+
+class SeeingWhatCameBefore(PagedBackend):
+    """Wrong: queries of one sequence see a source as a decoder sees its own tokens."""
+
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        return batch
+
+
+class SeeingItsFirstPage(PagedBackend):
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        plan = super().plan(batch)
+        return replace(plan, seq_lens=plan.seq_lens.clamp(max=self.spec.page_size))
+
+
+class ForgettingToWrite(PagedBackend):
+    def forward(self, query: Any, key: Any, value: Any, cache: Any, plan: Any) -> torch.Tensor:
+        return query if not len(query) else super().forward(query, key, value, cache, plan)
+
+
+@pytest.mark.parametrize("mask", ["full", "softcap"])
+def test_sources_are_checked(mask: str, make_site: Callable[..., Site]) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        spec, site = spec_of(dtype, mask, "source"), make_site("attention", dtype)
+        for backend in (PagedBackend, SdpaBackend):
+            if backend.accepts(spec, site.resolver.device.capability):
+                assert check_attention(backend, spec, site) == []
+        for wrong in (SeeingWhatCameBefore, SeeingItsFirstPage, ForgettingToWrite):
+            assert "value" in {fault.check for fault in check_attention(wrong, spec, site)}
+        assert "mutation" in {f.check for f in check_attention(WritingQueries, spec, site)}
+        assert check_attention_determinism(PagedBackend, spec, site) == []
+
+
+def test_who_takes_sources_and_who_does_not(make_site: Callable[..., Site]) -> None:
+    capability = make_site("attention", torch.float32).resolver.device.capability
+    plain = spec_of(torch.float32, "full", "source")
+    assert PagedBackend.accepts(plain, capability)
+    assert SdpaBackend.accepts(plain, capability)
+    for spec, reason in (
+        (spec_of(torch.float32, "window", "source"), "has no windows in a source"),
+        (replace(plain, alibi=True), "does not do alibi"),
+        (replace(plain, sinks=True), "does not do sinks"),
+        (replace(plain, shared=True), "does not attend to a cache without writing it"),
+        (replace(plain, cache_dtype=torch.int8), "stores the cache as torch.float32"),
+    ):
+        assert reason in PagedBackend.accepts(spec, capability).reason
+    assert "softcap is 2.0" in SdpaBackend.accepts(replace(plain, softcap=2.0), capability).reason
+    refused = FlexBackend.accepts(plain, capability).reason
+    assert "serves decoder attention only, got encoder_decoder" in refused
 
 
 class SwappingScales(PagedBackend):

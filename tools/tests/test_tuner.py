@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -190,6 +190,13 @@ class Paged(AttentionBackend):
     ) -> torch.Tensor:
         assert not cache.isnan().any()
         assert int(plan.slots.max()) < cache.shape[1] * self.spec.page_size
+        time.sleep(self.pause)
+        return query
+
+    def forward_stored(
+        self, query: torch.Tensor, cache: torch.Tensor, plan: AttentionBatch, *rest: Any
+    ) -> torch.Tensor:
+        assert self.spec.type == "encoder_decoder"
         time.sleep(self.pause)
         return query
 
@@ -391,17 +398,16 @@ def test_what_cannot_be_timed_is_listed_with_the_reason(make_plan: MakePlan) -> 
     assert "policy" in reasons["scaling"]
 
 
-def test_attention_with_wrong_scores_is_put_right(make_plan: MakePlan) -> None:
+@pytest.mark.parametrize("kind", ["decoder", "encoder_decoder"])
+def test_attention_with_wrong_scores_is_put_right(make_plan: MakePlan, kind: Any) -> None:
     def build(site: Site) -> None:
-        site.resolver.attention(SPEC, site)
+        site.resolver.attention(replace(SPEC, type=kind), site)
 
-    assert (
-        choice_of(make_plan(*ATTENTION, build=build), "attention", "decoder").chosen.name == "slow"
-    )
+    assert choice_of(make_plan(*ATTENTION, build=build), "attention", kind).chosen.name == "slow"
     (entry,) = tune(make_plan(*ATTENTION, build=build), tokens=(1, 40), repeats=3).entries
     assert entry.key.kind == "attention"
     assert entry.value.candidates["acme/quick"].seconds < 0.003, "planning is timed"
-    after = choice_of(make_plan(*ATTENTION, build=build), "attention", "decoder")
+    after = choice_of(make_plan(*ATTENTION, build=build), "attention", kind)
     assert after.chosen.name == "quick"
     assert "fastest" in after.why
 

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from interposer_models._decoder.decoder import CausalLM
     from interposer_models._encoder.encoder import Encoder, load_encoder
     from interposer_models._engine.sampling_params import SamplingParams
-    from interposer_models._language_model import Completion, Delta, LanguageModel, Stream
+    from interposer_models._language_model import LanguageModel
     from interposer_models._loader import Plan, load, plan
     from interposer_models._quantizing.quantizer import quantize
     from interposer_models._speculation.settings import Speculation
+    from interposer_models._stream import Completion, Delta, Stream
     from interposer_models._tokenizer import TextTokenizer
 
 __all__ = [
@@ -58,10 +59,11 @@ __getattr__ = lazy_attributes(
         "interposer_models._decoder.decoder": "CausalLM",
         "interposer_models._encoder.encoder": "Encoder load_encoder",
         "interposer_models._engine.sampling_params": "SamplingParams",
-        "interposer_models._language_model": "Completion Delta LanguageModel Stream",
+        "interposer_models._language_model": "LanguageModel",
         "interposer_models._loader": "Plan load plan",
         "interposer_models._quantizing.quantizer": "quantize",
         "interposer_models._speculation.settings": "Speculation",
+        "interposer_models._stream": "Completion Delta Stream",
         "interposer_models._tokenizer": "TextTokenizer",
     },
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,54 +14,24 @@ from interposer_models._adapters.adapters import Adapters
 from interposer_models._chat import Message
 from interposer_models._checkpoint.checkpoint import read_json
 from interposer_models._checkpoint.weights import Weights
-from interposer_models._engine import sequence as sequences
 from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.engine import Engine
 from interposer_models._engine.request_batch import chosen_params
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.speculation import SpeculationFigures
-from interposer_models._tokenizer import Detokenizer, MissingTokenizer, TextTokenizer
+from interposer_models._stream import Completion, Delta, Stream
+from interposer_models._tokenizer import MissingTokenizer, TextTokenizer
 
 Prompt = str | Sequence[int]
 _SUGGESTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """The result of one request.
-
-    Attributes:
-        text: of the new tokens; empty where the model has no tokenizer.
-        token_ids: new tokens, an ending one included.
-        logprobs: natural-log probability of each, after penalties, biases and constraints, before
-            temperature and truncation.
-        finish_reason: ``"stop"`` for an end token, a stop text or a complete constraint,
-            ``"length"`` for a limit, ``"constraint"`` where no token could follow though the text
-            is incomplete.
-        top_logprobs: ids and log probabilities of the likeliest tokens in place of each, where
-            they were asked for; fewer where a constraint allows fewer.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: sequences.FinishReason
-    top_logprobs: tuple[sequences.TopLogprobs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """The next token of a stream, with the text that it completes, perhaps none yet."""
-
-    text: str
-    token_id: int
-    logprob: float
-    finish_reason: sequences.FinishReason | None
-    top_logprobs: sequences.TopLogprobs = ()
-
-
 class LanguageModel:
-    """A loaded model. ``interposer.explain`` says what it was built from. Not thread-safe."""
+    """A loaded model. ``interposer.explain`` says what it was built from. Not thread-safe.
+
+    Where it has an encoder, a prompt is what that reads, and the decoder starts with the tokens
+    that the checkpoint names.
+    """
 
     def __init__(
         self, engine: Engine, tokenizer: TextTokenizer, plan: Planned, weights: Weights | None
@@ -181,15 +150,22 @@ class LanguageModel:
         return self.tokenizer.chat.token_ids(messages, tools, template, options or {})
 
     def logits(
-        self, token_ids: Sequence[int], *, adapter: str | None = None, num_prompt: int | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        adapter: str | None = None,
+        num_prompt: int | None = None,
+        source: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Return the logits after every token, ``[T, V]`` float32.
 
         Args:
+            token_ids: of the decoder, where there is an encoder.
             num_prompt: how many tokens are the prompt, which see each other in both directions in a
                 prefix-LM; None takes all. Other models have no use for it.
+            source: token ids for the encoder, where there is one.
         """
-        return self.engine.logits(token_ids, adapter, num_prompt)
+        return self.engine.logits(token_ids, adapter, num_prompt, source)
 
     def score(
         self, prompt: Prompt, continuations: Sequence[Prompt], *, adapter: str | None = None
@@ -197,12 +173,16 @@ class LanguageModel:
         """Return the natural-log probability of each token of each continuation of a prompt.
 
         A text is split into tokens together with the prompt; as many of these as the prompt has
-        alone count as its own. The sum of a tuple scores a continuation.
+        alone count as its own. The sum of a tuple scores a continuation. An encoder reads the
+        prompt alone; a continuation is then a text of its own, special tokens included.
 
         Raises: RequestError: the prompt is empty, or a continuation adds no token to it; or, with
             it, exceeds the context.
         """
         front = self.tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else prompt
+        source: Sequence[int] | None = None
+        if self.engine.sources is not None:
+            front, source = self.engine.start_token_ids, cast("Sequence[int]", front)
         scores = []
         for continuation in continuations:
             if isinstance(continuation, str) != isinstance(prompt, str):
@@ -210,7 +190,9 @@ class LanguageModel:
                     f"{continuation!r:.100} continues {prompt!r:.100}, but only one is a text. "
                     "Try: both as texts, or both as lists of token ids"
                 )
-            if isinstance(prompt, str):
+            if source is not None:
+                tokens = self._target(continuation)
+            elif isinstance(prompt, str):
                 tokens = [*self.tokenizer.encode(prompt + cast(str, continuation))]
             else:
                 tokens = [*prompt, *cast("Sequence[int]", continuation)]
@@ -219,8 +201,9 @@ class LanguageModel:
                     f"{continuation!r:.100} adds no token to the prompt {prompt!r:.100}. "
                     "Try: a prompt and a continuation of at least one token each"
                 )
-            logits = self.logits(tokens, adapter=adapter, num_prompt=len(front))
-            after = logits[len(front) - 1 : -1].log_softmax(-1)
+            front_size = len(front)
+            logits = self.logits(tokens, adapter=adapter, num_prompt=front_size, source=source)
+            after = logits[front_size - 1 : -1].log_softmax(-1)
             chosen = torch.tensor([*map(int, tokens[len(front) :])], device=after.device)
             scores.append(tuple(after.gather(1, chosen[:, None])[:, 0].tolist()))
         return scores
@@ -305,7 +288,37 @@ class LanguageModel:
                 f"stop is {params.stop!r}, but {self.path} holds no tokenizer to find texts with. "
                 "Try: stop_token_ids, or add a tokenizer.json"
             )
-        return Stream(self.engine.add(prompt, params), self.tokenizer)
+        front, source = self._given(prompt)
+        return Stream(self.engine.add(front, params, source), self.tokenizer)
+
+    def check(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        """Return the ids of a prompt as ``start`` takes it; any thread may ask.
+
+        Raises: RequestError: the prompt or a parameter is unusable.
+        """
+        front, source = self._given(token_ids)
+        tokens = self.engine.check(front, params, source)
+        return tokens if source is None else self.engine.checked_source(source)
+
+    def room(self, token_ids: Sequence[int]) -> int:
+        """Return how many tokens may follow a prompt; none or fewer where it is too long."""
+        return self.engine.longest - len(self._given(token_ids)[0])
+
+    def _given(self, prompt: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
+        """Return what the decoder begins with, and what the encoder reads, if there is one."""
+        if self.engine.sources is None:
+            return prompt, None
+        return self.engine.start_token_ids, prompt
+
+    def _target(self, continuation: Prompt) -> list[int]:
+        """Return what the decoder of an encoder-decoder begins with, and a text behind it."""
+        starts = self.engine.start_token_ids
+        if not isinstance(continuation, str):
+            return [*starts, *continuation]
+        tokens = self.tokenizer.encode(continuation)
+        # A tokenizer may write the token that is forced to be the first one.
+        is_forced = len(starts) > 1 and tokens[:1] == [starts[1]]
+        return [*starts, *tokens[is_forced:]]
 
     def _deltas(self, stream: Stream) -> Iterator[Delta | None]:
         """Yield None once, then the deltas."""
@@ -325,74 +338,3 @@ class LanguageModel:
         if stream.ended:
             self.engine.cancel(stream.sequence)
         return deltas
-
-
-class Stream:
-    """A reader of a sequence, with the text so far, cut at the first stop text.
-
-    It reads from the sequence, not from a step's events, because any request's step may compute
-    tokens of all others. Who made it with ``LanguageModel.start`` calls ``lm.engine.step()``, and
-    ``lm.engine.cancel(stream.sequence)`` when it has ended or is wanted no more.
-
-    Attributes:
-        sequence: the request in the engine.
-        text: what was read so far.
-        stopped: whether a stop text was found.
-    """
-
-    def __init__(self, sequence: sequences.Sequence, tokenizer: TextTokenizer) -> None:
-        self.sequence = sequence
-        self.text = ""
-        self.stopped = False
-        self._num_read = 0
-        self._sent = 0
-        self._detokenizer = Detokenizer(tokenizer)
-
-    @property
-    def ended(self) -> bool:
-        """Say whether the last token was read."""
-        return self._reason() is not None
-
-    @property
-    def num_unread(self) -> int:
-        """Return how many computed tokens were not read."""
-        return len(self.sequence.output) - self._num_read
-
-    def read(self) -> Delta:
-        """Take the sequence's next token and return what it adds to the text."""
-        token_id = self.sequence.output[self._num_read]
-        logprob = self.sequence.logprobs[self._num_read]
-        top = self.sequence.top_logprobs
-        likely = top[self._num_read] if top else ()
-        self._num_read += 1
-        self.text += self._detokenizer.push(token_id, last=self.ended)
-        found = [at for stop in self.sequence.params.stop if (at := self.text.find(stop)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-            self.stopped = True
-        end = len(self.text) if self.ended else self._safe_end()
-        new, self._sent = self.text[self._sent : end], max(self._sent, end)
-        return Delta(new, token_id, logprob, self._reason(), likely)
-
-    def completion(self) -> Completion:
-        """Return everything that was produced."""
-        reason = self._reason()
-        assert reason is not None
-        sequence = self.sequence
-        # A step may have computed tokens behind a stop text.
-        read = slice(self._num_read)
-        told = tuple(sequence.output[read]), tuple(sequence.logprobs[read]), reason
-        return Completion(self.text, *told, tuple(sequence.top_logprobs[read]))
-
-    def _reason(self) -> sequences.FinishReason | None:
-        if self.stopped:
-            return "stop"
-        return None if self.num_unread else self.sequence.finish_reason
-
-    def _safe_end(self) -> int:
-        """Return the end of the text that no stop text can still reach back into."""
-        longest = max(map(len, self.sequence.params.stop), default=1) - 1
-        for length in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self.sequence.params.stop):
-                return len(self.text) - length
-        return len(self.text)

@@ -54,11 +54,12 @@ from interposer_models._engine.compiled_artifacts import CompiledArtifacts, arti
 from interposer_models._engine.compiled_model import CompiledModel, backend_name, judge_compiler
 from interposer_models._engine.decode_graphs import Capture
 from interposer_models._engine.engine import Engine
+from interposer_models._engine.sources import sees_source
 from interposer_models._family_choice import blamed_on_family, checked_model, choose_family
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
 from interposer_models._speculation.settings import Speculation
-from interposer_models._tokenizer import stop_tokens
+from interposer_models._tokenizer import start_tokens, stop_tokens
 from interposer_ops.attention import common_page_size
 from interposer_ops.devices.graphs import judge_graphs
 from interposer_ops.layers.sampler import Sampler
@@ -188,7 +189,8 @@ def load(
         quantization: a method by which plain weights are quantized while they load, such as
             ``"fp8"``, or its settings with the name as ``quant_method``.
         cache_tokens: tokens that the paged cache holds, of layers with windows no more than these
-            need; None takes what ``max_sequences`` full contexts need, within ``memory_fraction``.
+            need, and of what an encoder reads as many besides; None takes what ``max_sequences``
+            full contexts need, within ``memory_fraction``.
         memory_fraction: share of the memory that weights and the largest step leave free, which the
             cache may take, above 0 and at most 1. The step is run to know. None takes 0.9 of an
             accelerator; 0.25 of a host, whose memory others use as well, and of platforms that
@@ -262,6 +264,10 @@ def load(
         weights.load(tensors, checkpoint.path, advance, checkpoint.names())
         planned.model.reserve_positions(0, device)
     stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config)
+    starts: tuple[int, ...] = ()
+    if _reads_sources(planned):
+        size = planned.decoder.vocab_size
+        starts = start_tokens(checkpoint.path, checkpoint.config, size)
 
     def engine_of(
         num_pages: int, capture: Capture | None = None, compiled: _Compiler | None = None
@@ -279,6 +285,7 @@ def load(
             seed=policy.seed,
             compiled=compiled,
             prefix_cache=prefix_cache,
+            start_token_ids=starts,
             **sizes,
         )
 
@@ -369,6 +376,11 @@ def _shape(planned: Plan, max_sequences: int, max_step_tokens: int) -> CacheShap
     spare = spare_pages_for(max_sequences, size) if planned.graphs else 0
     backends = [layer.backend for layer in planned.model.attention_layers]
     return CacheShape.of(backends, size, max_sequences, max_step_tokens, spare)
+
+
+def _reads_sources(planned: Plan) -> bool:
+    """Say whether the model has an encoder."""
+    return any(sees_source(layer.backend.spec) for layer in planned.model.attention_layers)
 
 
 def _state_bytes(planned: Plan, max_sequences: int) -> int:

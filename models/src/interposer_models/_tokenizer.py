@@ -225,10 +225,7 @@ class Detokenizer:
 
 def stop_tokens(path: Path, config: dict[str, Any]) -> frozenset[int]:
     """Return the ids that end a generation: of generation_config.json, else of config.json."""
-    source = config
-    if (path / "generation_config.json").exists():
-        source = {**config, **read_json(path / "generation_config.json")}
-    value = source.get("eos_token_id")
+    value = {**config, **_generation(path)}.get("eos_token_id")
     if value is None:
         return frozenset()
     ids = value if isinstance(value, list) else [value]
@@ -237,3 +234,34 @@ def stop_tokens(path: Path, config: dict[str, Any]) -> frozenset[int]:
             path, f"eos_token_id is {value!r}, must be an integer or a list of them"
         )
     return frozenset(ids)
+
+
+def start_tokens(path: Path, config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """Return the ids with which the decoder of an encoder-decoder starts, of the same files.
+
+    The first is ``decoder_start_token_id``, else ``bos_token_id``; ``forced_bos_token_id`` follows
+    where there is one.
+
+    Raises: CheckpointError: neither is there, or one is no token.
+    """
+    decoder = config.get("decoder")
+    files = decoder if isinstance(decoder, dict) else {}, config, _generation(path)
+    said = {name: value for file in files for name, value in file.items() if value is not None}
+    names = ("decoder_start_token_id", "bos_token_id")
+    named = [name for name in names if said.get(name) is not None][:1]
+    if not named:
+        reason = "names no decoder_start_token_id, with which the decoder starts"
+        raise CheckpointError(path, reason, "add it to generation_config.json")
+    if said.get("forced_bos_token_id") is not None:
+        named.append("forced_bos_token_id")
+    for name in named:
+        if type(said[name]) is not int or not 0 <= said[name] < vocab_size:
+            reason = f"{name} is {said[name]!r}, must be a token of {vocab_size}"
+            raise CheckpointError(path, reason, "mend generation_config.json or config.json")
+    return tuple(said[name] for name in named)
+
+
+def _generation(path: Path) -> dict[str, Any]:
+    """Return the fields of generation_config.json, none where there is no such file."""
+    file = path / "generation_config.json"
+    return read_json(file) if file.exists() else {}

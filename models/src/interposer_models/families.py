@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from interposer_models._decoder.family import DecoderFamily
     from interposer_models._decoder.mixture import MixtureFamily, MixtureMLP
     from interposer_models._decoder.settings import DecoderSettings
+    from interposer_models._encoder_decoder.attention import CrossAttention, EncoderAttention
+    from interposer_models._encoder_decoder.blocks import CrossedBlock
+    from interposer_models._encoder_decoder.family import EncoderDecoderFamily
+    from interposer_models._encoder_decoder.model import EncoderDecoderLM, SourceEncoder
     from interposer_models._families.gpt_oss import GptOss
     from interposer_models._families.granite import Granite
     from interposer_models._families.llama import Llama
@@ -27,8 +31,10 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "DecoderFamily", "DecoderSettings", "GptOss", "Granite", "Llama", "Mistral", "Mixtral",
+    "CrossAttention", "CrossedBlock", "DecoderFamily", "DecoderSettings", "EncoderAttention",
+    "EncoderDecoderFamily", "EncoderDecoderLM", "GptOss", "Granite", "Llama", "Mistral", "Mixtral",
     "MixtureFamily", "MixtureMLP", "Olmo2", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3",
+    "SourceEncoder",
 ]
 # fmt: on
 
@@ -38,6 +44,10 @@ __getattr__ = lazy_attributes(
         "interposer_models._decoder.family": "DecoderFamily",
         "interposer_models._decoder.mixture": "MixtureFamily MixtureMLP",
         "interposer_models._decoder.settings": "DecoderSettings",
+        "interposer_models._encoder_decoder.attention": "CrossAttention EncoderAttention",
+        "interposer_models._encoder_decoder.blocks": "CrossedBlock",
+        "interposer_models._encoder_decoder.family": "EncoderDecoderFamily",
+        "interposer_models._encoder_decoder.model": "EncoderDecoderLM SourceEncoder",
         "interposer_models._families.gpt_oss": "GptOss",
         "interposer_models._families.granite": "Granite",
         "interposer_models._families.llama": "Llama",

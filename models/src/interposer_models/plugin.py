@@ -55,6 +55,11 @@ _BAMBA = (
     "attn_layer_indices", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state",
     "mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "time_step_limit",
 )
+_SIDES = (
+    "activation_function", "d_model", "decoder_attention_heads", "decoder_ffn_dim",
+    "decoder_layers", "encoder_attention_heads", "encoder_ffn_dim", "encoder_layers",
+    "scale_embedding",
+)
 _DELTA = (
     "full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim",
     "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim",
@@ -223,11 +228,17 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "OPT": ("activation_function", "enable_bias", "ffn_dim"),
     "GPTNeoX": ("layer_norm_eps", "rotary_emb_base", "rotary_pct", "use_parallel_residual"),
+    "Bart": _SIDES,
+    "MBart": _SIDES,
+    "T5Gemma": (*_GEMMA, "encoder"),
 }
 # The names of architectures that end in another way, or are several.
 _ARCHITECTURES = {
     "GPT2": ("GPT2LMHeadModel",),
     "Mpt": ("MptForCausalLM", "MPTForCausalLM"),
+    "Bart": ("BartForConditionalGeneration",),
+    "MBart": ("MBartForConditionalGeneration",),
+    "T5Gemma": ("T5GemmaForConditionalGeneration",),
 }
 # The names of modules where they are not those of classes.
 _MODULES = {

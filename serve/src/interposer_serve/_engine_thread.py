@@ -84,7 +84,7 @@ class EngineThread:
             ApiError: the queue is full, or never has room for so many.
             RequestError: the model cannot take a prompt.
         """
-        checked = [(self.lm.engine.check(tokens, params), params) for tokens, params in prompts]
+        checked = [(self.lm.check(tokens, params), params) for tokens, params in prompts]
         self.check_room(len(checked))
         upto = time.monotonic() + self.limits.deadline_seconds
         generation = Generation(

@@ -271,7 +271,7 @@ class TextEndpoints:
         if allowed is not None and len(prompt) > allowed:
             message = f"The prompt has {len(prompt)} tokens; allowed are {allowed}"
             raise ApiError(400, message, code="context_length_exceeded")
-        room = self._lm.engine.longest - len(prompt)
+        room = self._lm.room(prompt)
         adapter = None if body.model == self.name else body.model
         suggested = {**self._suggested, "adapter": adapter}
         return body.params(suggested, max(1, min(most_new_tokens, room)), constraint)

@@ -26,6 +26,9 @@ class AttentionSpec:
     """The static request of one attention layer.
 
     Attributes:
+        type: with ``encoder_decoder`` a query sees all that is stored of a source, whose tokens are
+            others than its own. A source is written by ``forward`` with a batch that has its slots
+            and no sequence, and read by ``forward_stored``; ``seq_lens`` are those of sources then.
         cache_dtype: of stored keys and values. Where it is not ``dtype``, they are divided by
             scales and rounded when they are stored.
         head_scales: these scales are one per kv head, not one for all.
@@ -370,7 +373,7 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """Attend to the keys and values that another layer stored in this step and before.
 
-        Only backends that accept a spec with ``shared`` are asked. Nothing is written.
+        Backends that accept specs with ``shared`` or of sources are asked. Nothing is written.
 
         Args:
             query: ``[T, N, D]``.

@@ -267,8 +267,9 @@ class LoadsBackend(Loads):
         if key not in self._built:
             backend = self._registry.load(candidate, candidate.record.target)
             # A backend that asks for features one by one may know nothing of this one.
-            if self._spec.shared and backend.forward_stored is AttentionBackend.forward_stored:
-                return Verdict.refuse("accepted a spec with a shared cache, has no forward_stored")
+            reads = self._spec.shared or self._spec.type == "encoder_decoder"
+            if reads and backend.forward_stored is AttentionBackend.forward_stored:
+                return Verdict.refuse("accepted to read a stored cache, has no forward_stored")
             self._built[key] = backend(self._spec, self._site)
         self.loaded = self._built[key]
         return _ACCEPTED

@@ -56,6 +56,11 @@ class Adapters:
                 "An adapted model takes adapters where it was made. "
                 "Try: PeftModel.from_pretrained(model, folder) of PEFT, then adapt()"
             )
+        if self._engine.sources is not None:
+            raise ConfigError(
+                "A model with an encoder takes no adapters: its encoder computes tokens that no "
+                "adapter is told of. Try: merge_and_unload() of PEFT, and load what it saves"
+            )
         if name in self._loaded:
             raise ConfigError(
                 f"There is an adapter {name!r} already. Try: remove_adapter({name!r}) first, or "

@@ -18,6 +18,7 @@ from interposer_models._decoder.settings import DecoderSettings
 from interposer_models._decoder.stored_attention import StoredAttention
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.embedding import Embedding, LMHead
+from interposer_ops.layers.self_attention import SelfAttention
 from interposer_ops.rotary import rotary_table
 
 _FIRST_POSITIONS = 4096
@@ -33,6 +34,8 @@ Norm = Callable[[Site], nn.Module]
 class Decoder(nn.Module):
     """Embedding, blocks and the final norm; ``head`` is what shares the embedding, or None.
 
+    Args:
+        embedding: that is not its own; None builds one.
     Attributes:
         one_by_one: a block needs nothing of a step but what the block before it returned.
     """
@@ -46,11 +49,12 @@ class Decoder(nn.Module):
         block: Block,
         norm: Norm,
         head: Site | None,
+        embedding: Embedding | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.embedding_scale = config.embedding_scale
-        self.embed_tokens = Embedding(
+        self.embed_tokens = embedding or Embedding(
             site.at(config.frame.embedding), config.vocab_size, config.hidden_size, head
         )
         frame, count = config.frame, config.num_hidden_layers
@@ -62,7 +66,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(block(blocks.at(str(i)), i) for i in range(count))
         self.norm = norm(site.at(frame.norm))
         # Most decoders rotate by the same angles everywhere; others have two kinds of layers.
-        attends = any(isinstance(module, Attention) for module in self.layers.modules())
+        attending = Attention, SelfAttention
+        attends = any(isinstance(module, attending) for module in self.layers.modules())
         turns = attends and config.is_rotated and not frame.positions
         rotations = [(config.rotary_size_at(i), *config.rotation(i)) for i in range(count) if turns]
         self.rotations = [r for i, r in enumerate(rotations) if rotations.index(r) == i]
@@ -178,6 +183,7 @@ class CausalLM(CausalModel):
 
     Args:
         norm: of the last block's output.
+        embedding: that others read, too; None builds one. A head that shares it is known to it.
     Attributes:
         unread: what the names of tensors begin with that a checkpoint may have besides.
         renamed: returns the name that a tensor has here, by the one in the checkpoint; None for one
@@ -188,14 +194,21 @@ class CausalLM(CausalModel):
     unread: tuple[str, ...] = ()
     decoder_type: ClassVar[type[Decoder]] = Decoder
 
-    def __init__(self, site: Site, config: DecoderSettings, block: Block, norm: Norm) -> None:
+    def __init__(
+        self,
+        site: Site,
+        config: DecoderSettings,
+        block: Block,
+        norm: Norm,
+        embedding: Embedding | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.renamed: Callable[[str], str | None] = config.renamed
         head = site.at(config.frame.head)
         tied = config.tie_word_embeddings
         self.model = self.decoder_type(
-            site.at(config.frame.decoder), config, block, norm, head if tied else None
+            site.at(config.frame.decoder), config, block, norm, head if tied else None, embedding
         )
         self.lm_head = LMHead(
             head,

@@ -18,7 +18,8 @@ class StepBatch:
 
     Attributes:
         attention: with the pages of the first pool.
-        further: the same with those of each other pool.
+        further: the same with those of each other pool; that of sources is the last one, and has
+            the lengths of these.
     """
 
     token_ids: torch.Tensor
@@ -53,6 +54,9 @@ class StepBatch:
         starts = [0]
         lengths: list[int] = []
         most_pages = max(min_pages, *(len(chunk.sequence.pages[0]) for chunk in chunks))
+        has_sources = bool(chunks[0].sequence.source)
+        if has_sources:  # one width for all tables, as graphs have it
+            most_pages = max(most_pages, *(len(chunk.sequence.source_pages) for chunk in chunks))
         places: list[list[int]] = [[] for _ in range(2 * len(chunks[0].sequence.pages))]
         for chunk in chunks:
             sequence = chunk.sequence
@@ -70,11 +74,14 @@ class StepBatch:
                 table += [0] * (most_pages - len(pages))
         # One tensor, of which they are parts: making six takes a decode step as long as a layer.
         states = [chunk.sequence.state_slot for chunk in chunks] if with_states else []
+        longest = [max(chunk.num_rows for chunk in chunks), max(lengths)]
+        if has_sources:
+            places += _sources(chunks, most_pages)
+            longest.append(max(places[-2]))
         prefixes = _prefix_lens(chunks) if with_prefixes else []
         parts = (token_ids, positions, starts, lengths, states, prefixes, *places)
         numbers = torch.tensor([*itertools.chain(*parts)], dtype=torch.int64)
         sizes = [len(part) for part in parts]
-        longest = max(chunk.num_rows for chunk in chunks), max(lengths)
         built = cls._of(numbers.split(sizes), most_pages, longest, None)
         if numbers.device == torch.device(device):
             return built
@@ -87,7 +94,7 @@ class StepBatch:
         cls,
         parts: Items[torch.Tensor],
         most_pages: int,
-        longest: tuple[int, int],
+        longest: Items[int],
         host: StepBatch | None,
     ) -> StepBatch:
         tokens, positions, query_starts, seq_lens, states, prefixes, slots, pages, *others = parts
@@ -111,6 +118,11 @@ class StepBatch:
             )
             for number, (slots, pages) in enumerate(zip(others[::2], others[1::2], strict=True))
         ]
+        if len(longest) > 2:
+            sources = replace(
+                further.pop(), slots=attention.slots, seq_lens=others[-2], max_seq_tokens=longest[2]
+            )
+            further.append(sources)
         return cls(tokens, positions, attention, tuple(further))
 
 
@@ -120,3 +132,14 @@ def _prefix_lens(chunks: Items[Chunk]) -> list[int]:
     if any(sequence.num_computed + 1 < len(sequence.prompt) for sequence in sequences):
         return [len(sequence.prompt) for sequence in sequences]
     return []
+
+
+def _sources(chunks: Items[Chunk], most_pages: int) -> list[list[int]]:
+    """Return the lengths of the sources, and their page table, a row behind the other."""
+    lengths: list[int] = []
+    table: list[int] = []
+    for chunk in chunks:
+        pages = chunk.sequence.source_pages
+        lengths.append(len(chunk.sequence.source))
+        table += [*pages, *[0] * (most_pages - len(pages))]
+    return [lengths, table]

@@ -260,7 +260,12 @@ def _run(engine: Engine, lengths: list[int], greedy: bool) -> None:
     params = SamplingParams(temperature=0.0 if greedy else 1.0, max_new_tokens=1, seed=0)
     if not greedy:
         params = params.model_copy(update={"top_p": 0.5})
-    started = [engine.add([t % vocabulary for t in range(n)], params) for n in lengths]
+    started = []
+    for length in lengths:
+        tokens, source = [t % vocabulary for t in range(length)], None
+        if engine.sources is not None:
+            source = tokens[: engine.sources.longest]
+        started.append(engine.add(tokens, params, source))
     try:
         engine.step()
     except torch.OutOfMemoryError as error:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from interposer import AttentionBackend
 from interposer_models._engine.pages import window_pages
+from interposer_models._engine.sources import sees_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +19,14 @@ class CacheGroup:
         page_bytes: of one page in all of these layers.
         most_pages: that sequences hold at once, however long they are; None where the length
             decides.
+        is_source: they see a source, whose tokens are not those of the sequence.
     """
 
     seen_tokens: int | None
     num_layers: int
     page_bytes: int
     most_pages: int | None
+    is_source: bool = False
 
     @property
     def num_zero_pages(self) -> int:
@@ -61,22 +64,29 @@ class CacheShape:
         A sequence holds its window and what it adds in a step, so that so many sequences and
         tokens of a step never need more than ``most_pages``.
         """
-        layers: dict[int | None, list[int]] = {}
+        layers: dict[tuple[int | None, bool], list[int]] = {}
         for backend in backends:
-            layers.setdefault(backend.seen_tokens, []).append(backend.kv_layout().page_bytes())
+            kind = backend.seen_tokens, sees_source(backend.spec)
+            layers.setdefault(kind, []).append(backend.kv_layout().page_bytes())
         groups = []
-        for seen in sorted(layers or {None: []}, key=lambda seen: -(seen or float("inf"))):
+        for seen, is_source in sorted(layers or {(None, False): []}, key=_order):
             most = None
             if seen is not None:
                 each = window_pages(seen, page_size) + 1
                 most = max_sequences * each + max_step_tokens // page_size
-            own = layers.get(seen, [])
-            groups.append(CacheGroup(seen, len(own), sum(own), most))
+            own = layers.get((seen, is_source), [])
+            groups.append(CacheGroup(seen, len(own), sum(own), most, is_source))
         return cls(groups, page_size, spare_pages)
 
     def place(self, backend: AttentionBackend) -> int:
-        """Return the number of a backend's group."""
-        return [group.seen_tokens for group in self.groups].index(backend.seen_tokens)
+        """Return the number of a backend's group among ``by_pool``."""
+        kind = backend.seen_tokens, sees_source(backend.spec)
+        return [(group.seen_tokens, group.is_source) for group in self.by_pool].index(kind)
+
+    @property
+    def by_pool(self) -> list[CacheGroup]:
+        """The groups, that of sources as the last one."""
+        return sorted(self.groups, key=lambda group: group.is_source)
 
     def num_bytes(self, tokens_pages: int) -> int:
         """Return the bytes of a cache for so many pages of tokens."""
@@ -107,15 +117,21 @@ class CacheShape:
 
     def parts(self, tokens_pages: int) -> str:
         """Return the tokens and layers of each group, for people; empty where all see all."""
-        if all(group.seen_tokens is None for group in self.groups):
+        if all(group.seen_tokens is None and not group.is_source for group in self.groups):
             return ""
         parts = []
         for group in self.groups:
             tokens = group.num_pages(tokens_pages) * self.page_size
             see = "layer that sees" if group.num_layers == 1 else "layers that see"
-            parts.append(f"{tokens} in {group.num_layers} {see} {group.seen_tokens or 'all'}")
+            what = "the source" if group.is_source else group.seen_tokens or "all"
+            parts.append(f"{tokens} in {group.num_layers} {see} {what}")
         return ", ".join(parts)
 
     @property
     def _fixed_bytes(self) -> int:
         return sum((self.spare_pages + g.num_zero_pages) * g.page_bytes for g in self.groups)
+
+
+def _order(kind: tuple[int | None, bool]) -> tuple[float, bool]:
+    """Return what sorts those that see farthest first."""
+    return -(kind[0] or float("inf")), kind[1]

@@ -21,7 +21,8 @@ class Caches:
     Attributes:
         backends: of the attention layers, in order.
         places: the number of each backend's pool.
-        pools: of pages; that of the layers that see farthest is the first one.
+        pools: of pages of tokens; that of the layers that see farthest is the first one.
+        sources: the pool of what layers read of sources, numbered behind the others; None without.
         has_prefixes: in some layer the tokens of a prompt see each other in both directions.
         num_states: layers with a state, for each of whose rows the first pool has a number.
     """
@@ -49,21 +50,24 @@ class Caches:
         self.has_prefixes = any(backend.spec.prefix_lm for backend in self.backends)
         shape = CacheShape.of(self.backends, page_size, max_sequences, max_step_tokens)
         self.places = {backend: shape.place(backend) for backend in self.backends}
-        self.pools = [
+        pools = [
             PagePool(
                 group.num_pages(num_pages),
                 page_size,
                 0 if number else self._num_slots,
                 group.seen_tokens,
             )
-            for number, group in enumerate(shape.groups)
+            for number, group in enumerate(shape.by_pool)
         ]
         self._firsts = [
             pool.num_pages + group.num_zero_pages
-            for pool, group in zip(self.pools, shape.groups, strict=True)
+            for pool, group in zip(pools, shape.by_pool, strict=True)
         ]
+        self.sources = pools.pop() if shape.by_pool[-1].is_source else None
+        self.pools = pools
         if prefix_cache:
-            check_shared_prefixes(self.pools, bool(self._states), self.has_prefixes)
+            has_sources = self.sources is not None
+            check_shared_prefixes(self.pools, bool(self._states), self.has_prefixes, has_sources)
             self.pools = [PrefixPool(num_pages, page_size)]
 
     def spare_pages(self, count: int) -> list[range]:
@@ -89,10 +93,13 @@ class Caches:
     ) -> list[torch.Tensor]:
         """Return the caches of the layers of a backend, with the page of zeros where it has one."""
         layout, place = backend.kv_layout(), self.places[backend]
-        num_pages, pool = self._firsts[place] + num_spare, self.pools[place]
-        caches = layout.allocate(num_layers, num_pages, device, cache_memory)
-        if pool.seen_tokens is not None:
-            for cache in caches:
+        first = self._firsts[place]
+        caches = layout.allocate(num_layers, first + num_spare, device, cache_memory)
+        for cache in caches:
+            if place == len(self.pools):
+                # What padding sees of a source, no step writes.
+                cache.narrow(layout.page_axis, first, num_spare).zero_()
+            elif (pool := self.pools[place]).seen_tokens is not None:
                 cache.select(layout.page_axis, pool.zero_page).zero_()
         return caches
 

@@ -52,6 +52,7 @@ class DecodeGraphs:
         model: nn.Module | None = None,
         required: bool = False,
         with_states: bool = False,
+        with_sources: bool = False,
     ) -> None:
         """Capture nothing yet.
 
@@ -63,13 +64,13 @@ class DecodeGraphs:
                 the host plan a step before its graph is replayed, others within.
             model: what ``step`` calls, to be looked at before each capture.
             required: what cannot be captured raises.
-            with_states: see ``GraphBatch``.
+            with_states, with_sources: see ``GraphBatch``.
         """
         self.buckets = buckets
         self.compiled = Verdict.accept()
         self._step = step
         self._capture = capture
-        self._memory = (page_size, spare_pages, device, with_states)
+        self._memory = (page_size, spare_pages, device, with_states, with_sources)
         self._model = model
         self._required = required
         places = backends or {}

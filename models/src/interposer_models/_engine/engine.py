@@ -27,6 +27,7 @@ from interposer_models._engine.request_batch import checked_tokens, sampling_bat
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.scheduler import Chunk, Scheduler
 from interposer_models._engine.sequence import Event, FinishReason, Sequence
+from interposer_models._engine.sources import Sources
 from interposer_models._engine.speculation import StepSpeculation
 from interposer_ops.layers.sampler import Sampler
 from interposer_ops.layers.states import StateBatch
@@ -44,6 +45,8 @@ class Engine:
         compiled: what is called instead of the model; None where it is not compiled.
         numerics: the block in which weights are prepared and steps compute.
         pools: of pages; that of the layers that see farthest is the first one, ``pool``.
+        sources: encodes those of sequences; None where the model has no encoder.
+        start_token_ids: with which the decoder of such a model starts.
         constraints: compiles those of requests; None where there is no tokenizer to do so with.
         adapters: tells layers the adapter of each token; None where no adapter is loaded.
         speculation: takes the steps, to verify guessed tokens in them; None without.
@@ -70,6 +73,7 @@ class Engine:
         seed: int | None = None,
         compiled: Callable[[Any, list[torch.Tensor]], CompiledModel] | None = None,
         prefix_cache: bool = False,
+        start_token_ids: Items[int] = (),
     ) -> None:
         """Allocate the cache.
 
@@ -93,17 +97,21 @@ class Engine:
         held = Caches(model, *sizes, prefix_cache)
         self.backends, self.pools, self._places = held.backends, held.pools, held.places
         self.pool, self._num_states = self.pools[0], held.num_states
+        self.start_token_ids = tuple(start_token_ids)
+        size, limits = model.config.vocab_size, (max_sequences, max_step_tokens)
+        self.sources: Sources | None = None
+        if held.sources is not None:
+            self.sources = Sources(model, held.sources, device, max_step_tokens, size)
         self._has_prefixes = held.has_prefixes
-        self._edits = RequestEdits(sampler, model.config.vocab_size, stop_token_ids, device)
-        self.scheduler = Scheduler(
-            self.pools, max_sequences, max_step_tokens, whole_prompts=held.has_prefixes
-        )
+        self._edits = RequestEdits(sampler, size, stop_token_ids, device)
+        self.scheduler = Scheduler(self.pools, *limits, held.sources, held.has_prefixes)
         self.graphs: DecodeGraphs | None = None
         num_spare = 0
         if capture is not None:
             # What a graph reads must not move, so that the table has to be whole from the start.
             model.reserve_positions(self.longest, device)
-            buckets = GraphBuckets.up_to(max_sequences, self.pool.pages_for(self.longest))
+            longest = max(self.longest, 0 if self.sources is None else self.sources.longest)
+            buckets = GraphBuckets.up_to(max_sequences, self.pool.pages_for(longest))
             num_spare = DecodeGraphs.pages_for(buckets, page_size)
             self.graphs = DecodeGraphs(
                 lambda batch, plans: self.forward(batch, None, plans),
@@ -115,6 +123,7 @@ class Engine:
                 backends=self._places,
                 model=model if isinstance(model, nn.Module) else None,
                 with_states=bool(self._num_states),
+                with_sources=self.sources is not None,
                 required=graphs_required,
             )
         self.caches = held.allocate(device, num_spare)
@@ -139,31 +148,38 @@ class Engine:
         parts = (cache if isinstance(cache, tuple) else (cache,) for cache in self.caches)
         return sum(tensor.nbytes for part in parts for tensor in part)
 
-    def add(self, prompt: Items[int], params: SamplingParams) -> Sequence:
+    def add(
+        self, prompt: Items[int], params: SamplingParams, source: Items[int] | None = None
+    ) -> Sequence:
         """Queue a request; it joins the batch at the next step that has room.
 
+        Args:
+            source: what an encoder reads; ``prompt`` is what its decoder begins with then.
         Raises: RequestError: as ``check``.
         """
-        tokens = self.check(prompt, params)
+        tokens = self.check(prompt, params, source)
         seed = params.seed
         if seed is None:
             seed = secrets.randbits(62) if self._seeds is None else self._seeds.getrandbits(62)
-        sequence = self.sequence(tokens, params, seed)
+        sequence = self.sequence(tokens, params, seed, source)
         if not params.takes_likeliest:
             sequence.matcher = self._edits.prepare(params, self.constraints)
         self.scheduler.add(sequence)
         return sequence
 
-    def check(self, prompt: Items[int], params: SamplingParams) -> list[int]:
+    def check(
+        self, prompt: Items[int], params: SamplingParams, source: Items[int] | None = None
+    ) -> list[int]:
         """Return the prompt as ``add`` takes it; any thread may ask.
 
         Raises: RequestError: the prompt is empty, holds an unknown token, leaves no room for a new
             token in the model's context or in the cache, or has to be computed in one step and
-            is longer; or a parameter names an unknown
-            token, or a constraint that cannot be held.
+            is longer; or a parameter names an unknown token, or a constraint that cannot be held;
+            or the source is as ``Sources.check`` says, or given to a model without an encoder.
             UnknownNameError: no adapter of the name is loaded.
         """
         tokens = self.checked_tokens(prompt)
+        self.checked_source(source)
         self._check_adapter(params)
         context = self.model.config.max_position_embeddings
         if len(tokens) >= context:
@@ -237,7 +253,11 @@ class Engine:
 
     @torch.inference_mode()
     def logits(
-        self, token_ids: Items[int], adapter: str | None = None, num_prompt: int | None = None
+        self,
+        token_ids: Items[int],
+        adapter: str | None = None,
+        num_prompt: int | None = None,
+        source: Items[int] | None = None,
     ) -> torch.Tensor:
         """Return the logits after every token, ``[T, V]`` float32.
 
@@ -257,7 +277,7 @@ class Engine:
         count = len(tokens) if num_prompt is None else num_prompt
         if not 1 <= count <= len(tokens):
             raise RequestError(f"num_prompt is {count}, must be from 1 to {len(tokens)} tokens")
-        sequence = self.sequence(tokens[:count], params, seed=0)
+        sequence = self.sequence(tokens[:count], params, 0, source)
         sequence.output += tokens[count:]
         sequence.state_slot = self.pool.take_slot()
         parts = []
@@ -279,14 +299,32 @@ class Engine:
         """Say whether the noise of requests that name no seed is the same each time."""
         return self._seeds is not None
 
-    def sequence(self, tokens: list[int], params: SamplingParams, seed: int) -> Sequence:
+    def sequence(
+        self, tokens: list[int], params: SamplingParams, seed: int, source: Items[int] | None = None
+    ) -> Sequence:
         """Return a sequence that nobody queued; ``tokens`` are not checked."""
         pages: list[list[int]] = [[] for _ in self.pools]
-        return Sequence(next(self._ids), tokens, params, seed, pages=pages)
+        read = self.checked_source(source)
+        return Sequence(next(self._ids), tokens, params, seed, pages=pages, source=read)
+
+    def checked_source(self, source: Items[int] | None) -> list[int]:
+        """Return the ids of a source as plain integers, none where the model has no encoder.
+
+        Raises: RequestError: see ``Sources.check``; or there is no encoder to read it.
+        """
+        if self.sources is not None:
+            return self.sources.check(source)
+        if source is not None:
+            raise RequestError("The model has no encoder for a source. Try: give it as the prompt")
+        return []
 
     def _batch(self, chunks: Items[Chunk]) -> StepBatch:
         if self.adapters is not None:
             self.adapters.assign(chunks)
+        if self.sources is not None:
+            fresh = [chunk.sequence for chunk in chunks if not chunk.sequence.num_computed]
+            if fresh:
+                self.sources.encode(fresh, self.caches, self.numerics)
         return StepBatch.build(
             chunks,
             self.pool.page_size,

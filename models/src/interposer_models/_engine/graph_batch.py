@@ -37,6 +37,7 @@ class GraphBatch:
         spare_pages: Sequence[Sequence[int]],
         device: str,
         with_states: bool = False,
+        with_sources: bool = False,
     ) -> None:
         """Take memory for a bucket; at first all rows are padding, with which it is captured.
 
@@ -44,6 +45,7 @@ class GraphBatch:
             spare_pages: of each pool, pages that no sequence is ever given, with a slot for each
                 row.
             with_states: layers keep a state of each sequence; rows of padding have none.
+            with_sources: the last pool is that of sources, which have lengths of their own.
         Raises: ConfigError: the spare pages have too few slots.
         """
         size, num_pages = bucket
@@ -55,6 +57,8 @@ class GraphBatch:
                 )
         self.size = size
         self._padded_from = 0
+        # The pools whose lengths are not those of the first one.
+        self._lengths = (0, len(spare_pages) - 1) if with_sources else (0,)
         order = torch.arange(size).flip(0)
         paddings = [
             AttentionBatch(
@@ -70,10 +74,10 @@ class GraphBatch:
             for pages in [torch.tensor([*own], dtype=torch.int64)[order // page_size]]
         ]
         on_host = torch.device(device).type == "cpu"
-        hosts = [] if on_host else _copied(paddings, "cpu")
-        first, *further = batches = _copied(paddings, device, hosts)
+        hosts = [] if on_host else _copied(paddings, "cpu", with_sources)
+        first, *further = batches = _copied(paddings, device, with_sources, hosts)
         # What is written, and the padding of it: on the device, and beside it on the host.
-        self._written = [(batches, _copied(paddings, device))]
+        self._written = [(batches, _copied(paddings, device, with_sources))]
         if hosts:
             self._written.append((hosts, paddings))
         self.step = StepBatch(
@@ -107,7 +111,9 @@ class GraphBatch:
             on_device = batches[0] is own
             sources = [each if on_device else each.on_host() for each in batch.by_pool]
             first, source = batches[0], sources[0]
-            first.seq_lens[:count].copy_(source.seq_lens, non_blocking=True)
+            for number in self._lengths:
+                lengths = batches[number].seq_lens
+                lengths[:count].copy_(sources[number].seq_lens, non_blocking=True)
             if first.state_slots is not None:
                 assert source.state_slots is not None  # of the same model
                 first.state_slots[:count].copy_(source.state_slots, non_blocking=True)
@@ -126,7 +132,8 @@ class GraphBatch:
         self.step.token_ids[first:last].zero_()
         self.step.positions[first:last].zero_()
         for batches, paddings in self._written:
-            batches[0].seq_lens[first:last].fill_(1)
+            for number in self._lengths:
+                batches[number].seq_lens[first:last].fill_(1)
             if batches[0].state_slots is not None:
                 batches[0].state_slots[first:last].fill_(-1)
             for held, padding in zip(batches, paddings, strict=True):
@@ -135,16 +142,21 @@ class GraphBatch:
 
 
 def _copied(
-    batches: Sequence[AttentionBatch], device: str, hosts: Sequence[AttentionBatch] = ()
+    batches: Sequence[AttentionBatch],
+    device: str,
+    with_sources: bool,
+    hosts: Sequence[AttentionBatch] = (),
 ) -> list[AttentionBatch]:
     """Return the batches in memory of their own on ``device``, with ``hosts`` beside them.
 
-    They differ in pages and slots, and share the rest.
+    They differ in pages and slots, that of sources in lengths too, and share the rest.
     """
     copies: list[AttentionBatch] = []
     for number, batch in enumerate(batches):
         host = hosts[number] if hosts else None
-        names = ("page_table", "slots") if copies else [field.name for field in fields(batch)]
+        names = ["page_table", "slots"] if copies else [field.name for field in fields(batch)]
+        if with_sources and batch is batches[-1]:
+            names.append("seq_lens")
         tensors = {
             name: getattr(batch, name).to(device, copy=True)
             for name in names

@@ -37,7 +37,7 @@ class PagedModel(Protocol):
     """A decoder that keeps its state in caches, and in nothing else.
 
     What it has besides is its ``state_layers``, as those of a ``CausalModel``; without the
-    attribute it has none.
+    attribute it has none. One whose layers attend to a source is a ``SourceModel``, too.
     """
 
     @property

@@ -44,6 +44,7 @@ class Scheduler:
 
     Args:
         pools: of pages, the first one with the rows of states.
+        sources: the pool of sources, where sequences have one.
         whole_prompts: a prompt is computed in one step, as its tokens see each other in both
             directions. One that finds no room behind older sequences goes before them in the next
             step, and they before it in the one after.
@@ -54,10 +55,11 @@ class Scheduler:
         pools: Items[PagePool],
         max_sequences: int,
         max_step_tokens: int,
-        *,
+        sources: PagePool | None = None,
         whole_prompts: bool = False,
     ) -> None:
         self.pools = pools
+        self.sources = sources
         self.max_sequences = max_sequences
         self.max_step_tokens = max_step_tokens
         self.waiting: deque[Sequence] = deque()
@@ -107,7 +109,7 @@ class Scheduler:
             joining = self.waiting.popleft()
             joining.state_slot = self.pools[0].take_slot()
             self.running.append(joining)
-        budget = self.max_step_tokens
+        budget = source_budget = self.max_step_tokens
         chunks: list[Chunk] = []
         delayed, self._delayed = self._delayed, None
         kept = 0 if delayed is None else self._least(delayed)
@@ -120,6 +122,11 @@ class Scheduler:
                 kept = 0
             if self._prefixes is not None and not sequence.pages[0]:
                 self._prefixes.join(sequence)
+            if self.sources is not None and not sequence.num_computed:
+                # It is encoded before its first chunk, whole, and in memory for such a step.
+                if len(sequence.source) > source_budget:
+                    continue
+                source_budget -= len(sequence.source)
             wanted = min(len(sequence) - sequence.num_computed, budget - kept)
             for _, pool in self._windowed:
                 # A small pool takes a long chunk in parts, between which pages come back.
@@ -189,6 +196,10 @@ class Scheduler:
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Take pages for ``num_tokens`` tokens from all pools, or say False with those of some."""
+        if self.sources is not None and not self.sources.extend(
+            sequence.source_pages, len(sequence.source)
+        ):
+            return False
         pairs = zip(self.pools, sequence.pages, strict=True)
         return all(pool.extend(pages, num_tokens) for pool, pages in pairs)
 
@@ -196,5 +207,7 @@ class Scheduler:
         """Take back all that a sequence holds."""
         for pool, pages in zip(self.pools, sequence.pages, strict=True):
             pool.release(pages)
+        if self.sources is not None:
+            self.sources.release(sequence.source_pages)
         self.pools[0].return_slot(sequence.state_slot)
         sequence.state_slot = -1

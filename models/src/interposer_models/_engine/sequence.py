@@ -23,6 +23,8 @@ class Sequence:
         seed: of this request's noise, drawn if the parameters name none.
         pages: cache pages that it holds in each pool, in order.
         page_keys: by which whole pages are known, where they are; see ``PrefixPool``.
+        source: tokens that an encoder reads; none where the model has no encoder.
+        source_pages: of the cache, with what layers read of the source.
         state_slot: row of the states that it holds; -1 while it has none.
         matcher: of its constraint, which is where its output is; None without one.
         top_logprobs: of each token of the output, where the parameters ask for them.
@@ -38,6 +40,8 @@ class Sequence:
     num_shared: int = 0
     pages: list[list[int]] = field(default_factory=lambda: [[]])
     page_keys: list[bytes] = field(default_factory=list)
+    source: list[int] = field(default_factory=list)
+    source_pages: list[int] = field(default_factory=list)
     state_slot: int = -1
     finish_reason: FinishReason | None = None
     matcher: Matcher | None = None

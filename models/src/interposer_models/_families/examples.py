@@ -13,6 +13,9 @@ from interposer_models._families.gpt_examples import opt as opt
 from interposer_models._families.latent_examples import deepseek_v2 as deepseek_v2
 from interposer_models._families.latent_examples import deepseek_v3 as deepseek_v3
 from interposer_models._families.latent_examples import deepseek_v32 as deepseek_v32
+from interposer_models._families.source_examples import bart as bart
+from interposer_models._families.source_examples import mbart as mbart
+from interposer_models._families.source_examples import t5gemma as t5gemma
 from interposer_models._families.state_examples import bamba as bamba
 from interposer_models._families.state_examples import falcon_h1 as falcon_h1
 from interposer_models._families.state_examples import lfm2 as lfm2

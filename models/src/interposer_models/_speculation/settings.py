@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from interposer import CausalModel, Site
 from interposer.errors import ConfigError
 from interposer_models._engine.engine import Engine
+from interposer_models._engine.sources import sees_source
 from interposer_models._speculation.balance import Balance
 from interposer_models._speculation.draft_model import ModelProposer
 from interposer_models._speculation.draft_sampling import DraftSampling
@@ -91,18 +92,20 @@ class Speculation:
         Args:
             path: of the model, for the text of errors.
         Raises:
-            ConfigError: the model or its draft has recurrent layers, or they have different
-                vocabularies.
+            ConfigError: the model or its draft has recurrent layers, or, with a draft model, an
+                encoder; or they have different vocabularies.
             InterposerError: the draft cannot be loaded.
         """
         _check_states(path, model)
         if self.draft == _NGRAM:
             return None
+        _check_sources(path, model)
         draft: Any = self.draft
         if isinstance(draft, str | Path):
             most = max_sequences * model.config.max_position_embeddings
             draft = load(draft, cache_tokens=self.cache_tokens or min(most, _CACHE_TOKENS))
         _check_states(draft.path, draft.engine.model)
+        _check_sources(draft.path, draft.engine.model)
         _check_vocabulary(path, model.config.vocab_size, tokenizer, draft)
         found: LanguageModel = draft
         return found
@@ -135,6 +138,14 @@ def _check_states(path: Path, model: Any) -> None:
         raise ConfigError(
             f"{path} has recurrent layers, whose states hold every token that they were given, so "
             "that no guess can be taken back. Try: load it without speculation, or another draft"
+        )
+
+
+def _check_sources(path: Path, model: Any) -> None:
+    if any(sees_source(layer.backend.spec) for layer in model.attention_layers):
+        raise ConfigError(
+            f"{path} has an encoder, and a draft model is given no source to read. "
+            "Try: speculation='ngram', which looks up the decoder's own tokens"
         )
 
 

@@ -1,4 +1,4 @@
-"""Decoder attention through torch's scaled dot products, whichever kernels torch has for them.
+"""Attention of decoders and to sources through torch's scaled dot products.
 
 It copies what is read of the cache, as much as the host knows of a step, so that it is no match
 for kernels that read pages where they lie; it serves where these cannot be had. Platforms offer it
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ from interposer import (
     KVCacheLayout,
     Verdict,
 )
+from interposer_ops.attention._source_attention import judge_source, lone_queries
 
+Pair = tuple[Tensor, Tensor]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -72,12 +75,13 @@ class SdpaBackend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders with a plain cache and plain scores."""
+        """Accept decoders, and sources, with a plain cache and plain scores."""
         if spec.dtype not in _DTYPES:
             return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
         if spec.softcap is not None:
             return Verdict.refuse(f"does not cap scores, softcap is {spec.softcap}")
-        return spec.judge_plain_decoder()
+        is_source = spec.type == "encoder_decoder"
+        return judge_source(spec) if is_source else spec.judge_plain_decoder()
 
     def kv_layout(self) -> KVCacheLayout:
         """Return ``[2, P, S, K, D]``, keys first."""
@@ -85,6 +89,8 @@ class SdpaBackend(AttentionBackend):
 
     def plan(self, batch: AttentionBatch) -> SdpaPlan:
         """Return slots and masks, on the device, made of the lengths on the host."""
+        if self.spec.type == "encoder_decoder":
+            batch = lone_queries(batch)
         host = batch.on_host()
         starts, lengths = host.query_starts.tolist(), host.seq_lens.tolist()
         parts: list[Prompt | Decodes] = []
@@ -105,6 +111,24 @@ class SdpaBackend(AttentionBackend):
         keys, values = cache.flatten(1, 2).unbind(0)  # each [P S, K, D]
         keys[plan.slots] = key
         values[plan.slots] = value
+        return self._attend(query, (key, value), (keys, values), plan)
+
+    def forward_stored(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        plan: SdpaPlan,
+        scales: Any = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to a source; see ``AttentionBackend.forward_stored``."""
+        keys, values = cache.flatten(1, 2).unbind(0)
+        own = query, query  # is not read, as every part reads the cache
+        return self._attend(query, own, (keys, values), plan)
+
+    def _attend(self, query: Tensor, own: Pair, stored: Pair, plan: SdpaPlan) -> Tensor:
+        """Return ``[T, N, D]`` of the keys and values of the step, and of those in the cache."""
+        (key, value), (keys, values) = own, stored
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for part in plan.parts:
             if isinstance(part, Decodes):

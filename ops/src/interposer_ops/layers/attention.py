@@ -25,6 +25,7 @@ from interposer.errors import CheckpointError
 from interposer_ops.attention._alibi import alibi_slopes
 from interposer_ops.attention._decoder_backend import DecoderBackend
 from interposer_ops.attention._paged_attention import paged_attention
+from interposer_ops.attention._source_attention import judge_source, lone_queries
 from interposer_ops.caches import write_latent_cache
 from interposer_ops.latent_attention import latent_attention_decode
 
@@ -103,7 +104,7 @@ class Attention(PluggableLayer):
 class PagedBackend(DecoderBackend):
     """Decoder attention from ``paged_attention`` and the ops that write its cache.
 
-    Besides what others take it takes ``alibi`` and ``prefix_lm``.
+    Besides what others take it takes ``alibi``, ``prefix_lm``, and attention to sources.
     """
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
@@ -117,12 +118,14 @@ class PagedBackend(DecoderBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept what ``DecoderBackend`` does, with slopes, with prefixes, or without."""
+        """Accept what ``DecoderBackend`` does, with slopes, prefixes or neither, and sources."""
+        if spec.type == "encoder_decoder":
+            return judge_source(spec)
         return super().accepts(replace(spec, alibi=False, prefix_lm=False), capability)
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
-        """Return the batch as it is."""
-        return batch
+        """Return the batch as it is; for sources, with its queries one by one."""
+        return lone_queries(batch) if self.spec.type == "encoder_decoder" else batch
 
     def attend_to(
         self,

@@ -22,7 +22,9 @@ from interposer_testing._checks.scenario import (
     chunked_steps,
     occupying_step,
     pages_needed,
+    source_steps,
     trimmed,
+    writing,
 )
 from interposer_testing.workload import moved_batch, random_projections, random_scales, random_sinks
 
@@ -35,8 +37,9 @@ def check_attention(
     """Return the departures of ``backend`` from the ops that define paged attention.
 
     Several steps run over the same cache: chunked prefill and decoding mixed, pages scattered and
-    occupied before by NaN, and those that a window has left replaced by one of zeros. The cache
-    belongs to the backend, so only results are compared. One plan serves two layers, as in a model.
+    occupied before by NaN, and those that a window has left replaced by one of zeros. A source is
+    written before the step that reads it first. The cache belongs to the backend, so only results
+    are compared. One plan serves two layers, as in a model.
     What the backend raises is passed on.
 
     Args:
@@ -60,10 +63,28 @@ def _run_steps(
         cache.select(layout.page_axis, num_pages).zero_()
     layers = [_Layer(spec, cache, site, generator) for cache in caches]
     _occupy(backend, layers)
+    if spec.type == "encoder_decoder":
+        return _run_sources(backend, layers, generator)
     for step, batch in enumerate(chunked_steps(spec, generator)):
         plan = backend.plan(moved_batch(trimmed(batch, spec, num_pages), device))
         for number, layer in enumerate(layers):
             faults = list(layer.step(backend, batch, plan, generator, fused=number == 1))
+            if faults:
+                at = f"step {step}, layer {number}"
+                return [replace(fault, where=f"{at}, {fault.where}") for fault in faults]
+    return []
+
+
+def _run_sources(
+    backend: AttentionBackend, layers: list[_Layer], generator: torch.Generator
+) -> list[Fault]:
+    """Do the same where what is stored is of other tokens, and read alone."""
+    spec, device = layers[0].spec, layers[0].device
+    for step, (written, read) in enumerate(source_steps(spec.page_size, generator)):
+        plans = [backend.plan(moved_batch(each, device)) for each in (written, read)]
+        for number, layer in enumerate(layers):
+            batches, fused = (written, read), number == 1
+            faults = list(layer.source_step(backend, batches, plans, generator, fused=fused))
             if faults:
                 at = f"step {step}, layer {number}"
                 return [replace(fault, where=f"{at}, {fault.where}") for fault in faults]
@@ -143,6 +164,34 @@ class _Layer:
             if operand.is_changed():
                 yield Fault("mutation", f"argument {name!r}", "it is written")
 
+    def source_step(
+        self,
+        backend: AttentionBackend,
+        batches: tuple[AttentionBatch, AttentionBatch],
+        plans: list[Any],
+        generator: torch.Generator,
+        *,
+        fused: bool,
+    ) -> Iterator[Fault]:
+        """Store what is new of sources, perhaps nothing, then attend; yield what is wrong."""
+        written, read = batches
+        given = random_projections(self.spec, len(written.slots), generator, fused=fused)
+        operands = [Operand(tensor, self.device) for tensor in given]
+        query, key, value = (operand.tensor for operand in operands)
+        output = self.forward(backend, query[:0], key, value, plans[0])
+        if output.numel():
+            yield Fault("shape", "output", f"no query was given, got {[*output.shape]}")
+        for name, operand in zip(("query", "key", "value"), operands, strict=True):
+            if operand.is_changed():
+                yield Fault("mutation", f"argument {name!r}", "it is written")
+        keys, values = given[1].double(), given[2].double()
+        self.write.reference(keys, values, self.keys, self.values, written.slots)
+        count = int(read.query_starts[-1])
+        query, *others = random_projections(self.spec, count, generator, fused=False)
+        unwritten = replace(read, slots=read.slots[:0])
+        none = tuple(tensor[:0] for tensor in others)
+        yield from self._stored(backend, unwritten, plans[1], query.to(self.device), (query, *none))
+
     def _stored(
         self,
         backend: AttentionBackend,
@@ -210,7 +259,7 @@ class _Layer:
             self.values,
             *places,
             self.spec.scale,
-            True,
+            self.spec.type != "encoder_decoder",
             self.spec.window_tokens,
             self.spec.softcap,
             self.sinks,
@@ -295,6 +344,8 @@ def _occupy(backend: AttentionBackend, layers: list[_Layer]) -> None:
     """Let a step of NaN go through every page, so that reading a stale slot shows."""
     spec, device = layers[0].spec, layers[0].device
     batch = occupying_step(spec.page_size)
+    if spec.type == "encoder_decoder":
+        batch = writing(batch.slots)
     plan = backend.plan(moved_batch(batch, device))
     given = random_projections(spec, len(batch.slots), torch.Generator(), fused=False, batch=batch)
     for layer in layers:
@@ -302,4 +353,6 @@ def _occupy(backend: AttentionBackend, layers: list[_Layer]) -> None:
             torch.full_like(x, torch.nan if x.is_floating_point() else -1, device=device)
             for x in given
         )
+        if spec.type == "encoder_decoder":
+            query = query[:0]
         layer.forward(backend, query, key, value, plan)

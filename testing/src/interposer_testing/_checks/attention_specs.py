@@ -35,6 +35,7 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "e4m3 with sinks": {"cache_dtype": torch.float8_e4m3fn, "sinks": True},
     "shared": {"shared": True},
     "int8 with sinks, shared": {"cache_dtype": torch.int8, "sinks": True, "shared": True},
+    "source": {"type": "encoder_decoder"},
 }
 # Heads, latent and rotary size; the second is that of DeepSeek's models.
 _LATENT = {"latent 32+16": (4, 32, 16), "latent 512+64": (2, 512, 64), "latent 20+12": (3, 20, 12)}
@@ -49,8 +50,9 @@ def attention_specs(
 ) -> Iterator[tuple[str, AttentionSpec]]:
     """Yield labelled specs: heads, masks, head sizes, page sizes and dtypes in all combinations.
 
-    A quantized cache, sinks, ALiBi or prefixes are combined with heads and masks only; latent
-    vectors, all of them or those that an indexer names, and indexers are in pages of all sizes.
+    A quantized cache, sinks, ALiBi, prefixes or sources are combined with heads and masks only;
+    latent vectors, all of them or those that an indexer names, and indexers are in pages of all
+    sizes.
     Only those that differ from the first of their dtype in one axis are there if ``quick``.
 
     Args:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,7 +58,8 @@ def check_family(
 
     A model of transformers for the same config is filled with random weights and saved, and loaded
     by the family, which reads ``config`` itself. Logits in float32 must differ by at most 1e-4 of
-    the largest, and the tokens of greatest logits be equal, alone and in a batch.
+    the largest, and the tokens of greatest logits be equal, alone and in a batch. An encoder reads
+    the prompts, where there is one; the config names ``decoder_start_token_id`` then.
 
     Args:
         peer: class of the model in transformers.
@@ -84,12 +86,49 @@ def check_family(
                 tables=False,
             ),
         )
-        sizes = model.config.get_text_config()
+        starts = _starts(config) if model.config.is_encoder_decoder else []
+        sizes = model.config.get_text_config(decoder=bool(starts) or None)
         size = sizes.vocab_size
         # A model without positions states no context.
         context = getattr(sizes, "max_position_embeddings", max(_LENGTHS) + _STEPS) - _STEPS
         prompts = [torch.randint(size, (min(n, context),)).tolist() for n in _LENGTHS]
-        return list(_faults(loaded, model, prompts))
+        return list(_faults(loaded, _Peer(model, starts), prompts))
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """The model of transformers.
+
+    Attributes:
+        starts: tokens with which its decoder starts, if a prompt is what its encoder reads.
+    """
+
+    model: Any
+    starts: list[int]
+
+    def logits(self, prompt: list[int], following: list[int]) -> Tensor:
+        """Return the logits ``[T, V]`` of the tokens that the decoder is given."""
+        if not self.starts:
+            ids = torch.tensor([[*prompt, *following]])
+            return self.model(ids).logits[0].float()  # type: ignore[no-any-return]
+        source, ids = torch.tensor([prompt]), torch.tensor([[*self.starts, *following]])
+        # Else what equals the token of padding would not be seen.
+        masks = {"attention_mask": source >= 0, "decoder_attention_mask": ids >= 0}
+        masks = {name: mask.long() for name, mask in masks.items()}
+        return self.model(input_ids=source, decoder_input_ids=ids, **masks).logits[0].float()  # type: ignore[no-any-return]
+
+    def own_logits(self, loaded: Any, prompt: list[int], following: list[int]) -> Tensor:
+        """Return what the loaded model gives in their place."""
+        if not self.starts:
+            return loaded.logits([*prompt, *following]).float().cpu()  # type: ignore[no-any-return]
+        found = loaded.logits([*self.starts, *following], source=prompt)
+        return found.float().cpu()  # type: ignore[no-any-return]
+
+
+def _starts(config: Mapping[str, Any]) -> list[int]:
+    """Return the tokens with which the decoder of an encoder-decoder starts."""
+    named = (config.get(name) for name in ("decoder_start_token_id", "forced_bos_token_id"))
+    return [token for token in named if token is not None]
 
 
 @contextmanager
@@ -106,11 +145,13 @@ def _silence() -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _faults(loaded: Any, model: Any, prompts: list[list[int]]) -> Iterator[Fault]:
+def _faults(loaded: Any, peer: _Peer, prompts: list[list[int]]) -> Iterator[Fault]:
     bound = 0.0
     for prompt in prompts:
         where = f"logits of {len(prompt)} tokens"
-        expected, found = _logits(model, prompt), loaded.logits(prompt).float().cpu()
+        following = prompt[::-1] if peer.starts else []
+        expected = peer.logits(prompt, following)
+        found = peer.own_logits(loaded, prompt, following)
         if found.shape != expected.shape:
             shapes = f"{[*expected.shape]} expected, got {[*found.shape]}"
             yield Fault("model", where, shapes)
@@ -126,24 +167,19 @@ def _faults(loaded: Any, model: Any, prompts: list[list[int]]) -> Iterator[Fault
     alone = [loaded.generate([prompt], **options)[0] for prompt in prompts]
     for how, completions in (("alone", alone), ("in a batch", loaded.generate(prompts, **options))):
         for prompt, completion in zip(prompts, completions, strict=True):
-            tokens = _greedy(model, prompt, list(completion.token_ids), bound)
+            tokens = _greedy(peer, prompt, list(completion.token_ids), bound)
             if tokens:
                 where = f"tokens after {len(prompt)}, {how}"
                 yield Fault("model", where, f"{tokens} expected, got {list(completion.token_ids)}")
 
 
-def _greedy(model: Any, prompt: list[int], found: list[int], bound: float) -> list[int]:
+def _greedy(peer: _Peer, prompt: list[int], found: list[int], bound: float) -> list[int]:
     """Return the tokens of the greatest logits, or nothing if ``found`` are some of these.
 
     Which of two logits that are closer than the errors of both is the greater, is chance.
     """
     for count, token in enumerate(found):
-        logits = _logits(model, [*prompt, *found[:count]])[-1]
+        logits = peer.logits(prompt, found[:count])[-1]
         if float(logits.max() - logits[token]) > 2 * bound:
             return [*found[:count], int(logits.argmax())]
     return []
-
-
-def _logits(model: Any, token_ids: list[int]) -> Tensor:
-    """Return ``[T, V]``."""
-    return model(torch.tensor([token_ids])).logits[0].float()  # type: ignore[no-any-return]

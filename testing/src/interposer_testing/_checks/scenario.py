@@ -27,6 +27,9 @@ _CHUNKS = (
 # Tokens of each sequence's first chunk that are no part of its prompt: it is computed again.
 _GENERATED = (0, 0, 0, 0, 2, 0)
 
+# Tokens of each sequence's source, in pages and tokens: some are shorter than a query.
+_SOURCES = ((0, 3), (0, 1), (1, 0), (1, 1), (0, 2), (2, -1))
+
 
 def pages_needed(page_size: int) -> int:
     """Return P, the pages that ``chunked_steps`` spreads its sequences over."""
@@ -60,6 +63,51 @@ def chunked_steps(spec: AttentionSpec, generator: torch.Generator) -> Iterator[A
             done[b] += lengths[b]
 
 
+def source_steps(
+    page_size: int, generator: torch.Generator
+) -> Iterator[tuple[AttentionBatch, AttentionBatch]]:
+    """Yield the steps of ``chunked_steps`` as readers of sources, which other pages hold.
+
+    With each comes the batch that writes the sources which are first read in it, perhaps none.
+    """
+    lengths = [_tokens(source, page_size) for source in _SOURCES]
+    counts = [-(-length // page_size) for length in lengths]
+    order = torch.randperm(pages_needed(page_size), generator=generator)
+    tables = order[: sum(counts)].split(counts)
+    written: set[int] = set()
+    for step in range(len(_CHUNKS[0])):
+        running = [b for b in range(len(_CHUNKS)) if _CHUNKS[b][step] != (0, 0)]
+        queries = [_tokens(_CHUNKS[b][step], page_size) for b in running]
+        fresh = [b for b in running if b not in written]
+        written.update(fresh)
+        slots = [_slots(tables[b], lengths[b], page_size) for b in fresh]
+        batch = paged_batch(
+            [tables[b] for b in running], [0] * len(running), queries, page_size=10**9
+        )
+        seen = torch.tensor([lengths[b] for b in running])
+        yield (
+            writing(torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)),
+            replace(
+                batch,
+                seq_lens=seen,
+                slots=torch.zeros_like(batch.slots),
+                max_seq_tokens=int(seen.max()),
+            ),
+        )
+
+
+def writing(slots: torch.Tensor) -> AttentionBatch:
+    """Return the batch of a source: slots to write to, and no sequence that reads."""
+    return AttentionBatch(
+        query_starts=torch.zeros(1, dtype=torch.int64),
+        seq_lens=torch.empty(0, dtype=torch.int64),
+        page_table=torch.empty(0, 1, dtype=torch.int64),
+        slots=slots,
+        max_query_tokens=1,
+        max_seq_tokens=1,
+    )
+
+
 def trimmed(batch: AttentionBatch, spec: AttentionSpec, zero_page: int) -> AttentionBatch:
     """Return the batch with a page of zeros for those that no new token sees, as the engine does.
 
@@ -79,6 +127,11 @@ def occupying_step(page_size: int) -> AttentionBatch:
     num_pages = pages_needed(page_size)
     tables = list(torch.arange(num_pages).split(1))
     return paged_batch(tables, [0] * num_pages, [page_size] * num_pages, page_size)
+
+
+def _slots(table: torch.Tensor, num_tokens: int, page_size: int) -> torch.Tensor:
+    at = torch.arange(num_tokens)
+    return table[at // page_size] * page_size + at % page_size
 
 
 def _tables(page_size: int, generator: torch.Generator) -> list[torch.Tensor]:

@@ -126,6 +126,8 @@ class TimedAttention(TimedRequest):
                     calls.append(partial(both, *arguments, prepared, sinks))
                 else:
                     calls.append(partial(backend.forward_quantized, *arguments, prepared))
+            elif spec.type == "encoder_decoder":  # whose keys are not of these steps
+                calls.append(partial(backend.forward_stored, query, cache, plan))
             elif spec.sinks:
                 sinks = random_sinks(spec, generator).to(self.device)
                 calls.append(partial(backend.forward_with_sinks, *arguments, sinks))

@@ -21,6 +21,7 @@ from interposer import (
 )
 from interposer_cpu import native
 from interposer_cpu._kernels.interface import CACHE_TYPES, TYPES, float64_bits
+from interposer_ops.attention import judge_source
 
 
 class NativePagedBackend(AttentionBackend):
@@ -50,7 +51,10 @@ class NativePagedBackend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders over a cache of their dtype or of 8 bits, of sizes that are taken."""
+        """Accept decoders over a cache of their dtype or of 8 bits, of sizes that are taken.
+
+        Sources are accepted where ``reads_stored``, in a cache of their dtype.
+        """
         if spec.dtype not in TYPES:
             return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
         verdict = cls._judge_sizes(spec)
@@ -61,6 +65,9 @@ class NativePagedBackend(AttentionBackend):
                 f"stores the cache as {spec.dtype}, float8_e4m3fn, float8_e5m2 or int8, "
                 f"asked for {spec.cache_dtype}"
             )
+        if spec.type == "encoder_decoder" and cls.reads_stored:
+            verdict = judge_source(spec)
+            return native.judge_device(capability) if verdict else verdict
         shared = spec.shared and not cls.reads_stored
         plain = replace(spec, cache_dtype=spec.dtype, sinks=False, shared=shared)
         verdict = plain.judge_plain_decoder()

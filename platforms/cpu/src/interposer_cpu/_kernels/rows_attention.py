@@ -13,6 +13,7 @@ from interposer import AttentionBatch, AttentionSpec, Site, Verdict
 from interposer_cpu import native
 from interposer_cpu._kernels.interface import CACHE_TYPES
 from interposer_cpu._kernels.paged import NativePagedBackend
+from interposer_ops.attention import lone_queries
 
 
 class NativeRowsBackend(NativePagedBackend):
@@ -33,7 +34,9 @@ class NativeRowsBackend(NativePagedBackend):
         return Verdict.accept()
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
-        """Return the batch, in memory without gaps."""
+        """Return the batch, in memory without gaps; for sources, with its queries one by one."""
+        if self.spec.type == "encoder_decoder":
+            batch = lone_queries(batch)
         pages = batch.page_table
         return batch if pages.stride(-1) == 1 else replace(batch, page_table=pages.contiguous())
 

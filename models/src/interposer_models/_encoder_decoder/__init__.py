@@ -1,0 +1,1 @@
+"""Models whose decoder attends to what an encoder made of another text."""

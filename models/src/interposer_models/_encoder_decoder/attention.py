@@ -1,0 +1,130 @@
+"""The attention of an encoder, and that of a decoder to what the encoder returned.
+
+Dimensions: T tokens of a step, E tokens of sources, B sources, N heads, K kv heads, D head size,
+H hidden size, R rotated size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from interposer import AttentionSpec, PluggableLayer, Site
+from interposer_ops.attention import ragged_attention
+from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.self_attention import SelfAttention
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStarts:
+    """Where sources begin: ``[B + 1]`` int64, and the most tokens of one."""
+
+    starts: Tensor
+    longest: int
+
+
+class EncoderAttention(SelfAttention):
+    """Attention of every token of a source to all of them, or to its window on either side.
+
+    Nothing is cached.
+
+    Args:
+        spec: its window counts the token itself and those before it, or behind it, in it.
+        rotary_size: R; 0 where nothing is rotated.
+        bias: of all projections.
+    """
+
+    def __init__(
+        self, site: Site, spec: AttentionSpec, hidden_size: int, rotary_size: int, bias: bool
+    ) -> None:
+        PluggableLayer.__init__(self, site)
+        self.spec, size = spec, spec.head_size
+        self.head_size = size
+        width, kv_width = spec.num_heads * size, spec.num_kv_heads * size
+        self.sizes = (width, kv_width, kv_width)
+        parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
+        self.qkv_proj = MergedLinear(site.at("qkv_proj"), hidden_size, parts, bias)
+        self.o_proj = Linear(site.at(self.part_names[0]), width, hidden_size, bias)
+        self.q_norm = self.k_norm = None
+        self.rotary = self.rotary_type(site.at("rotary"), size, rotary_size)
+        self.attend = site.at("attn").bind(
+            ragged_attention,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=size,
+            value_size=size,
+            causal=False,
+            windowed=spec.window_tokens is not None,
+            softcapped=spec.softcap is not None,
+            sinks=False,
+            alibi=False,
+        )
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, plan: Any, rows: Tensor | None
+    ) -> Tensor:
+        """Return the output projection ``[E, H]``.
+
+        Args:
+            x: ``[E, H]``.
+            cos, sin: ``[E, R / 2]``, float32 or wider.
+            cache: nothing is read of it.
+            plan: ``SourceStarts``.
+            rows: None, as all tokens of a source matter.
+        """
+        query, key, value = self.heads(x, cos, sin)
+        starts, longest, spec = plan.starts, plan.longest, self.spec
+        lengths = starts, starts, longest, longest
+        scores = spec.scale, False, spec.window_tokens, spec.softcap
+        mixed = self.attend(query, key, value, *lengths, *scores, None, None)
+        return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]
+
+
+class CrossAttention(PluggableLayer):
+    """Attention of a decoder's tokens to a source, whose keys and values are stored once.
+
+    Args:
+        spec: of the type ``encoder_decoder``.
+        source_size: elements of what the encoder returns of a token.
+        out: name of the last projection.
+        bias: of all projections.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        spec: AttentionSpec,
+        hidden_size: int,
+        source_size: int,
+        out: str = "o_proj",
+        bias: bool = False,
+    ) -> None:
+        super().__init__(site)
+        self.head_size = size = spec.head_size
+        width, kv_width = spec.num_heads * size, spec.num_kv_heads * size
+        parts = {"k_proj": kv_width, "v_proj": kv_width}
+        self.q_proj = Linear(site.at("q_proj"), hidden_size, width, bias)
+        self.kv_proj = MergedLinear(site.at("kv_proj"), source_size, parts, bias)
+        self.o_proj = Linear(site.at(out), width, hidden_size, bias)
+        self.attn = Attention(site.at("attn"), spec)
+
+    def store(self, source: Tensor, cache: Any, plan: Any) -> None:
+        """Store keys and values of what the encoder returned, ``[E, source_size]``.
+
+        Args:
+            plan: with the slots ``[E]`` that they go to.
+        """
+        key, value = self.kv_proj(source).unflatten(-1, (-1, self.head_size)).chunk(2, -2)
+        query = source.new_empty(0, self.attn.spec.num_heads, self.head_size)
+        self.attn(query, key, value, cache, plan)
+
+    def forward(self, x: Tensor, cache: Any, plan: Any, rows: Tensor | None) -> Tensor:
+        """Return the output projection ``[T, H]``, or ``[rows, H]`` of the tokens they name."""
+        query = self.q_proj(x).unflatten(-1, (-1, self.head_size))
+        mixed = self.attn.backend.forward_stored(query, cache, plan)
+        if rows is not None:
+            mixed = mixed[rows]
+        return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]

@@ -1,0 +1,67 @@
+"""Blocks of decoders that attend to a source.
+
+Dimensions: T tokens, R tokens that matter, H hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from interposer import Site
+from interposer_models._decoder.blocks import Names, NormedBlock
+from interposer_models._decoder.decoder import Norm
+
+
+class CrossedBlock(NormedBlock):
+    """A ``NormedBlock`` with attention to a source between its attention and its MLP.
+
+    Args:
+        crossing: the names of the norms before and behind that attention; empty where there is
+            none.
+        cross: the attention.
+        cross_name: of its module.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        norm: Norm,
+        names: Names,
+        attention: nn.Module,
+        mlp: nn.Module,
+        crossing: tuple[str, str],
+        cross: nn.Module,
+        cross_name: str,
+    ) -> None:
+        super().__init__(site, norm, names, attention, mlp)
+        self.crossing, self.cross_name = crossing, cross_name
+        self.add_module(cross_name, cross)
+        for name in filter(None, crossing):
+            self.add_module(name, norm(site.at(name)))
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Any,
+        plan: Any,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the block's output, not yet added, and the stream, as ``DecoderBlock``.
+
+        Args:
+            cache, plan: two of each, of its own tokens and of the source.
+        """
+        cross: Any = self._modules[self.cross_name]
+        x, stream = self._entered(self.names[0], x, residual)
+        x = self._left(self.names[1], self.self_attn(x, cos, sin, cache[0], plan[0], None))
+        x, stream = self._entered(self.crossing[0], x, stream)
+        x = self._left(self.crossing[1], cross(x, cache[1], plan[1], rows))
+        if rows is not None:
+            stream = stream[rows]
+        x, stream = self._entered(self.names[2], x, stream)
+        return self._left(self.names[3], self.mlp(x)), stream

@@ -1,0 +1,132 @@
+"""T5Gemma: an encoder and a decoder of Gemma 2's blocks, the latter with attention to the former.
+
+Source: arXiv:2504.06225.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Self
+
+from pydantic import model_validator
+from torch import Tensor, nn
+
+from interposer import AttentionSpec, Site
+from interposer.errors import CheckpointError
+from interposer_models._decoder.blocks import NormedBlock
+from interposer_models._decoder.settings import FrameNames
+from interposer_models._encoder_decoder.attention import CrossAttention, EncoderAttention
+from interposer_models._encoder_decoder.blocks import CrossedBlock
+from interposer_models._encoder_decoder.family import EncoderDecoderFamily
+from interposer_models._encoder_decoder.model import EncoderDecoderLM, SourceEncoder
+from interposer_models._families.gemma2 import Gemma2
+from interposer_ops.sampling import logits_softcap
+
+_NORMS = (
+    "pre_self_attn_layernorm",
+    "post_self_attn_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_CROSSING = ("pre_cross_attn_layernorm", "post_cross_attn_layernorm")
+# What config.json states once, beside the settings of both sides.
+_COMMON = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+
+
+class T5GemmaSource(Gemma2):
+    """The settings of the encoder, whose windows reach as far ahead as behind."""
+
+    frame = FrameNames("model.encoder")
+
+    def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
+        """Return what attention has to do; a window does not count the token itself."""
+        spec = super().attention_spec(site, index, page_size)
+        window = spec.window_tokens
+        return replace(spec, window_tokens=None if window is None else window + 1)
+
+    def block(self, site: Site, index: int, page_size: int) -> nn.Module:
+        """Return block ``index`` at a site."""
+        at = site.at("self_attn")
+        spec, sizes = (
+            self.attention_spec(at, index, page_size),
+            (self.hidden_size, self.rotary_size),
+        )
+        attention = EncoderAttention(at, spec, *sizes, self.attention_bias)
+        return NormedBlock(site, self.norm, _NORMS, attention, self.mlp(site, index))
+
+
+class T5Gemma(Gemma2, EncoderDecoderFamily):
+    """T5Gemma; as settings, those of the decoder."""
+
+    frame = FrameNames("model.decoder", head="lm_head.out_proj")
+
+    encoder: T5GemmaSource
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], source: object) -> Self:
+        """Return the settings of config.json, which has those of both sides in objects."""
+        sides = {name: config.get(name) for name in ("encoder", "decoder")}
+        for name, side in sides.items():
+            if not isinstance(side, Mapping):
+                reason = f"{name}: must be the settings of the {name} (got {side!r:.100})"
+                raise CheckpointError(source, reason, "mend the field")
+        common = {name: config[name] for name in _COMMON if name in config}
+        encoder = T5GemmaSource.parse(sides["encoder"], f"{source}, encoder")  # type: ignore[arg-type]
+        decoder = {**sides["decoder"], **common, "encoder": encoder}  # type: ignore[dict-item]
+        return super().parse(decoder, f"{source}, decoder")
+
+    def block(self, site: Site, index: int, page_size: int) -> nn.Module:
+        """Return block ``index`` with attention to the source, norms around all parts."""
+        at, across = site.at("self_attn"), site.at(self.cross_name)
+        cross = CrossAttention(
+            across,
+            self.cross_spec(across, index, page_size),
+            self.hidden_size,
+            self.encoder.hidden_size,
+            bias=self.attention_bias,
+        )
+        return CrossedBlock(
+            site,
+            self.norm,
+            _NORMS,
+            self.self_attention(at, index, self.attention_spec(at, index, page_size)),
+            self.mlp(site, index),
+            _CROSSING,
+            cross,
+            self.cross_name,
+        )
+
+    def build(self, site: Site, page_size: int) -> EncoderDecoderLM:
+        """Return both sides with the head."""
+        return T5GemmaLM(site, self, page_size)
+
+    @model_validator(mode="after")
+    def _one_vocabulary(self) -> Self:
+        if self.encoder.vocab_size != self.vocab_size:
+            raise ValueError(
+                f"vocab_size is {self.vocab_size}, and {self.encoder.vocab_size} of the encoder, "
+                "must be one"
+            )
+        return self
+
+
+class T5GemmaLM(EncoderDecoderLM):
+    """Both sides, with tables of their own, and logits within the decoder's cap."""
+
+    def __init__(self, site: Site, config: T5Gemma, page_size: int) -> None:
+        super().__init__(site, config, lambda at, i: config.block(at, i, page_size), config.norm)
+        side, self.cap = config.encoder, config.final_logit_softcapping
+        self.encoder = SourceEncoder(
+            site.at(side.frame.decoder),
+            side,
+            lambda at, i: side.block(at, i, page_size),
+            side.norm,
+            None,
+        )
+        self.bound = site.at("logits").bind(logits_softcap, vocab_size=config.vocab_size)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits, see ``CausalModel``."""
+        logits = super().forward(*args, **kwargs)
+        return logits if self.cap is None else self.bound(logits, self.cap)
