@@ -81,7 +81,7 @@ USES = {
     ("dense", "avx512"): ["vfmadd...ps .*%zmm"],
     ("dense", "avx512_bf16"): ["vdpbf16ps .*%zmm", "vcvtne2ps2bf16 .*%zmm"],
     ("dense", "neon"): [r"fmla .*\.4s"],
-    ("dense", "bf16_i8mm"): ["bfdot", "bfcvtn"],
+    ("dense", "bf16_i8mm"): ["bfmmla", "bfdot", "bfcvtn"],
     ("dense", "z14"): ["vfmasb"],
     ("experts", "avx2"): ["vfmadd...ps .*%ymm", "vcvtps2ph .*%ymm"],
     ("experts", "avx512"): ["vfmadd...ps .*%zmm", "vcvtps2ph .*%zmm"],

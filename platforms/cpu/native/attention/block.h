@@ -1,16 +1,13 @@
 // What a block of queries works on, and where its keys and values are. Included once for every level.
 #pragma once
 
+#include "../operands.h"
 #include "../tiles.h"
 #include "../vectors.h"
 #include "cache.h"
 #include "softmax.h"
 
 namespace {
-
-#if defined(__ARM_FEATURE_MATMUL_INT8) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-#define INTERPOSER_MATRICES 1
-#endif
 
 // Rows of queries whose products vectors sum at a time.
 #if defined(__AVX512F__)

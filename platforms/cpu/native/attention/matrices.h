@@ -29,9 +29,6 @@ struct Matrices {
 
 #if defined(INTERPOSER_MATRICES)
 
-constexpr int kOperandBytes = 16, kOperandRowBytes = 8;
-constexpr int kQuarter = 4;  // lanes
-
 template <>
 struct Matrices<BFloat16OnPairs> {
   static constexpr bool kKnown = true;
@@ -39,7 +36,7 @@ struct Matrices<BFloat16OnPairs> {
   typedef float32x4_t Sum;
 
   static INTERPOSER_INLINE Sum multiply(Sum sum, uint8x16_t x, uint32x4_t words) {
-    return vbfmmlaq_f32(sum, vreinterpretq_bf16_u8(x), vreinterpretq_bf16_u32(words));
+    return multiply_bfloat16(sum, x, words);
   }
 };
 
@@ -53,14 +50,6 @@ struct Matrices<Int8OnCodes> {
     return vmmlaq_s32(sum, vreinterpretq_s8_u8(x), vreinterpretq_s8_u32(words));
   }
 };
-
-// Of two rows of four numbers the first and the second halves, or these rows of such halves.
-template <class V>
-INTERPOSER_INLINE void exchange(V& a, V& b) {
-  const float64x2_t first = (float64x2_t)a, second = (float64x2_t)b;
-  a = (V)vzip1q_f64(first, second);
-  b = (V)vzip2q_f64(first, second);
-}
 
 // Numbers of `Q` quarters of sixteen lanes, of which more than four are of several groups of lanes.
 template <int Q>
@@ -112,11 +101,10 @@ struct Squares : Quarters<Q> {
         const int group = q / this->kOfGroup, quarter = q % this->kOfGroup;
         const char* from = words[group] + 2 * i * row_bytes + quarter * kQuarter * 4;
         if (kFetched && quarter == 0) fetch_two(ahead[group] + 2 * i * ahead_bytes, ahead_bytes);
-        const uint32x4_t first = load<uint32x4_t>(from), second = load<uint32x4_t>(from + row_bytes);
-        const uint32x4_t low = vzip1q_u32(first, second), high = vzip2q_u32(first, second);
+        const LanePairs pairs(from, row_bytes);
         for (int p = 0; p < P; ++p) {
-          sums[p][q][0] = Matrices<F>::multiply(sums[p][q][0], rows[p], low);
-          sums[p][q][1] = Matrices<F>::multiply(sums[p][q][1], rows[p], high);
+          sums[p][q][0] = Matrices<F>::multiply(sums[p][q][0], rows[p], pairs.low);
+          sums[p][q][1] = Matrices<F>::multiply(sums[p][q][1], rows[p], pairs.high);
         }
       }
     }

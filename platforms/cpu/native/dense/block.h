@@ -9,6 +9,7 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "matrices.h"
 #include "rows.h"
 
 namespace {
@@ -101,7 +102,17 @@ void score_keys(const Block& block, int64_t tile, int64_t key, float* scores,
   const char* next = is_fetched ? ahead.rows->row(ahead.begin + key) : x;
   const int64_t next_step = is_fetched ? M * ahead.row_bytes / block.key_words : 0;
   Floats sums[M][T] = {};
-  for (int64_t step = 0; step < block.key_words; ++step) {
+  int64_t step = 0;
+#if defined(INTERPOSER_MATRICES)
+  if constexpr (F::kPairs) {
+    step = add_squares<M>(sums, words, kLanes * 4, block.key_words, [&](int m, int64_t at) {
+      __builtin_prefetch(next + (at + m / 2) * next_step, 0, kSecondLevel);
+      const char* from = x + m * x_stride + at * 4;
+      return vcombine_u8(load<uint8x8_t>(from), load<uint8x8_t>(from + x_stride));
+    });
+  }
+#endif
+  for (; step < block.key_words; ++step) {
     __builtin_prefetch(next + step * next_step, 0, kSecondLevel);
     for (int t = 0; t < T; ++t) {
       typename F::Part part[1];
@@ -242,6 +253,23 @@ void weigh_rows(const Block& block, int64_t row, Weights weights, int64_t column
       sums[m][t] = load<Floats>(result + m * block.columns + t * kLanes) * factor;
     }
   }
+#if defined(INTERPOSER_MATRICES)
+  if constexpr (F::kPairs && M % 2 == 0) {
+    // Weights of one key for all rows follow each other, so two keys' are put beside each other too.
+    const int64_t done = add_squares<M>(sums, words, row_bytes, to - from, [&](int m, int64_t at) {
+      const char* pair = x + m * weights.row + at * weights.step;
+      uint32x2_t first, second;
+      if (weights.row == 4) {
+        first = load<uint32x2_t>(pair), second = load<uint32x2_t>(pair + weights.step);
+      } else {
+        // Of few rows, those of one row do.
+        return vcombine_u8(load<uint8x8_t>(pair), load<uint8x8_t>(pair + weights.row));
+      }
+      return vreinterpretq_u8_u32(vcombine_u32(vzip1_u32(first, second), vzip2_u32(first, second)));
+    });
+    from += done, words += done * row_bytes, x += done * weights.step;
+  }
+#endif
   for (int64_t step = from; step < to; ++step) {
     for (int t = 0; t < T; ++t) {
       typename F::Part part[1];
