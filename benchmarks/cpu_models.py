@@ -62,8 +62,9 @@ def write_hugging_face(config: Any, folder: Path) -> None:
     model.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if "num_local_experts" in written:
-        # The name that a transformers of 2025 knows, which OpenVINO's exporter needs.
+        # What a transformers of 2025 reads, which OpenVINO's exporter needs.
         written["num_experts"] = written["num_local_experts"]
+        written["head_dim"] = config.hidden_size // config.num_attention_heads
         (folder / "config.json").write_text(json.dumps(written, indent=2), encoding="utf-8")
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*symbols, *(f"<{number}>" for number in range(len(symbols), config.vocab_size))]

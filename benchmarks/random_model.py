@@ -77,7 +77,6 @@ SHAPES: dict[str, Any] = {
         num_hidden_layers=16,
         num_attention_heads=8,
         num_key_value_heads=4,
-        head_dim=128,
         moe_intermediate_size=768,
         num_experts=16,
         num_experts_per_tok=4,

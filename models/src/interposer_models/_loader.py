@@ -264,10 +264,9 @@ def load(
         weights.load(tensors, checkpoint.path, advance, checkpoint.names())
         planned.model.reserve_positions(0, device)
     stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config)
-    starts: tuple[int, ...] = ()
-    if _reads_sources(planned):
-        size = planned.decoder.vocab_size
-        starts = start_tokens(checkpoint.path, checkpoint.config, size)
+    has_source = any(sees_source(layer.backend.spec) for layer in planned.model.attention_layers)
+    size = planned.decoder.vocab_size
+    starts = start_tokens(checkpoint.path, checkpoint.config, size) if has_source else ()
 
     def engine_of(
         num_pages: int, capture: Capture | None = None, compiled: _Compiler | None = None
@@ -376,11 +375,6 @@ def _shape(planned: Plan, max_sequences: int, max_step_tokens: int) -> CacheShap
     spare = spare_pages_for(max_sequences, size) if planned.graphs else 0
     backends = [layer.backend for layer in planned.model.attention_layers]
     return CacheShape.of(backends, size, max_sequences, max_step_tokens, spare)
-
-
-def _reads_sources(planned: Plan) -> bool:
-    """Say whether the model has an encoder."""
-    return any(sees_source(layer.backend.spec) for layer in planned.model.attention_layers)
 
 
 def _state_bytes(planned: Plan, max_sequences: int) -> int:

@@ -125,8 +125,8 @@ def test_activations_with_interleaved_gates_are_left_to_the_loop(
 def test_other_kernels_hooks_and_dispatchers_call_the_parts(calls: type[Counted]) -> None:
     given = routing(4, torch.float32)
     expected = built("standard", FORMATS["int8"], torch.float32)(*given)
-    reference = {"kernels": {"int8_linear": "reference"}}
-    other = built("native", FORMATS["int8"], torch.float32, **reference)
+    reference = {"int8_linear": "reference"}
+    other = built("native", FORMATS["int8"], torch.float32, kernels=reference)
     largest = float(expected.abs().amax())
     torch.testing.assert_close(other(*given), expected, rtol=0, atol=1e-2 * largest)
     hooked = built("native", FORMATS["int8"], torch.float32)
