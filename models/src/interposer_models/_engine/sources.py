@@ -38,7 +38,7 @@ class SourceBatch:
 
 
 class SourceModel(Protocol):
-    """What a ``PagedModel`` has besides whose layers attend to a source."""
+    """A ``PagedModel`` whose layers attend to a source, in what it has besides."""
 
     @property
     def max_source_tokens(self) -> int:
