@@ -34,7 +34,7 @@ from cpu_peers import (
     environment_python,
 )
 from cpu_processes import Worker, available_mib
-from cpu_roofs import ModelWork
+from cpu_work import ModelWork
 
 ROOFS = Path(__file__).with_name("cpu_roofs.py")
 # What the largest contender takes while it loads a model of 0.6 billion parameters.
@@ -248,8 +248,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     options = parsed()
-    text = (options.model_dir / "hf" / "config.json").read_text(encoding="utf-8")
-    options.work = ModelWork(json.loads(text))
+    options.work = ModelWork.of(options.model_dir / "hf")
     contenders, rows = chosen_contenders(options.peers), rows_of(options)
     groups = []
     for threads in options.threads:

@@ -10,7 +10,6 @@ is there already stays, and what cannot be made is reported with its reason.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import shutil
 import subprocess
@@ -22,15 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from cpu_peers import ENVIRONMENTS, Unavailable, cache_folder, environment_python
+from cpu_peers import ENVIRONMENTS, Unavailable, cache_folder, environment_python, source_tree
 from random_model import SHAPES
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import write_gguf
 
 # Small enough for a smoke test; sizes are multiples of what each of the formats has for a block.
 TINY = {
@@ -65,6 +60,11 @@ def write_hugging_face(config: Any, folder: Path) -> None:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "num_local_experts" in written:
+        # The name that a transformers of 2025 knows, which OpenVINO's exporter needs.
+        written["num_experts"] = written["num_local_experts"]
+        (folder / "config.json").write_text(json.dumps(written, indent=2), encoding="utf-8")
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*symbols, *(f"<{number}>" for number in range(len(symbols), config.vocab_size))]
     vocabulary = {name: number for number, name in enumerate(names)}
@@ -87,31 +87,10 @@ def config_of(shape: str, **changes: Any) -> Any:
     return config
 
 
-def write_bf16_gguf(source: Path, target: Path) -> None:
-    """Write the model without a vocabulary, tensor by tensor, as it is stored."""
-    gguf: Any = importlib.import_module("gguf")
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    architecture = write_gguf.ARCHITECTURES[config["architectures"][0]]
-    writer = gguf.GGUFWriter(target, architecture)
-    write_gguf.add_config(writer, config)
-    writer.add_tokenizer_model("no_vocab")
-    tied = config.get("tie_word_embeddings", False)
-    with safe_open(source / "model.safetensors", framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - it is no mapping
-            if tied and name == "lm_head.weight":
-                continue
-            values = file.get_tensor(name).float()
-            stored = write_gguf.gguf_name(name)
-            if architecture == "llama" and ("attn_q." in stored or "attn_k." in stored):
-                key = "num_attention_heads" if "attn_q" in stored else "num_key_value_heads"
-                values = write_gguf.interleaved(values, config[key])
-            kind = gguf.GGMLQuantizationType["F32" if values.ndim == 1 else "BF16"]
-            data = gguf.quants.quantize(values.contiguous().numpy(), kind)
-            writer.add_tensor(stored, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+def write_bf16_gguf(source: Path, target: Path, environments: Path) -> None:
+    """Let llama.cpp's own converter write the file, in the Python that has transformers."""
+    tree = source_tree(ENVIRONMENTS["llama_cpp"], environments) / "vendor" / "llama.cpp"
+    _run([sys.executable, Path(__file__).with_name("gguf_conversion.py"), tree, source, target])
 
 
 def write_llama_cpp(source: Path, target: Path, kind: str, environments: Path) -> None:
@@ -163,7 +142,7 @@ def made(shape: str, folder: Path, formats: list[str], environments: Path) -> It
     bf16 = folder / "bf16.gguf"
     parts: list[tuple[str, Path, Callable[[Path], None]]] = [
         ("hf", plain, partial(write_hugging_face, config_of(shape))),
-        ("gguf", bf16, partial(write_bf16_gguf, plain)),
+        ("gguf", bf16, partial(write_bf16_gguf, plain, environments=environments)),
         *(
             (
                 "gguf",

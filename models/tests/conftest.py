@@ -146,6 +146,7 @@ OF_EXAMPLES = {
         (examples.llama4, "some"),
         (examples.minimax_m2, "part"),
         (examples.ministral, "some"),
+        (examples.mpt, "six heads"),
         (examples.olmo3, "long"),
         (examples.opt, "released"),
         (examples.qwen2_moe, "some"),

@@ -233,7 +233,7 @@ def cut(config: dict[str, Any], weights: bytes, rng: random.Random) -> tuple[Any
 def spoil_fields(config: dict[str, Any], weights: bytes, rng: random.Random) -> tuple[Any, bytes]:
     """Change one or two fields that the family reads, whether they are stated or not."""
     found = current_registry().records(ModelEntry)
-    (reads,) = (r.reads for _, r in found if r.architectures == (config["architectures"][0],))
+    (reads,) = (r.reads for _, r in found if config["architectures"][0] in r.architectures)
     whole = spoiled = copy.deepcopy(config)
     # Of two sides, each has its fields in an object.
     if sides := [side for side in ("encoder", "decoder") if isinstance(whole.get(side), dict)]:

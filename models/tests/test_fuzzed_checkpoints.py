@@ -21,7 +21,7 @@ METHODS = sorted(
 )
 # A family of each kind: dense, with norms around its parts, with fused projections and two sets of
 # angles, mixtures, groups of experts, latent attention, parts side by side, layer norms, learned
-# positions, chunks, and encoders.
+# positions, chunks, settings of attention apart, and encoders.
 FAMILIES = (
     "llama",
     "gemma3",
@@ -36,6 +36,7 @@ FAMILIES = (
     "starcoder2",
     "gpt2",
     "llama4",
+    "mpt",
     "bart",
     "t5gemma",
 )

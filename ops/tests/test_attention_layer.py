@@ -111,6 +111,27 @@ def test_a_sink_that_is_no_number_is_refused(make_site: MakeSite) -> None:
         layer.finalize()
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_prompts_are_seen_in_both_directions(make_site: MakeSite, given: bool) -> None:
+    """Where the step has prefixes; layers without ``prefix_lm`` pass them over."""
+    batch = replace(BATCH, prefix_lens=torch.tensor([4, 4])) if given else BATCH
+    site = make_site("attn", torch.float32)
+    layers = [Attention(site, replace(SPEC, prefix_lm=prefix)) for prefix in (True, False)]
+    query, key, value = (numbers(7, n, 16, seed=n) for n in (4, 2, 2))
+    found = []
+    for layer in layers:
+        cache = layer.backend.kv_layout().allocate(1, 6, "cpu")[0]
+        cache.copy_(numbers(*cache.shape, seed=3))
+        found.append(layer(query, key, value, cache, layer.backend.plan(batch)))
+    both, causal = found
+    assert torch.equal(both[3:], causal[3:])
+    changed = (both[:3] != causal[:3]).any(-1).all() if given else not torch.equal(both, causal)
+    assert bool(changed) == given
+    if given:
+        scores = torch.einsum("nd,ld->nl", query[0, :2], key[:4, 0]) * SPEC.scale
+        torch.testing.assert_close(both[0, :2], scores.softmax(-1) @ value[:4, 0])
+
+
 def test_layers_with_equal_specs_share_a_backend(make_site: MakeSite) -> None:
     site = make_site("model", torch.float32)
     layers = [Attention(site.at(name), spec) for name, spec in (("a", SPEC), ("b", replace(SPEC)))]
@@ -132,7 +153,6 @@ def test_the_layout_is_pages_of_keys_and_values(make_site: MakeSite) -> None:
         ({"cache_dtype": torch.float16}, "float16"),
         ({"latent": True}, "latent"),
         ({"sparse": True}, "sparse"),
-        ({"prefix_lm": True}, "prefix_lm"),
     ],
 )
 def test_what_the_backend_refuses_has_a_reason(

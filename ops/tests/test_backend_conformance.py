@@ -238,6 +238,54 @@ def test_sinks_are_checked(dtype: torch.dtype, mask: str, make_site: Callable[..
     assert check_attention_determinism(PagedBackend, spec, site) == []
 
 
+class WithoutPrefixes(PagedBackend):
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(replace(spec, prefix_lm=False), site)
+
+
+class PrefixesOfWholeSteps(PagedBackend):
+    """Wrong: takes all tokens of a sequence's first step for its prompt."""
+
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        prefixes = None if batch.prefix_lens is None else batch.seq_lens
+        return replace(batch, prefix_lens=prefixes)
+
+
+class PrefixesOfOneTokenLess(PagedBackend):
+    """Wrong: the last token of a prompt is seen by those behind it alone."""
+
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        prefixes = batch.prefix_lens
+        return replace(batch, prefix_lens=None if prefixes is None else prefixes - 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("extra", ["prefix-LM", "prefix-LM with ALiBi"])
+def test_prefixes_are_checked(
+    dtype: torch.dtype, extra: str, make_site: Callable[..., Site]
+) -> None:
+    spec, site = spec_of(dtype, "full", extra), make_site("attention", dtype)
+    assert spec.prefix_lm
+    assert check_attention(PagedBackend, spec, site) == []
+    for wrong in (WithoutPrefixes, PrefixesOfWholeSteps, PrefixesOfOneTokenLess):
+        assert "value" in {fault.check for fault in check_attention(wrong, spec, site)}
+    assert check_attention_determinism(PagedBackend, spec, site) == []
+    windowed = spec_of(dtype, "window", extra)
+    assert check_attention(PagedBackend, windowed, site) == []
+
+
+class UsualSlopes(PagedBackend):
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(replace(spec, alibi_bias_max=8.0), site)
+
+
+def test_slopes_are_checked(make_site: Callable[..., Site]) -> None:
+    spec = spec_of(torch.float32, "full", "ALiBi of long contexts")
+    site = make_site("attention", torch.float32)
+    assert check_attention(PagedBackend, spec, site) == []
+    assert "value" in {fault.check for fault in check_attention(UsualSlopes, spec, site)}
+
+
 def test_accepting_sinks_without_a_forward_is_told(make_site: Callable[..., Site]) -> None:
     spec, site = spec_of(torch.float32, "full", "sinks"), make_site("attention", torch.float32)
     with pytest.raises(MissingMemberError, match="PromisingSinks accepted a spec with sinks"):

@@ -154,15 +154,18 @@ class LanguageModel:
         token_ids: Sequence[int],
         *,
         adapter: str | None = None,
+        num_prompt: int | None = None,
         source: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Return the logits after every token, ``[T, V]`` float32.
 
         Args:
             token_ids: of the decoder, where there is an encoder.
+            num_prompt: how many tokens are the prompt, which see each other in both directions in a
+                prefix-LM; None takes all. Other models have no use for it.
             source: token ids for the encoder, where there is one.
         """
-        return self.engine.logits(token_ids, adapter, source)
+        return self.engine.logits(token_ids, adapter, num_prompt, source)
 
     def score(
         self, prompt: Prompt, continuations: Sequence[Prompt], *, adapter: str | None = None
@@ -198,8 +201,9 @@ class LanguageModel:
                     f"{continuation!r:.100} adds no token to the prompt {prompt!r:.100}. "
                     "Try: a prompt and a continuation of at least one token each"
                 )
-            after = self.logits(tokens, adapter=adapter, source=source)
-            after = after[len(front) - 1 : -1].log_softmax(-1)
+            front_size = len(front)
+            logits = self.logits(tokens, adapter=adapter, num_prompt=front_size, source=source)
+            after = logits[front_size - 1 : -1].log_softmax(-1)
             chosen = torch.tensor([*map(int, tokens[len(front) :])], device=after.device)
             scores.append(tuple(after.gather(1, chosen[:, None])[:, 0].tolist()))
         return scores

@@ -196,9 +196,11 @@ def load(
             accelerator; 0.25 of a host, whose memory others use as well, and of platforms that
             measure no step.
         max_sequences: how many requests run at once; more wait.
-        max_step_tokens: tokens of one step; a longer prompt is computed in chunks.
+        max_step_tokens: tokens of one step; a longer prompt is computed in chunks, or refused
+            where its tokens see each other in both directions.
         prefix_cache: prompts that begin alike share the pages of their common beginning, which
-            stay in the cache until its room is wanted. Not for models with windows or states.
+            stay in the cache until its room is wanted. Not for models with windows or states, nor
+            for prefix-LMs.
         speculation: what guesses tokens that steps verify: ``"ngram"``, the path of a draft model,
             or ``Speculation(...)``.
         progress: told ``(bytes done, bytes in all)`` while weights load.
@@ -257,7 +259,9 @@ def load(
     if policy.seed is not None:
         runs_on.seed(policy.seed)
     with planned.numerics():
-        weights.load(checkpoint.stream(), checkpoint.path, advance, checkpoint.names())
+        scheme, stored = planned.resolver.scheme, checkpoint.stream()
+        tensors = stored if scheme is None else scheme.restored(stored, weights)
+        weights.load(tensors, checkpoint.path, advance, checkpoint.names())
         planned.model.reserve_positions(0, device)
     stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config)
     starts: tuple[int, ...] = ()

@@ -217,18 +217,28 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
         "use_qk_norm",
     ),
     "Bloom": ("layer_norm_epsilon", "n_head", "n_layer"),
+    "Mpt": (
+        "attn_config",
+        "d_model",
+        "expansion_ratio",
+        "layer_norm_epsilon",
+        "max_seq_len",
+        "n_heads",
+        "n_layers",
+    ),
     "OPT": ("activation_function", "enable_bias", "ffn_dim"),
     "GPTNeoX": ("layer_norm_eps", "rotary_emb_base", "rotary_pct", "use_parallel_residual"),
     "Bart": _SIDES,
     "MBart": _SIDES,
     "T5Gemma": (*_GEMMA, "encoder"),
 }
-# The names of architectures that end in another way.
+# The names of architectures that end in another way, or are several.
 _ARCHITECTURES = {
-    "GPT2": "GPT2LMHeadModel",
-    "Bart": "BartForConditionalGeneration",
-    "MBart": "MBartForConditionalGeneration",
-    "T5Gemma": "T5GemmaForConditionalGeneration",
+    "GPT2": ("GPT2LMHeadModel",),
+    "Mpt": ("MptForCausalLM", "MPTForCausalLM"),
+    "Bart": ("BartForConditionalGeneration",),
+    "MBart": ("MBartForConditionalGeneration",),
+    "T5Gemma": ("T5GemmaForConditionalGeneration",),
 }
 # The names of modules where they are not those of classes.
 _MODULES = {
@@ -275,7 +285,7 @@ def _attention(name: str, target: str, traceable: bool) -> AttentionEntry:
 def _entry(family: str, reads: tuple[str, ...]) -> ModelEntry:
     name = _MODULES.get(family, family.lower())
     return ModelEntry(
-        (_ARCHITECTURES.get(family, f"{family}ForCausalLM"),),
+        _ARCHITECTURES.get(family, (f"{family}ForCausalLM",)),
         name,
         f"interposer_models._families.{name}:{family}",
         examples=f"interposer_models._families.examples:{name}",

@@ -75,7 +75,7 @@ USES = {
     ("attention", "avx512_bf16"): ["vdpbf16ps .*%zmm", "vpdpbusd .*%zmm"],
     ("attention", "neon"): [r"fmla .*\.4s"],
     ("attention", "dotprod"): [r"sdot .*\.16b"],
-    ("attention", "bf16_i8mm"): ["bfdot", r"sdot .*\.16b"],
+    ("attention", "bf16_i8mm"): ["bfmmla", "smmla", r"bfdot .*2h\["],
     ("attention", "z14"): ["vfmasb"],
     ("dense", "avx2"): ["vfmadd...ps .*%ymm"],
     ("dense", "avx512"): ["vfmadd...ps .*%zmm"],
@@ -413,6 +413,29 @@ def check_tiles(built: Built) -> None:
     done = built.run(program="tile_tests")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok ") >= 10
+
+
+def check_matrices(built: Built, model: str = "") -> None:
+    done = built.run(program="matrix_tests", model=model)
+    assert done.returncode == 0, done.stdout + done.stderr
+    of_dtypes = [done.stdout.count(f"ok {dtype}: ") for dtype in ("bfloat16", "int8")]
+    # Of three head sizes and six numbers of tokens each, up to eight rows and up to four.
+    assert of_dtypes == [8 * 18, 4 * 18]
+
+
+@pytest.mark.foreign
+def test_matrices_have_the_bits_of_dot_products_in_an_emulator(build: Build) -> None:
+    built = build("aarch64")
+    check_matrices(built, "max")
+    assert built.run(program="matrix_tests", model="neoverse-n1").returncode == 2
+
+
+@pytest.mark.native
+@pytest.mark.slow
+def test_matrices_have_the_bits_of_dot_products(build: Build) -> None:
+    if "bf16_i8mm" not in native.levels():
+        pytest.skip("needs a processor with the level bf16_i8mm")
+    check_matrices(build())
 
 
 @pytest.mark.native

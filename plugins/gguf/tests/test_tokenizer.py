@@ -79,6 +79,11 @@ def test_special_tokens_are_cut_out(shipped: TextTokenizer) -> None:
         ("llama-bpe", "12345", ["123", "45"]),
         ("qwen2", "I'LL go123 x\n\ny", ["I", "'LL", " go", "1", "2", "3", " x", "\n\n", "y"]),
         ("smollm", "go 123 x", ["go", " ", "1", "2", "3", " x"]),
+        ("gpt-4o", "I'LL goHome123 A//\nx", ["I'LL", " go", "Home", "123", " A", "//\n", "x"]),
+        ("gpt-4o", "12345", ["123", "45"]),
+        ("tekken", "I'll goHome12 a//\n", ["I", "'ll", " go", "Home", "1", "2", " a", "//\n"]),
+        ("qwen35", "I'LL go12 x\n\ny", ["I", "'LL", " go", "1", "2", " x", "\n\n", "y"]),
+        ("deepseek-v3", "I'll x1234=#if\n", ["I", "'ll", " x", "123", "4", "=#", "if", "\n"]),
     ],
 )  # fmt: skip
 def test_texts_are_cut_as_the_models_cut_them(pre: str, text: str, pieces: list[str]) -> None:
@@ -88,6 +93,16 @@ def test_texts_are_cut_as_the_models_cut_them(pre: str, text: str, pieces: list[
     made = pre_tokenizers.Sequence([made_step(step, pre_tokenizers) for step in steps])
     found = [piece for piece, _ in made.pre_tokenize_str(text)]
     assert [p.replace("Ġ", " ").replace("Ċ", "\n") for p in found] == pieces
+
+
+def test_marks_belong_to_letters_in_qwen35() -> None:
+    from tokenizers import pre_tokenizers
+
+    for pre, count in (("qwen2", 2), ("qwen35", 1)):
+        steps = [made_step(step, pre_tokenizers) for step in PRE_TOKENIZERS[pre].steps]
+        # Devanagari has vowels that are marks.
+        found = pre_tokenizers.Sequence(steps).pre_tokenize_str("\u0915\u093f")
+        assert len(found) == count
 
 
 def made_step(step: Any, library: Any) -> Any:
@@ -203,7 +218,7 @@ def test_a_contradiction_is_said(
     ("changes", "reason"),
     [
         ({"model": "bert"}, "has the tokenizer 'bert'; read are"),
-        ({"pre": "tekken"}, "as 'tekken' does, which is not known"),
+        ({"pre": "kimi-k2"}, "as 'kimi-k2' does, which is not known"),
         ({"pre": None}, "as 'default' does, which is not known"),
     ],
 )

@@ -39,9 +39,11 @@ class AttentionSpec:
         latent_size: elements of that value, and of the output; 0 unless ``latent``.
         sparse: an indexer names the tokens that are attended to.
         top_k: how many it names at most; 0 unless ``sparse`` or an indexer.
-        prefix_lm: prompt tokens see each other in both directions.
+        prefix_lm: tokens of a prompt see each other in both directions, those behind it what is
+            before them; see ``AttentionBatch.prefix_lens``.
         alibi: scores are lowered by the distance times a slope of the head, which follows from the
             number of heads, see ``interposer_ops.attention.alibi_slopes``.
+        alibi_bias_max: the smallest of these slopes is 2 to the power of minus this.
         shared: further layers, with specs equal to this one, attend to the cache that a layer
             writes, without writing it.
     """
@@ -66,6 +68,7 @@ class AttentionSpec:
     top_k: int = 0
     prefix_lm: bool = False
     alibi: bool = False
+    alibi_bias_max: float = 8.0
     shared: bool = False
 
     @property
@@ -138,6 +141,9 @@ class AttentionBatch:
         max_seq_tokens: the largest of ``seq_lens``.
         state_slots: ``[B]`` int64, row of recurrent states that each sequence has, negative for
             padding; None where no layer has a state.
+        prefix_lens: ``[B]`` int64, first tokens of each sequence that see each other in both
+            directions, all of which are in the cache; None where no layer asks for it, and in steps
+            none of whose tokens sees a later one.
         host: the same batch in host memory, where whoever made it had it there; see ``on_host``.
     """
 
@@ -150,13 +156,14 @@ class AttentionBatch:
     max_query_tokens: int
     max_seq_tokens: int
     state_slots: Tensor | None = None
+    prefix_lens: Tensor | None = None
     host: AttentionBatch | None = None
 
     def on_host(self) -> AttentionBatch:
         """Return the batch in host memory; where no copy came along, the device is waited for."""
         if self.host is not None or self.slots.device.type == "cpu":
             return self.host or self
-        names = ("query_starts", "seq_lens", "page_table", "slots", "state_slots")
+        names = ("query_starts", "seq_lens", "page_table", "slots", "state_slots", "prefix_lens")
         tensors = {name: getattr(self, name) for name in names}
         return replace(self, **{n: t.cpu() for n, t in tensors.items() if t is not None})
 

@@ -6,7 +6,7 @@ Dimensions: E experts, H hidden size, I intermediate size, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -258,6 +258,12 @@ class QuantizationScheme(ABC):
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
         """Return the method for the routed experts at ``prefix``; None: they are plain."""
         return None
+
+    def restored(
+        self, tensors: Iterator[tuple[str, Tensor]], places: Container[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield a checkpoint's tensors, weights for codes whose scales no method has places for."""
+        return tensors
 
     def head_method(self, prefix: str) -> LinearMethod | None:
         """Return the method for the head at ``prefix``, whose weight is its own; None: plain.

@@ -42,6 +42,10 @@ class Weights:
         self._groups = groups_of(layers, places)
         self._owners = {name: group for group in self._groups for name in group.places}
 
+    def __contains__(self, stored: object) -> bool:
+        """Say whether the model has a place for the tensor that a checkpoint calls ``stored``."""
+        return isinstance(stored, str) and self._renamed(stored) in self._owners
+
     def load(
         self,
         tensors: Tensors,

@@ -40,12 +40,14 @@ class StepBatch:
         device: str,
         min_pages: int = 1,
         with_states: bool = False,
+        with_prefixes: bool = False,
     ) -> StepBatch:
         """Return the batch in which the chunks follow each other without padding.
 
         Args:
             min_pages: columns that the page table has at least.
             with_states: the sequences have rows of states.
+            with_prefixes: the tokens of prompts see each other in both directions.
         """
         token_ids: list[int] = []
         positions: list[int] = []
@@ -76,7 +78,8 @@ class StepBatch:
         if has_sources:
             places += _sources(chunks, most_pages)
             longest.append(max(places[-2]))
-        parts = (token_ids, positions, starts, lengths, states, *places)
+        prefixes = _prefix_lens(chunks) if with_prefixes else []
+        parts = (token_ids, positions, starts, lengths, states, prefixes, *places)
         numbers = torch.tensor([*itertools.chain(*parts)], dtype=torch.int64)
         sizes = [len(part) for part in parts]
         built = cls._of(numbers.split(sizes), most_pages, longest, None)
@@ -94,7 +97,7 @@ class StepBatch:
         longest: Items[int],
         host: StepBatch | None,
     ) -> StepBatch:
-        tokens, positions, query_starts, seq_lens, states, slots, pages, *others = parts
+        tokens, positions, query_starts, seq_lens, states, prefixes, slots, pages, *others = parts
         attention = AttentionBatch(
             query_starts=query_starts,
             seq_lens=seq_lens,
@@ -103,6 +106,7 @@ class StepBatch:
             max_query_tokens=longest[0],
             max_seq_tokens=longest[1],
             state_slots=states if len(states) else None,
+            prefix_lens=prefixes if len(prefixes) else None,
             host=host.attention if host else None,
         )
         further = [
@@ -120,6 +124,14 @@ class StepBatch:
             )
             further.append(sources)
         return cls(tokens, positions, attention, tuple(further))
+
+
+def _prefix_lens(chunks: Items[Chunk]) -> list[int]:
+    """Return the lengths of prompts; none where no token of the step sees a later one."""
+    sequences = [chunk.sequence for chunk in chunks]
+    if any(sequence.num_computed + 1 < len(sequence.prompt) for sequence in sequences):
+        return [len(sequence.prompt) for sequence in sequences]
+    return []
 
 
 def _sources(chunks: Items[Chunk], most_pages: int) -> list[list[int]]:

@@ -23,6 +23,7 @@ class Caches:
         places: the number of each backend's pool.
         pools: of pages of tokens; that of the layers that see farthest is the first one.
         sources: the pool of what layers read of sources, numbered behind the others; None without.
+        has_prefixes: in some layer the tokens of a prompt see each other in both directions.
         num_states: layers with a state, for each of whose rows the first pool has a number.
     """
 
@@ -46,6 +47,7 @@ class Caches:
         self.num_states = len(self._states)
         self._num_slots = slots_for(max_sequences) if self._states else 0
         self.backends = [layer.backend for layer in model.attention_layers]
+        self.has_prefixes = any(backend.spec.prefix_lm for backend in self.backends)
         shape = CacheShape.of(self.backends, page_size, max_sequences, max_step_tokens)
         self.places = {backend: shape.place(backend) for backend in self.backends}
         pools = [
@@ -64,7 +66,8 @@ class Caches:
         self.sources = pools.pop() if shape.by_pool[-1].is_source else None
         self.pools = pools
         if prefix_cache:
-            check_shared_prefixes(self.pools, bool(self._states), self.sources is not None)
+            has_sources = self.sources is not None
+            check_shared_prefixes(self.pools, bool(self._states), self.has_prefixes, has_sources)
             self.pools = [PrefixPool(num_pages, page_size)]
 
     def spare_pages(self, count: int) -> list[range]:

@@ -98,12 +98,13 @@ class Engine:
         self.backends, self.pools, self._places = held.backends, held.pools, held.places
         self.pool, self._num_states = self.pools[0], held.num_states
         self.start_token_ids = tuple(start_token_ids)
+        size, limits = model.config.vocab_size, (max_sequences, max_step_tokens)
         self.sources: Sources | None = None
         if held.sources is not None:
-            size = model.config.vocab_size
             self.sources = Sources(model, held.sources, device, max_step_tokens, size)
-        self._edits = RequestEdits(sampler, model.config.vocab_size, stop_token_ids, device)
-        self.scheduler = Scheduler(self.pools, max_sequences, max_step_tokens, held.sources)
+        self._has_prefixes = held.has_prefixes
+        self._edits = RequestEdits(sampler, size, stop_token_ids, device)
+        self.scheduler = Scheduler(self.pools, *limits, held.sources, held.has_prefixes)
         self.graphs: DecodeGraphs | None = None
         num_spare = 0
         if capture is not None:
@@ -171,10 +172,10 @@ class Engine:
     ) -> list[int]:
         """Return the prompt as ``add`` takes it; any thread may ask.
 
-        Raises: RequestError: the prompt is empty, holds an unknown token, or leaves no room for
-            a new token in the model's context or in the cache; or a parameter names an unknown
-            token, or a constraint that cannot be held; or the source is as ``Sources.check`` says,
-            or given to a model without an encoder.
+        Raises: RequestError: the prompt is empty, holds an unknown token, leaves no room for a new
+            token in the model's context or in the cache, or has to be computed in one step and
+            is longer; or a parameter names an unknown token, or a constraint that cannot be held;
+            or the source is as ``Sources.check`` says, or given to a model without an encoder.
             UnknownNameError: no adapter of the name is loaded.
         """
         tokens = self.checked_tokens(prompt)
@@ -188,6 +189,7 @@ class Engine:
             )
         for pool in self.pools:
             pool.check(min(len(tokens) + params.max_new_tokens, context))
+        self.scheduler.check(len(tokens))
         self._edits.check(params, self.constraints)
         return tokens
 
@@ -254,11 +256,16 @@ class Engine:
         self,
         token_ids: Items[int],
         adapter: str | None = None,
+        num_prompt: int | None = None,
         source: Items[int] | None = None,
     ) -> torch.Tensor:
         """Return the logits after every token, ``[T, V]`` float32.
 
-        Raises: RequestError, UnknownNameError: as ``add``, though a full context is allowed.
+        Args:
+            num_prompt: how many tokens are the prompt, which see each other in both directions in a
+                prefix-LM; None takes all.
+        Raises: RequestError, UnknownNameError: as ``add``, though a full context is allowed; or
+            ``num_prompt`` is not from 1 to T.
         """
         tokens, params = self.checked_tokens(token_ids), SamplingParams(adapter=adapter)
         self._check_adapter(params)
@@ -267,7 +274,11 @@ class Engine:
             raise RequestError(f"{len(tokens)} tokens exceed the model's context of {context}")
         for pool in self.pools:
             pool.check(len(tokens))
-        sequence = self.sequence(tokens, params, 0, source)
+        count = len(tokens) if num_prompt is None else num_prompt
+        if not 1 <= count <= len(tokens):
+            raise RequestError(f"num_prompt is {count}, must be from 1 to {len(tokens)} tokens")
+        sequence = self.sequence(tokens[:count], params, 0, source)
+        sequence.output += tokens[count:]
         sequence.state_slot = self.pool.take_slot()
         parts = []
         try:
@@ -289,11 +300,7 @@ class Engine:
         return self._seeds is not None
 
     def sequence(
-        self,
-        tokens: list[int],
-        params: SamplingParams,
-        seed: int,
-        source: Items[int] | None = None,
+        self, tokens: list[int], params: SamplingParams, seed: int, source: Items[int] | None = None
     ) -> Sequence:
         """Return a sequence that nobody queued; ``tokens`` are not checked."""
         pages: list[list[int]] = [[] for _ in self.pools]
@@ -318,8 +325,14 @@ class Engine:
             fresh = [chunk.sequence for chunk in chunks if not chunk.sequence.num_computed]
             if fresh:
                 self.sources.encode(fresh, self.caches, self.numerics)
-        page_size, has_states = self.pool.page_size, bool(self._num_states)
-        return StepBatch.build(chunks, page_size, self.device, self._min_pages, has_states)
+        return StepBatch.build(
+            chunks,
+            self.pool.page_size,
+            self.device,
+            self._min_pages,
+            with_states=bool(self._num_states),
+            with_prefixes=self._has_prefixes,
+        )
 
     def forward(
         self, batch: StepBatch, rows: torch.Tensor | None, planned: Plans | None = None

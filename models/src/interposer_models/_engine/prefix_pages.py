@@ -136,11 +136,15 @@ class PrefixPool(PagePool):
         return keys[number]
 
 
-def check_shared_prefixes(pools: Items[PagePool], has_states: bool, has_sources: bool) -> None:
+def check_shared_prefixes(
+    pools: Items[PagePool], has_states: bool, has_prefixes: bool, has_sources: bool
+) -> None:
     """Raise ConfigError if a beginning cannot be taken up from its pages."""
     reason = ""
     if has_states:
         reason = "keeps a state of each sequence, which pages do not hold"
+    elif has_prefixes:
+        reason = "lets tokens of a prompt see later ones, so that no other prompt has their keys"
     elif has_sources:
         reason = "attends to a source, on which the keys and values of equal beginnings depend"
     elif len(pools) > 1 or pools[0].seen_tokens is not None:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+from interposer.errors import RequestError
 from interposer_models._engine.pages import PagePool
 from interposer_models._engine.prefix_pages import PrefixPool
 from interposer_models._engine.sequence import Sequence
@@ -44,6 +45,9 @@ class Scheduler:
     Args:
         pools: of pages, the first one with the rows of states.
         sources: the pool of sources, where sequences have one.
+        whole_prompts: a prompt is computed in one step, as its tokens see each other in both
+            directions. One that finds no room behind older sequences goes before them in the next
+            step, and they before it in the one after.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Scheduler:
         max_sequences: int,
         max_step_tokens: int,
         sources: PagePool | None = None,
+        whole_prompts: bool = False,
     ) -> None:
         self.pools = pools
         self.sources = sources
@@ -63,11 +68,26 @@ class Scheduler:
             (number, pool) for number, pool in enumerate(pools) if pool.seen_tokens is not None
         ]
         self._prefixes = pools[0] if isinstance(pools[0], PrefixPool) else None
+        self._whole_prompts = whole_prompts
+        self._delayed: Sequence | None = None
 
     @property
     def busy(self) -> bool:
         """Say whether any sequence is running or waiting."""
         return bool(self.running or self.waiting)
+
+    def check(self, num_tokens: int) -> None:
+        """Raise RequestError if no step takes a prompt of so many tokens that has to be whole."""
+        if not self._whole_prompts:
+            return
+        held = min((pool.room(0, pool.num_pages) for _, pool in self._windowed), default=num_tokens)
+        for most, setting in ((self.max_step_tokens, "max_step_tokens"), (held, "cache_tokens")):
+            if num_tokens > most:
+                raise RequestError(
+                    f"The prompt has {num_tokens} tokens, which see each other in both directions "
+                    f"and are computed in one step. The largest one takes {most}. "
+                    f"Try: load(..., {setting}={num_tokens}), or shorten it to {most}"
+                )
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -79,6 +99,8 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        if sequence is self._delayed:
+            self._delayed = None
         self._release(sequence)
 
     def next_step(self) -> list[Chunk]:
@@ -89,11 +111,15 @@ class Scheduler:
             self.running.append(joining)
         budget = source_budget = self.max_step_tokens
         chunks: list[Chunk] = []
+        delayed, self._delayed = self._delayed, None
+        kept = 0 if delayed is None else self._least(delayed)
         for sequence in list(self.running):
             if budget == 0:
                 break
             if sequence not in self.running:
                 continue  # gave its pages to an older one just now
+            if sequence is delayed:
+                kept = 0
             if self._prefixes is not None and not sequence.pages[0]:
                 self._prefixes.join(sequence)
             if self.sources is not None and not sequence.num_computed:
@@ -101,10 +127,14 @@ class Scheduler:
                 if len(sequence.source) > source_budget:
                     continue
                 source_budget -= len(sequence.source)
-            wanted = min(len(sequence) - sequence.num_computed, budget)
+            wanted = min(len(sequence) - sequence.num_computed, budget - kept)
             for _, pool in self._windowed:
                 # A small pool takes a long chunk in parts, between which pages come back.
                 wanted = min(wanted, pool.room(sequence.num_computed, pool.num_pages))
+            if wanted < self._least(sequence):
+                if self._delayed is None:
+                    self._delayed = sequence
+                continue
             if self._reserve(sequence, sequence.num_computed + wanted):
                 chunks.append(Chunk(sequence, wanted))
                 budget -= wanted
@@ -113,7 +143,8 @@ class Scheduler:
     def next_alone(self, sequence: Sequence, most_tokens: int | None = None) -> Chunk | None:
         """Return the next chunk of a sequence that nobody queued, as long as free pages allow.
 
-        None where they do not allow for a token. ``remove`` takes the pages back.
+        None where they do not allow for a token, or for a prompt that has to be whole. ``remove``
+        takes the pages back.
         """
         wanted = len(sequence) - sequence.num_computed
         if most_tokens is not None:
@@ -122,7 +153,8 @@ class Scheduler:
             unseen = sequence.pages[number].count(pool.zero_page)
             held = len(sequence.pages[number]) - unseen
             wanted = min(wanted, pool.room(sequence.num_computed, held + pool.num_free))
-        if wanted < 1 or not self.extend(sequence, sequence.num_computed + wanted):
+        least = self._least(sequence)
+        if wanted < least or not self.extend(sequence, sequence.num_computed + wanted):
             return None
         return Chunk(sequence, wanted)
 
@@ -145,6 +177,11 @@ class Scheduler:
         self.advance([Chunk(sequence, num_drafts)])
         for pool, pages in zip(self.pools, sequence.pages, strict=True):
             pool.shrink(pages, sequence.num_computed + 1)
+
+    def _least(self, sequence: Sequence) -> int:
+        """Return how many tokens the next chunk of a sequence has at least."""
+        unseen = len(sequence.prompt) - sequence.num_computed
+        return max(unseen, 1) if self._whole_prompts else 1
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Get pages for ``num_tokens`` tokens, at the cost of sequences that joined later."""

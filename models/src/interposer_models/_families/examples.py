@@ -8,6 +8,7 @@ from interposer_models._families.example_sizes import SIZES, WINDOW, Examples, c
 from interposer_models._families.gpt_examples import bloom as bloom
 from interposer_models._families.gpt_examples import gpt2 as gpt2
 from interposer_models._families.gpt_examples import gpt_neox as gpt_neox
+from interposer_models._families.gpt_examples import mpt as mpt
 from interposer_models._families.gpt_examples import opt as opt
 from interposer_models._families.latent_examples import deepseek_v2 as deepseek_v2
 from interposer_models._families.latent_examples import deepseek_v3 as deepseek_v3

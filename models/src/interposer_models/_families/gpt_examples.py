@@ -40,6 +40,23 @@ def gpt_neox() -> Examples:
     )
 
 
+def mpt() -> Examples:
+    """Return one as released, one clipped with heads that are no power of 2, and one of old names.
+
+    The fields that transformers reads over have the values that it computes.
+    """
+    special = {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.1}
+    sizes = {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 256, "vocab_size": 128}
+    released = {"architectures": ["MptForCausalLM"], **sizes, **special}
+    clipped = {"clip_qkv": 0.5, "softmax_scale": 0.4}
+    first = {"architectures": ["MPTForCausalLM"], "attn_config": {"clip_qkv": 8.0}}
+    return {
+        "released": released,
+        "six heads": {**released, "n_heads": 6, "d_model": 96, "attn_config": clipped},
+        "first names": {**released, **first, "n_heads": 2, "n_layers": 2},
+    }
+
+
 def bloom() -> Examples:
     """Return one as released, one whose heads are no power of 2, and one with a head of its own."""
     special = {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.1}

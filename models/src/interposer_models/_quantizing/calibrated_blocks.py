@@ -71,7 +71,8 @@ class CalibratedBlocks:
         request.state_slot = 0
         # Positions and places in the cache are the same for all sequences.
         chunks = [Chunk(request, num_tokens)]
-        self._batch = StepBatch.build(chunks, planned.page_size, self._device, with_states=True)
+        kept = {"with_states": True, "with_prefixes": True}
+        self._batch = StepBatch.build(chunks, planned.page_size, self._device, **kept)
         self._num_pages = num_pages
         self._decoder.reserve_positions(num_tokens, self._device)
         tables = [self._decoder.embed_tokens, self._decoder.embed_positions]

@@ -91,10 +91,10 @@ _no_heads = few_changes(_AXES, _of_three, most=3)
 def _valid(point: Point, dtype: torch.dtype) -> bool:
     """Keep pairs of options, and how batches, masks and features meet.
 
-    ALiBi is of causal models: what it means for later tokens is for encoders to say.
+    ALiBi is of causal models, with a prefix or without: what it means for later tokens is for
+    encoders to say.
     """
-    sees_later = point["mask"].get("prefix") or not point["mask"].get("causal", True)
-    if sees_later and point["feature"].get("alibi"):
+    if not point["mask"].get("causal", True) and point["feature"].get("alibi"):
         return False
     return _few(point, dtype) or _no_heads(point, dtype)
 

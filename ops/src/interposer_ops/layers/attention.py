@@ -104,7 +104,7 @@ class Attention(PluggableLayer):
 class PagedBackend(DecoderBackend):
     """Decoder attention from ``paged_attention`` and the ops that write its cache.
 
-    Besides what others take it takes ``alibi``, and attention to sources.
+    Besides what others take it takes ``alibi``, ``prefix_lm``, and attention to sources.
     """
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
@@ -112,15 +112,16 @@ class PagedBackend(DecoderBackend):
         self.attend = site.bind(paged_attention, **spec.dims(), **scales, causal=True)
         self.slopes: Tensor | None = None
         if spec.alibi:
-            self.slopes = alibi_slopes(spec.num_heads, site.resolver.device.torch_device)
+            device = site.resolver.device.torch_device
+            self.slopes = alibi_slopes(spec.num_heads, device, spec.alibi_bias_max)
         super().__init__(spec, site)
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept what ``DecoderBackend`` does, with slopes or without, and sources."""
+        """Accept what ``DecoderBackend`` does, with slopes, prefixes or neither, and sources."""
         if spec.type == "encoder_decoder":
             return judge_source(spec)
-        return super().accepts(replace(spec, alibi=False), capability)
+        return super().accepts(replace(spec, alibi=False, prefix_lm=False), capability)
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
         """Return the batch as it is; for sources, with its queries one by one."""
@@ -138,7 +139,8 @@ class PagedBackend(DecoderBackend):
         """Return what the op does; see ``DecoderBackend.attend_to``."""
         batch = plan.page_table, plan.query_starts, plan.seq_lens, plan.max_query_tokens
         scores = self.spec.scale, True, self.spec.window_tokens, self.spec.softcap
-        return self.attend(query, keys, values, *batch, *scores, sinks, self.slopes, None, *scales)
+        biases = sinks, self.slopes, plan.prefix_lens if self.spec.prefix_lm else None
+        return self.attend(query, keys, values, *batch, *scores, *biases, *scales)
 
 
 class LatentBackend(AttentionBackend):

@@ -10,96 +10,54 @@
 #include <type_traits>
 
 #include "attention.h"
+#include "block.h"
 #include "formats.h"
+#include "matrices.h"
 #include "softmax.h"
 #include "tiled.h"
 
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kMostRows = 6;
 // Of rows of x, which are twice as many where these have two planes.
 constexpr int score_tiles(int rows) { return rows > 6 ? 2 : 4; }
 constexpr int value_tiles(int rows) { return rows > 6 ? 2 : rows > 2 ? 4 : 8; }
 #else
-constexpr int kMostRows = 4;  // as many sums of 64 bytes as sixteen or 32 registers hold
 constexpr int score_tiles(int rows) { return rows > 4 ? 1 : 4 / rows; }
 constexpr int value_tiles(int rows) { return rows > 4 ? 1 : 4 / rows; }
 #endif
 
-// Rows whose products are summed at a time.
+// Numbers of rows that are taken at a time.
 template <class F>
-constexpr int kRowsAtOnce = kMostRows == 4 ? kMostRows / F::kPlanes : kMostRows;
+constexpr auto row_counts() {
+  if constexpr (Matrices<F>::kKnown) {
+    return typename Matrices<F>::Rows();
+  } else if constexpr (kMostRows == 6) {
+    return RowCounts<6, 4, 2, 1>();
+  } else if constexpr (F::kPlanes == 1) {
+    return RowCounts<4, 2, 1>();
+  } else {
+    return RowCounts<2, 1>();
+  }
+}
+
+template <int Most, int... Rest>
+constexpr int most_of(RowCounts<Most, Rest...>) {
+  return Most;
+}
+
+// Call `act` with numbers of rows, as constants, and the first of them, until there are no more.
+template <int... M, class Act>
+INTERPOSER_INLINE void take_rows(RowCounts<M...>, int64_t row, int64_t rows, Act act) {
+  const auto take = [&](auto count) {
+    for (; row + count <= rows; row += count) act(count, row);
+  };
+  (take(std::integral_constant<int, M>()), ...);
+}
 
 // What x moves on by for a word.
 template <class F>
 constexpr int kStepBytes = F::kInputs * F::kInputBytes / F::kPlanes;
-
-// Keys that are taken at a time.
-constexpr int64_t kKeys = 512;
-constexpr int64_t kMostTiles = kKeys / kTile;
-
-#if defined(INTERPOSER_TILES)
-constexpr int kScoreRows = kTileRows;
-#else
-constexpr int kScoreRows = kMostRows;
-#endif
-
-// Fetched ahead to the second level, which has room for more that is under way than the first: a
-// third faster where keys come from memory.
-constexpr int kSecondLevel = 2;
-// How far ahead: what memory sends while it is asked for more, with some to spare.
-constexpr int64_t kAheadBytes = 16384;
-constexpr int64_t kMostAhead = 8;  // tiles
-
-// What the planes of a row of x stand for: so much for each unit. What codes that are multiplied with
-// an offset have too much, in each plane.
-struct Planes {
-  float unit;
-  int32_t excess[2];
-};
-
-// What a block works on. Scores are those of the few rows at hand, and later their weights.
-struct Block {
-  int64_t rows, head_size;
-  char* x;         // [rows][D] as the format wants it
-  float* result;   // [rows][D]
-  float* maximum;  // [rows]
-  float* sum;      // [rows]
-  float* scores;   // [kScoreRows][kKeys]
-  char* words;     // [D]
-  Planes* planes;  // [rows], of x
-  Planes* weight_planes;  // [kScoreRows]
-
-  Block(char* scratch, int64_t most_rows, int64_t rows, int64_t head_size)
-      : rows(rows), head_size(head_size) {
-    const int64_t padded = rounded_up(most_rows, kLanes);
-    x = scratch;
-    result = reinterpret_cast<float*>(x + most_rows * head_size * 4);
-    maximum = result + most_rows * head_size;
-    sum = maximum + padded;
-    scores = sum + padded;
-    words = reinterpret_cast<char*>(scores + kScoreRows * kKeys);
-    planes = reinterpret_cast<Planes*>(words + head_size * 4);
-    weight_planes = planes + padded;
-  }
-
-  static int64_t bytes(int64_t most_rows, int64_t head_size) {
-    const int64_t padded = rounded_up(most_rows, kLanes);
-    return 4 * (2 * most_rows * head_size + 2 * padded + kScoreRows * kKeys + head_size) +
-           (padded + kScoreRows) * int64_t(sizeof(Planes));
-  }
-};
-
-// Where the tiles of the keys at hand are, and those that are taken next, to fetch ahead.
-struct Tiles {
-  const char* keys[kMostTiles + kMostAhead];
-  int64_t count;
-  int64_t first_key;       // position
-  int64_t value_distance;  // bytes
-  int64_t bytes;           // of a tile
-  int64_t ahead;           // tiles of values
-};
 
 // Where x of a row is, or of one of its planes.
 template <class F>
@@ -152,10 +110,7 @@ void score_group(const Block& block, const Tiles& tiles, int64_t tile, int64_t r
   const char *words[T], *ahead[T];
   for (int t = 0; t < T; ++t) {
     words[t] = tiles.keys[tile + t];
-    // Values follow the last keys.
-    const int64_t next = tile + t + T;
-    ahead[t] = next < tiles.count ? tiles.keys[next]
-                                  : tiles.keys[next - tiles.count] + tiles.value_distance;
+    ahead[t] = key_ahead(tiles, tile + t + T);
   }
   add_products<F, M * F::kPlanes, T>(sums, words, kLanes * 4, block.head_size / F::kInputs,
                                      block.x + row * x_stride, x_stride, block.head_size, ahead,
@@ -216,22 +171,11 @@ void weigh_group(const Block& block, const Tiles& tiles, const Reach& reach, int
     for (int t = 0; t < T; ++t) {
       words[t] = tiles.keys[tile] + tiles.value_distance + (column + t * kLanes) * 4;
     }
-    const int64_t next = tile + tiles.ahead;
-    int64_t ahead_bytes = row_bytes;
-    if (next < tiles.count) {
-      ahead[0] = tiles.keys[next] + tiles.value_distance + column * 4;
-    } else if (column + T * kLanes < D) {
-      // The columns that are taken next.
-      ahead[0] = tiles.keys[next - tiles.count] + tiles.value_distance + (column + T * kLanes) * 4;
-    } else {
-      // The keys that are taken next, one line after the other.
-      ahead_bytes = T * kLanes * 4;
-      const int64_t at = (next - tiles.count) * kSteps * ahead_bytes;
-      ahead[0] = tiles.keys[tiles.count + at / tiles.bytes] + at % tiles.bytes;
-    }
+    const Ahead then = values_ahead(tiles, tile, D, column, T * kLanes, kSteps);
+    ahead[0] = then.at;
     for (int t = 1; t < T; ++t) ahead[t] = ahead[0] + t * kLanes * 4;
     add_products<F, R, T>(sums, words, row_bytes, kSteps, x + tile * kTileX, x_stride, kTile, ahead,
-                          ahead_bytes);
+                          then.row_bytes);
   }
   if (reach.steps || reach.rest) {
     x += reach.tiles * kTileX;
@@ -327,6 +271,21 @@ struct PlaneBytes {
   }
 };
 
+// Write the planes of sixteen numbers of a row of x, of which each plane has `plane_bytes`, from number
+// `at` on.
+INTERPOSER_INLINE void store_planes(PlaneBytes bytes, char* to, int64_t at, int64_t plane_bytes) {
+#if defined(INTERPOSER_MATRICES)
+  (void)plane_bytes;
+  auto first = load<uint8x16_t>(&bytes.high), second = load<uint8x16_t>(&bytes.low);
+  exchange(first, second);
+  store(to + 2 * at, first);
+  store(to + 2 * at + kOperandBytes, second);
+#else
+  store(to + at, bytes.high);
+  store(to + plane_bytes + at, bytes.low);
+#endif
+}
+
 // The nearest whole number, half to even, of less than 2^22.
 INTERPOSER_INLINE Ints rounded(Floats value) {
   return (Ints)(value + splat(12582912.0f)) - splat(int32_t(0x4b400000));
@@ -371,8 +330,7 @@ inline float soften_codes(const Block& block, int64_t row, int m, float highest,
       weight = rounded(exact * splat(float(Int8OnCodes::kLargest)));
     }
     const PlaneBytes bytes(weight);
-    store(planes + tile * 2 * kTile, bytes.high);
-    store(planes + tile * 2 * kTile + kTile, bytes.low);
+    store_planes(bytes, planes + tile * 2 * kTile, 0, kTile);
     sums.add(bytes);
   }
   // A query that holds what is no number has no unit either.
@@ -399,8 +357,7 @@ inline void prepare_codes(const char* from, int32_t type, int64_t head_size, cha
   PlaneSums sums;
   for (int64_t i = 0; i < head_size; i += kLanes) {
     const PlaneBytes bytes(rounded(load_floats(from + i * size_of(type), type) * factor));
-    store(to + i, bytes.high);
-    store(to + head_size + i, bytes.low);
+    store_planes(bytes, to, i, head_size);
     sums.add(bytes);
   }
   sums.finish(peak / limit + sum_of(wrong), planes);
@@ -408,8 +365,8 @@ inline void prepare_codes(const char* from, int32_t type, int64_t head_size, cha
 #endif
 
 // Make weights of the scores of row `row + m`, the `m`th at hand; beyond what it sees, up to
-// `count` tiles, they are 0. Returns the factor for what its result holds already.
-template <class F>
+// `count` tiles, they are 0. `M` rows are at hand. Returns the factor for what its result holds already.
+template <class F, int M>
 float soften(const Block& block, const Scoring& scoring, int64_t row, int m, Seen seen,
              int64_t count) {
   float* scores = block.scores + m * kKeys;
@@ -443,7 +400,14 @@ float soften(const Block& block, const Scoring& scoring, int64_t row, int m, See
     }
     if constexpr (F::kPairs) {
       const Halves rounded = bfloat16_of_floats(weight);
-      store(weights + tile * kTile * 2, rounded);
+#if defined(INTERPOSER_MATRICES)
+      if constexpr (Matrices<F>::kKnown && M > 1) {
+        // A second row's go between the first one's, whose scores nobody reads any more.
+        char* pair = reinterpret_cast<char*>(block.scores + m / 2 * 2 * kKeys);
+        store_operand_rows(pair + tile * kTile * 4 + m % 2 * kOperandRowBytes, rounded);
+      } else
+#endif
+        store(weights + tile * kTile * 2, rounded);
       weight = floats_of_bfloat16(rounded);
     } else {
       store(weights + tile * kTile * 4, weight);
@@ -472,6 +436,19 @@ void prepare(const interposer_attention_call& call, const AttentionItem& item, c
     if constexpr (F::kCodes) {
       prepare_codes(from, step.type, D, to, block.planes[row]);
       continue;
+    }
+#endif
+#if defined(INTERPOSER_MATRICES)
+    if constexpr (F::kPairs) {
+      // As `attend_block` takes them: a row alone is no half of a pair.
+      constexpr int kMost = most_of(row_counts<F>());
+      if (row % kMost || row + 1 < block.rows) {
+        char* pair = block.x + row / 2 * 4 * D + row % 2 * kOperandRowBytes;
+        for (int64_t i = 0; i < D; i += kLanes) {
+          store_operand_rows(pair + 4 * i, load<Halves>(from + 2 * i));
+        }
+        continue;
+      }
     }
 #endif
     if constexpr (F::kPairs) {
@@ -593,16 +570,24 @@ void attend_rows(const Block& block, const Tiles& tiles, const Scoring& scoring,
     score_sixteen(block.x + row * D * F::kInputBytes, D, tiles.keys, seen[0].first / kTile, count,
                   block.scores, kKeys * 4);
   } else
+#elif defined(INTERPOSER_MATRICES)
+  if constexpr (Matrices<F>::kKnown) {
+    score_matrices<F, rows_of<F>(M)>(block, tiles, seen[0].first / kTile, count, row, M);
+  } else
 #endif
     score_rows<F, M>(block, tiles, seen[0].first / kTile, count, row);
   float factors[M];
-  for (int m = 0; m < M; ++m) factors[m] = soften<F>(block, scoring, row, m, seen[m], count);
+  for (int m = 0; m < M; ++m) factors[m] = soften<F, M>(block, scoring, row, m, seen[m], count);
 #if defined(INTERPOSER_TILES)
   if constexpr (M == kTileRows) {
     const TiledWeights weights = {reinterpret_cast<const char*>(block.scores), kKeys * 4,
                                   tiles.keys, tiles.value_distance, end / kTile, end % kTile};
     return weigh_sixteen(weights, block.head_size, first ? nullptr : factors,
                          block.result + row * block.head_size);
+  } else
+#elif defined(INTERPOSER_MATRICES)
+  if constexpr (Matrices<F>::kKnown) {
+    weigh_matrices<F, rows_of<F>(M)>(block, tiles, end, row, M, first ? nullptr : factors);
   } else
 #endif
     weigh_rows<F, M>(block, tiles, tiles.first_key + end, row, first ? nullptr : factors);
@@ -687,15 +672,7 @@ void attend_block(const interposer_attention_call& call, const AttentionItem& it
       }
     }
 #endif
-    constexpr int kMost = kRowsAtOnce<F>;
-    for (; row + kMost <= block.rows; row += kMost) {
-      attend_group(std::integral_constant<int, kMost>(), row);
-    }
-    for (; kMost > 4 && row + 4 <= block.rows; row += 4) {
-      attend_group(std::integral_constant<int, 4>(), row);
-    }
-    for (; row + 2 <= block.rows; row += 2) attend_group(std::integral_constant<int, 2>(), row);
-    for (; row < block.rows; ++row) attend_group(std::integral_constant<int, 1>(), row);
+    take_rows(row_counts<F>(), row, block.rows, attend_group);
   }
   if (item.num_parts == 1) return finish(call, item, block);
   float* part = partials.data + (item.first_partial + item.part) * partials.stride;

@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "../tiles.h"
+#include "block.h"
 #include "formats.h"
 
 namespace {
@@ -100,17 +101,6 @@ struct TiledWeights {
   int64_t tiles, rest;  // whole ones, and tokens of the one after these that may be read
 };
 
-// Of the tokens of a last tile that may be read, sixteen dimensions; zeros in place of the others,
-// to which nothing was written that a weight of zero silences.
-inline void mask_values(const char* from, int64_t row_bytes, int64_t tokens, char* to) {
-  for (int row = 0; row < kHalfWords; ++row) {
-    const int64_t left = tokens - 2 * row;
-    const uint32_t mask = left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0;
-    const Words words = left > 0 ? load<Words>(from + row * row_bytes) & mask : Words{};
-    store(to + row * kLanes * 4, words);
-  }
-}
-
 template <int T>
 void weigh_tiled_columns(const TiledWeights& of, int64_t head_size, bool first, float* result) {
   const int64_t row_bytes = head_size * 4, tile_bytes = kHalfWords * row_bytes;
@@ -146,7 +136,7 @@ void weigh_tiled_columns(const TiledWeights& of, int64_t head_size, bool first, 
     constexpr int64_t kMaskedBytes = kHalfWords * kLanes * 4;
     for (int t = 0; t < T; ++t) {
       mask_values(of.keys[of.tiles] + of.value_distance + t * kLanes * 4, row_bytes, of.rest,
-                  masked + t * kMaskedBytes);
+                  masked + t * kMaskedBytes, kLanes * 4);
     }
     add(half, of.tiles, masked, kLanes * 4, kMaskedBytes);
   }

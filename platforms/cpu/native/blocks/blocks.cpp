@@ -117,7 +117,8 @@ int32_t mlp(const interposer_mlp_call& call) {
     if (failure) return failure;
 
     failure = multiply(call.down, memory + between, call.type, rows, inner,
-                       moved(call.out, call.type, first * call.down.weight->outputs), call.type);
+                       moved(call.out, call.out_type, first * call.down.weight->outputs),
+                       call.out_type);
     if (failure) return failure;
   }
   return kDone;
@@ -237,7 +238,7 @@ int32_t decoder_block(const interposer_block_call& call) {
   last.down = factor_of(call, call.down, kDown);
   last.x = normalised;
   last.out = call.out;
-  last.type = type;
+  last.type = last.out_type = type;
   last.activation = static_cast<int32_t>(block.activation);
   last.rows = rows;
   last.x_stride = hidden;

@@ -30,7 +30,7 @@ struct interposer_mlp_call {
   interposer_factor gate_up, down;
   const void* x;  // [rows, inputs of gate_up]
   void* out;      // [rows, outputs of down], without gaps
-  int32_t type;   // of both
+  int32_t type, out_type;
   int32_t activation;
   int64_t rows, x_stride;  // elements
 };

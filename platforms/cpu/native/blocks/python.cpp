@@ -38,7 +38,7 @@ PyObject* mlp(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   call.down = factor(all + kFactor);
   call.x = address<const void>(values[0]);
   call.out = address<void>(values[1]);
-  call.type = static_cast<int32_t>(values[2]);
+  call.type = call.out_type = static_cast<int32_t>(values[2]);
   call.activation = static_cast<int32_t>(values[3]);
   call.rows = values[4];
   call.x_stride = values[5];

@@ -55,6 +55,7 @@ struct interposer_heads {
   int64_t half;
   interposer_rows_of rows;
   int64_t out_stride;  // elements between outer rows of the result, whose heads have no gaps
+  bool neighbours;     // are turned together, not an element of each half
 };
 
 // What scales of codes are besides max|x| / largest code.

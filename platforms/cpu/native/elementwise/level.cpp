@@ -1,6 +1,7 @@
 // Rows one by one, compiled once for each level with its own flags.
 
 #include <cmath>
+#include <cstring>
 
 #include "../vectors.h"
 #include "elementwise.h"
@@ -150,6 +151,22 @@ void gate(const interposer_gated& gated, int64_t first, int64_t last) {
   return gate_type<kFloat16, kFloat16>(gated, first, last);
 }
 
+// Cosines or sines of pairs, one for each neighbour, with the sign that it takes.
+INTERPOSER_INLINE Floats for_neighbours(const float* halves, float even, float odd) {
+  Floats result;
+  for (int lane = 0; lane < kLanes; lane += 2) {
+    result[lane] = even * halves[lane / 2];
+    result[lane + 1] = odd * halves[lane / 2];
+  }
+  return result;
+}
+
+INTERPOSER_INLINE Floats exchanged(Floats pairs) {
+  Floats result;
+  for (int lane = 0; lane < kLanes; ++lane) result[lane] = pairs[lane ^ 1];
+  return result;
+}
+
 template <int32_t kType>
 void turn_type(const interposer_heads& heads, int64_t first, int64_t last) {
   const int64_t width = heads.rows.width, half = heads.cos ? heads.half : 0;
@@ -173,7 +190,18 @@ void turn_type(const interposer_heads& heads, int64_t first, int64_t last) {
         if (heads.weight == nullptr) return plain;
         return plain * scale * load_some(element<kType>(heads.weight, i), kType, count);
       };
-      in_vectors(half, [&](int64_t i, int count) INTERPOSER_LAMBDA {
+      if (heads.neighbours) {
+        in_vectors(2 * half, [&](int64_t i, int count) INTERPOSER_LAMBDA {
+          const Floats pairs = value(i, count);
+          float c[kLanes] = {}, s[kLanes] = {};
+          std::memcpy(c, cos + i / 2, size_t(count / 2) * sizeof *c);
+          std::memcpy(s, sin + i / 2, size_t(count / 2) * sizeof *s);
+          const Floats turned = pairs * for_neighbours(c, 1, 1) +
+                                exchanged(pairs) * for_neighbours(s, -1, 1);
+          store_some(element<kType>(out, i), turned, kType, count);
+        });
+      }
+      in_vectors(heads.neighbours ? 0 : half, [&](int64_t i, int count) INTERPOSER_LAMBDA {
         const Floats a = value(i, count), b = value(half + i, count);
         const Floats c = load_some(cos + i, kFloat32, count);
         const Floats s = load_some(sin + i, kFloat32, count);

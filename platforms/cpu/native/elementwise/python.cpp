@@ -116,11 +116,11 @@ PyObject* gate(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
 }
 
 // Addresses of x, weight, cosines, sines and result; type; outer, inner, width, and elements
-// between the outer and the inner ones; half of the rotated size; eps.
+// between the outer and the inner ones; half of the rotated size, whether neighbours are turned; eps.
 PyObject* turn_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  int64_t values[12];
+  int64_t values[13];
   float eps;
-  if (!numbers(arguments, given, 12, values, 1, &eps)) return nullptr;
+  if (!numbers(arguments, given, 13, values, 1, &eps)) return nullptr;
   interposer_heads heads = {};
   heads.x = address<const void>(values[0]);
   heads.weight = address<const void>(values[1]);
@@ -130,6 +130,7 @@ PyObject* turn_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   heads.type = static_cast<int32_t>(values[5]);
   heads.rows = {values[6], values[7], values[8], values[9], values[10]};
   heads.half = values[11];
+  heads.neighbours = values[12] != 0;
   heads.out_stride = heads.rows.inner * heads.rows.width;
   heads.eps = eps;
   return done(interposer_turn_heads, heads);

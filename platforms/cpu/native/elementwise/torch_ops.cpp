@@ -10,7 +10,7 @@
 namespace {
 
 // Bits of `parts`: a tensor that is not there is named by another one.
-constexpr uint64_t kWeighted = 1, kBiased = 2, kCentred = 4, kTurned = 8;
+constexpr uint64_t kWeighted = 1, kBiased = 2, kCentred = 4, kTurned = 8, kNeighbours = 16;
 
 float fraction(TorchValue value) {
   double number;
@@ -81,6 +81,7 @@ void turn_heads_out(TorchValue* stack, uint64_t, uint64_t) {
     heads.cos = cos.data<const float>();
     heads.sin = sin.data<const float>();
     heads.half = cos.size(1);
+    heads.neighbours = (stack[5] & kNeighbours) != 0;
   }
   heads.out = out.data<void>();
   heads.type = x.type();

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "../blocks/blocks.h"
 #include "../linear/packed.h"
 
 // Of gates g and what they act on, u.
@@ -41,11 +42,27 @@ struct interposer_mixture_call {
   int64_t x_stride, weight_stride, id_stride;  // elements between tokens
 };
 
+// out = sum over k of weights[k] * down(activation(gate) * up), [gate, up] = gate_up(x) of expert k,
+// whose activation is one of blocks.h. The id -1 contributes nothing.
+struct interposer_expert_layers_call {
+  const int64_t* layers;  // [E, 2] addresses of packed weights: gate_up [2 I, H], down [H, I]
+  interposer_coding codings[2];  // of what each of both multiplies
+  const void* x;              // [T, H]
+  void* out;                  // [T, H], without gaps
+  const float* weights;       // [T, K]
+  const int32_t* expert_ids;  // [T, K], from -1 to E - 1
+  int32_t type;               // of x and out
+  int32_t activation;
+  int64_t experts, tokens, top_k;
+  int64_t x_stride, weight_stride, id_stride;  // elements between tokens
+};
+
 // Write the beginning of the memory; the weights follow it, packed by interposer_pack.
 void interposer_begin_mixture(int64_t experts, int64_t expert_bytes, void* memory);
 
 // Returns 0, or what went wrong.
 int32_t interposer_experts(const interposer_mixture_call* call);
+int32_t interposer_expert_layers(const interposer_expert_layers_call* call);
 }
 
 constexpr uint32_t kMixtureMagic = 0x69706d31;

@@ -64,6 +64,16 @@ struct interposer_product {
   int64_t out_stride;             // elements
 };
 
+// Products of heads, out[h] = x[h] weights[h]^T. Rows and heads of `x` may lie apart.
+struct interposer_batch {
+  const interposer_packed* weights;  // one behind the other, all of one format and size
+  const void* x;
+  void* out;                         // [heads, rows, O] without gaps
+  int32_t type;                      // of x and out
+  int64_t heads, rows;
+  int64_t head_stride, row_stride;   // elements
+};
+
 // One lookup. Floats come out as they are; codes less their zero point, times their scale, come out
 // rounded once.
 struct interposer_lookup {
@@ -82,6 +92,9 @@ void interposer_pack(const interposer_plain* plain, void* memory);
 
 // Write x weight^T + bias. Returns 0, or what went wrong.
 int32_t interposer_linear(const interposer_product* product);
+
+// Write the products of all heads. Returns 0, or what went wrong.
+int32_t interposer_multiply_batch(const interposer_batch* batch);
 
 // Write the rows that are asked for, as an embedding looks them up. Returns 0, or what went wrong.
 int32_t interposer_rows(const interposer_lookup* lookup);

@@ -70,6 +70,23 @@ PyObject* linear(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   Py_RETURN_NONE;
 }
 
+// Addresses of the packed weights, of x and of the result; type; heads, rows, elements between heads
+// and between rows of x.
+PyObject* multiply_batch(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  int64_t values[8];
+  if (!interposer_numbers(arguments, given, 8, values)) return nullptr;
+  interposer_batch batch = {};
+  batch.weights = address<const interposer_packed>(values[0]);
+  batch.x = address<const void>(values[1]);
+  batch.out = address<void>(values[2]);
+  batch.type = static_cast<int32_t>(values[3]);
+  batch.heads = values[4];
+  batch.rows = values[5];
+  batch.head_stride = values[6];
+  batch.row_stride = values[7];
+  return interposer_done("the native products", interposer_multiply_batch, batch);
+}
+
 // Addresses of a packed weight and of int64 row numbers, their count, and the address to write to
 // with the type of what is written.
 PyObject* rows(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
@@ -102,6 +119,7 @@ PyMethodDef interposer_linear_methods[] = {
     INTERPOSER_METHOD(packed_bytes),
     INTERPOSER_METHOD(pack),
     INTERPOSER_METHOD(linear),
+    INTERPOSER_METHOD(multiply_batch),
     INTERPOSER_METHOD(rows),
     {nullptr, nullptr, 0, nullptr},
 };

@@ -31,6 +31,24 @@ void linear_out(TorchValue* stack, uint64_t, uint64_t) {
   }
 }
 
+// x [N, T, I], out [N, T, O] without gaps.
+void multiply_batch_out(TorchValue* stack, uint64_t, uint64_t) {
+  const TorchTensor out(stack[0]), x(stack[1]), packed(stack[2]);
+  interposer_batch batch = {};
+  batch.weights = packed.data<const interposer_packed>();
+  batch.x = x.data<const void>();
+  batch.out = out.data<void>();
+  batch.type = x.type();
+  batch.heads = x.size(0);
+  batch.rows = x.size(1);
+  batch.head_stride = x.stride(0);
+  batch.row_stride = x.stride(1);
+  const int32_t failure = interposer_multiply_batch(&batch);
+  if (failure) {
+    throw std::runtime_error("the native products failed with code " + std::to_string(failure));
+  }
+}
+
 // out [T, H], token_ids [T] without gaps.
 void lookup_out(TorchValue* stack, uint64_t, uint64_t) {
   const TorchTensor out(stack[0]), token_ids(stack[1]), packed(stack[2]);
@@ -52,6 +70,8 @@ extern const TorchOp interposer_linear_ops[];
 const TorchOp interposer_linear_ops[] = {
     {"linear_out(Tensor(a!) out, Tensor x, Tensor packed, Tensor x_scale) -> ()", "linear_out",
      linear_out},
+    {"multiply_batch_out(Tensor(a!) out, Tensor x, Tensor packed) -> ()", "multiply_batch_out",
+     multiply_batch_out},
     {"lookup_out(Tensor(a!) out, Tensor token_ids, Tensor packed) -> ()", "lookup_out",
      lookup_out},
     {nullptr, nullptr, nullptr},

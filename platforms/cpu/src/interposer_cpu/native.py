@@ -69,6 +69,7 @@ _WRITERS = (
     "latent_attention_out",
     "page_attention_out",
     "lookup_out",
+    "multiply_batch_out",
     "normalise_out",
     "add_rms_norm_out",
     "gate_out",

@@ -177,6 +177,7 @@ def _linear() -> list[Kernel]:
 
     return [
         linear("linear", "pack", dtypes=_WIDE, restore="unpack"),
+        linear("batched_linear", "pack_batched", dtypes=_WIDE),
         linear("w4a16_linear", "pack_w4a16", "judge_groups"),
         linear("w8a16_linear", "pack_w8a16", "judge_groups"),
         linear("mxfp4_linear", "pack_mxfp4"),
@@ -226,6 +227,7 @@ def _by_rows() -> list[Kernel]:
         _native("layer_norm", "norms", prepare="prepare_affine"),
         _native("qk_norm", "heads", prepare="prepare_qk_norm"),
         _native("rotary_embedding", "heads"),
+        _native("rotary_embedding_interleaved", "heads"),
         _native("silu_and_mul", "activations"),
         _native("gelu_and_mul", "activations"),
         _native("quantize_fp8_blocks", "quantizers", "judge_blocks"),
@@ -277,6 +279,7 @@ def _fused_layers() -> list[LayerEntry]:
         ("gated_mlp", "blocks:NativeGatedMLP"),
         ("self_attention", "blocks:NativeSelfAttention"),
         ("decoder_block", "decoder_block:NativeDecoderBlock"),
+        ("experts", "expert_layers:NativeExperts"),
     )
     return [
         LayerEntry(

@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from interposer.errors import CheckpointError, UnsupportedModelError, nearest_first
+from interposer_gguf._architecture import Architecture
 from interposer_gguf._architectures import ARCHITECTURES, architecture_of
 from interposer_gguf._file_format import GGUFFile
+from interposer_gguf._positions import head_size_of, rope_of, rotated_of
 from interposer_gguf._settings import EDITED, Settings
-from interposer_gguf._tensor_names import LONG_FACTORS, ROPE_FACTORS, block_of
+from interposer_gguf._tensor_names import block_of
 
 _MIXTURE = ("expert_count", "expert_used_count")
 _DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
@@ -43,42 +45,51 @@ def decoder_config(file: GGUFFile, settings: Settings) -> dict[str, Any]:
             f"is one of {parts} parts of a model",
             "merge them: llama-gguf-split --merge FIRST-PART OUT.gguf",
         )
-    heads = settings.integer("attention.head_count")
     width = settings.integer("embedding_length")
-    if heads < 1 or width < 1:
-        raise CheckpointError(file.path, f"says that it has {heads} heads and a width of {width}")
-    head_size = settings.integer("attention.key_length", width // heads)
-    latent = "attention.kv_lora_rank" in settings
-    if not latent and settings.integer("attention.value_length", head_size) != head_size:
-        raise UnsupportedModelError(file.path, "has keys and values of different sizes")
+    if width < 1:
+        raise CheckpointError(file.path, f"says that it has a width of {width}")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(file.path, "lacks the tensor 'token_embd.weight'", EDITED)
-    rotated = settings.integer("rope.dimension_count", head_size)
-    context = settings.integer("context_length")
-    window = settings.integer("attention.sliding_window", 0)
     epsilon, epsilon_field = form.epsilon
     return {
         "architectures": [form.family],
         "hidden_size": width,
-        "intermediate_size": settings.integer("feed_forward_length"),
         "num_hidden_layers": _num_blocks(file, settings),
-        "num_attention_heads": heads,
-        "num_key_value_heads": settings.integer("attention.head_count_kv", heads),
-        "head_dim": head_size,
         "vocab_size": embedding.shape[0],
-        "max_position_embeddings": context,
+        "max_position_embeddings": settings.integer("context_length"),
         epsilon_field: settings.number(epsilon),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": _has_bias(file, settings),
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "dtype": _dtype(file),
+        **(_layers(file, settings, form) if form.regular else {}),
+        **form.fields(settings, file),
+    }
+
+
+def _layers(file: GGUFFile, settings: Settings, form: Architecture) -> dict[str, Any]:
+    """Return the sizes of MLPs, and the fields of attention, its positions included."""
+    width, heads = settings.integer("embedding_length"), settings.integer("attention.head_count")
+    if heads < 1:
+        raise CheckpointError(file.path, f"says that it has {heads} heads and a width of {width}")
+    head_size = head_size_of(settings)
+    latent = "attention.kv_lora_rank" in settings
+    if not latent and settings.integer("attention.value_length", head_size) != head_size:
+        raise UnsupportedModelError(file.path, "has keys and values of different sizes")
+    rotated = rotated_of(settings)
+    window = settings.integer("attention.sliding_window", 0)
+    return {
+        # Of a mixture, it is the size of MLPs that no layer need have.
+        "intermediate_size": settings.integer("feed_forward_length", 1 if form.mixture else None),
+        "num_attention_heads": heads,
+        "num_key_value_heads": settings.integer("attention.head_count_kv", heads),
+        "head_dim": head_size,
+        "attention_bias": _has_bias(file, settings),
         "rope_theta": settings.number("rope.freq_base", 10000.0),
         "partial_rotary_factor": rotated / head_size if head_size > 0 else 0,
-        "rope_parameters": _rope(file, settings, context, rotated),
+        "rope_parameters": rope_of(file, settings, rotated),
         **({"sliding_window": window, "use_sliding_window": True} if window else {}),
-        "dtype": _dtype(file),
-        **form.fields(settings, file),
     }
 
 
@@ -98,63 +109,14 @@ def _num_blocks(file: GGUFFile, settings: Settings) -> int:
 
 
 def _has_bias(file: GGUFFile, settings: Settings) -> bool:
-    names = [f"blk.0.attn_{name}.bias" for name in ("q", "output")]
+    first = next((name for name in file.tensors if name.endswith("attn_output.weight")), "blk.0.")
+    names = [f"blk.{block_of(first) or 0}.attn_{name}.bias" for name in ("q", "output")]
     query, output = (name in file.tensors for name in names)
     if settings.architecture == "llama" and query != output:
         raise UnsupportedModelError(
             file.path, f"has a bias {names[0 if query else 1]!r} without {names[query]!r}"
         )
     return output
-
-
-def _rope(file: GGUFFile, settings: Settings, context: int, rotated: int) -> dict[str, Any]:
-    kind = settings.text("rope.scaling.type", "none")
-    if ROPE_FACTORS in file.tensors:
-        if kind not in ("none", "llama3"):
-            raise UnsupportedModelError(
-                file.path, f"has factors of wavelengths besides rope.scaling.type {kind[:50]!r}"
-            )
-        factors = _factors(file, ROPE_FACTORS, rotated)
-        return {
-            "rope_type": "longrope",
-            "short_factor": factors,
-            "long_factor": factors,
-            "attention_factor": 1.0,
-            "original_max_position_embeddings": context,
-        }
-    if all(name in file.tensors for name in LONG_FACTORS.values()):
-        sets = {key: _factors(file, name, rotated) for key, name in LONG_FACTORS.items()}
-        magnitude = settings.number("rope.scaling.attn_factor", 1.0)
-        return {"rope_type": "longrope", **sets, "attention_factor": magnitude}
-    if kind == "none":
-        return {"rope_type": "default"}
-    if kind not in ("linear", "yarn"):
-        raise UnsupportedModelError(
-            file.path, f"has rope.scaling.type {kind[:50]!r}; read are none, linear and yarn"
-        )
-    if settings.number("rope.scaling.attn_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(file.path, "has rope.scaling.attn_factor other than 1")
-    rope = {"rope_type": kind, "factor": settings.number("rope.scaling.factor")}
-    original = "rope.scaling.original_context_length"
-    if original in settings:
-        rope["original_max_position_embeddings"] = settings.integer(original)
-    if settings.architecture == "deepseek2":
-        # A tenth of both of DeepSeek's factors, which are equal in all of its models.
-        scale = settings.number("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
-        rope |= {"mscale": scale, "mscale_all_dim": scale} if scale else {}
-    return rope
-
-
-def _factors(file: GGUFFile, name: str, rotated: int) -> list[float]:
-    stored = file.tensors[name]
-    if stored.in_blocks or stored.shape != (rotated // 2,):
-        raise CheckpointError(
-            file.path,
-            f"stores {name!r} as {stored.stored_as} of the shape {stored.shape}, must be floats of "
-            f"the shape {(rotated // 2,)}",
-        )
-    factors: list[float] = file.read(stored).float().tolist()
-    return factors
 
 
 def _dtype(file: GGUFFile) -> str:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from interposer.errors import CheckpointError, UnsupportedModelError
-from interposer_gguf._block_formats import FORMATS
+from interposer_gguf._microscaling import LAYOUTS
 
 Metadata = dict[str, Any]
 
@@ -38,12 +38,12 @@ _SCALARS = {
     12: "d",
 }
 _PLAIN = {0: ("f32", torch.float32), 1: ("f16", torch.float16), 30: ("bf16", torch.bfloat16)}
-_BLOCKS = {layout.number: layout for layout in FORMATS.values()}
+_BLOCKS = {layout.number: layout for layout in LAYOUTS.values()}
 # What stands in files, but is not read; only for the text of an error.
 _OTHERS = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
     19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16",
-    26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
 }  # fmt: skip
 # The fewest bytes that an entry can take: empty name, type, smallest value; and empty name, no
 # dimensions, type, offset.
@@ -77,7 +77,7 @@ class StoredTensor:
     @property
     def in_blocks(self) -> bool:
         """Its rows are blocks, not floats."""
-        return self.stored_as in FORMATS
+        return self.stored_as in LAYOUTS
 
 
 class GGUFFile:
@@ -125,7 +125,7 @@ class GGUFFile:
             raise CheckpointError(self.path, f"ends within the tensor {tensor.name!r}", _AGAIN)
         octets = torch.frombuffer(content, dtype=torch.uint8)
         if tensor.in_blocks:
-            layout = FORMATS[tensor.stored_as]
+            layout = LAYOUTS[tensor.stored_as]
             return octets.view(*tensor.shape[:-1], layout.row_bytes(tensor.shape[-1]))
         dtype = next(dtype for name, dtype in _PLAIN.values() if name == tensor.stored_as)
         if sys.byteorder == "big":
@@ -325,7 +325,7 @@ def _version_problem(version: int) -> tuple[str, str]:
 
 def _type_problem(name: str, kind: int) -> str:
     known = ", ".join(
-        [plain.upper() for plain, _ in _PLAIN.values()] + [name.upper() for name in FORMATS]
+        [plain.upper() for plain, _ in _PLAIN.values()] + [name.upper() for name in LAYOUTS]
     )
     called = (
         f"{_OTHERS[kind]}, which is not read" if kind in _OTHERS else f"the unknown type {kind}"

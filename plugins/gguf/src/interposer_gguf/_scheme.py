@@ -5,7 +5,7 @@ Dimensions: I input features, O output features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from interposer import EmbeddingMethod, ExpertsMethod, LinearMethod, QuantizationScheme
@@ -14,18 +14,22 @@ from interposer_gguf._block_formats import FORMATS, BlockFormat, format_named
 from interposer_gguf._blocks_embedding import BlocksEmbedding
 from interposer_gguf._blocks_linear import BlocksLinear
 from interposer_gguf._experts import BlocksExperts
+from interposer_gguf._microscaling import MXFP4
+from interposer_quantization import Mxfp4Experts
 
 _SETTINGS = ("quant_method", "tensors")
 _PREFIX = "model.layers.0.self_attn.q_proj"
 
 
 class GGUF(QuantizationScheme):
-    """Block formats by the names of layers; what is not named is plain."""
+    """Block formats by the names of layers, and experts in MXFP4; what is not named is plain."""
 
     method = "gguf"
 
-    def __init__(self, formats: Mapping[str, BlockFormat]) -> None:
-        self.formats = formats
+    def __init__(
+        self, formats: Mapping[str, BlockFormat], microscaled: Collection[str] = ()
+    ) -> None:
+        self.formats, self.microscaled = formats, microscaled
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> GGUF:
@@ -47,7 +51,9 @@ class GGUF(QuantizationScheme):
                 f"quantization_config.tensors is {tensors!r:.100}, must map names of layers to "
                 f"block formats. Try: {{{_PREFIX!r}: 'q8_0'}}"
             )
-        return cls({name: format_named(stored_as) for name, stored_as in tensors.items()})
+        microscaled = frozenset(n for n, stored_as in tensors.items() if stored_as == MXFP4.name)
+        formats = {n: format_named(as_) for n, as_ in tensors.items() if n not in microscaled}
+        return cls(formats, microscaled)
 
     def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
         """Return the method for the layer at ``prefix``, or None where all of it is plain.
@@ -60,6 +66,8 @@ class GGUF(QuantizationScheme):
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
         """Return the method for the experts at ``prefix``, or None where all of them are plain."""
+        if prefix in self.microscaled:
+            return Mxfp4Experts()
         quantized = any(name.startswith(f"{prefix}.") for name in self.formats)
         return BlocksExperts(self.formats) if quantized else None
 

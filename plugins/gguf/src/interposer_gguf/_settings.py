@@ -23,21 +23,39 @@ class Settings:
     def __contains__(self, key: str) -> bool:
         return self._key(key) in self._values
 
+    def is_list(self, key: str) -> bool:
+        """Say whether there are several values."""
+        return isinstance(self._values.get(self._key(key)), list)
+
     def integer(self, key: str, default: int | None = None) -> int:
         """Return an integer; a list of equal ones, as one per layer, is that one.
 
+        Zeros in such a list are layers without what is counted, unless there is nothing else.
         Raises: CheckpointError: there is none and no ``default``, or it is something else.
         """
         value = self._get(key, default)
-        if isinstance(value, list) and value and all(v == value[0] for v in value):
-            value = value[0]
-        elif isinstance(value, list):
-            raise UnsupportedModelError(
-                self.path, f"has {self._key(key)!r} that differs between layers"
-            )
+        if isinstance(value, list) and value:
+            counts = [count for count in value if count] or value[:1]
+            if any(count != counts[0] for count in counts):
+                raise UnsupportedModelError(
+                    self.path, f"has {self._key(key)!r} that differs between layers"
+                )
+            value = counts[0]
         if type(value) is not int:
             raise self._wrong(key, value, "an integer")
         return value
+
+    def of_layers(self, key: str, kind: type, count: int) -> list[Any]:
+        """Return a value for each of ``count`` layers; one that is no list is that of all.
+
+        Raises: CheckpointError: there is none, it is something else, or of other layers.
+        """
+        value = self._get(key, None)
+        values = value if isinstance(value, list) else [value] * count
+        # Blocks behind the others predict further tokens.
+        if len(values) < count or not all(type(item) is kind for item in values):
+            raise self._wrong(key, value, f"{count} values of the type {kind.__name__}")
+        return values[:count]
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite number.

@@ -20,10 +20,12 @@ LONG_FACTORS: Mapping[str, str] = {
 """The same of contexts up to the original one, and of longer ones."""
 
 QUERY_AND_KEY: Mapping[str, str] = {
-    "self_attn.q_proj": "head_count",
-    "self_attn.k_proj": "head_count_kv",
+    "self_attn.q_proj": "num_attention_heads",
+    "self_attn.k_proj": "num_key_value_heads",
+    "mixer.q_proj": "num_attention_heads",
+    "mixer.k_proj": "num_key_value_heads",
 }
-"""Modules whose outputs are stored in another order, with the metadata that counts their heads."""
+"""Modules whose outputs are stored in another order, with the field that counts their heads."""
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _INNER = {
@@ -47,21 +49,29 @@ def hugging_face_name(name: str, architecture: Architecture) -> str | None:
 
     With ``{}`` in it, it is the name of one expert's part of the tensor.
     """
-    stem, _, kind = name.rpartition(".")
-    if kind not in ("weight", "bias"):
-        return None
-    outer, inner = {**_OUTER, **architecture.outer}, {**_INNER, **architecture.inner}
-    found = _BLOCK.fullmatch(stem)
+    found = _BLOCK.fullmatch(name)
     if found is None:
-        return f"{outer[stem]}.{kind}" if stem in outer else None
-    number, part = found.groups()
-    whole = inner.get(f"{part}.{kind}")
-    if whole is None and part in inner:
-        whole = f"{inner[part]}.{kind}"
-    return None if whole is None else f"{architecture.blocks}.{number}.{whole}"
+        return _whole(name, architecture.outer, _OUTER)
+    whole = _whole(found[2], architecture.inner, _INNER)
+    return None if whole is None else f"{architecture.blocks}.{found[1]}.{whole}"
+
+
+def _whole(name: str, own: Mapping[str, str], usual: Mapping[str, str]) -> str | None:
+    """Return what tables have for a name, or for the module that it is a weight or bias of."""
+    stem, _, kind = name.rpartition(".")
+    if name in own:
+        return own[name]
+    module = own.get(stem, usual.get(stem))
+    return f"{module}.{kind}" if module is not None and kind in ("weight", "bias") else None
 
 
 def block_of(name: str) -> int | None:
     """Return the number of the decoder block that a tensor of a GGUF file belongs to, if any."""
     found = _BLOCK.fullmatch(name)
     return int(found[1]) if found else None
+
+
+def part_of(name: str) -> str:
+    """Return the name of a tensor of a GGUF file without the block that it belongs to."""
+    found = _BLOCK.fullmatch(name)
+    return found[2] if found else name

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
+
+import torch
 
 from interposer import LinearMethod, QuantizationScheme
 from interposer_nf4._eight_bit import EightBitLinear
 from interposer_nf4._four_bit import FourBitLinear
+from interposer_nf4._restored_weights import restored_weights
 from interposer_nf4._settings import FourBit, Settings
 from interposer_quantization import stored_alike
 
@@ -39,3 +42,12 @@ class BitsAndBytes(QuantizationScheme):
         if found is None:
             return None
         return FourBitLinear(found) if isinstance(found, FourBit) else EightBitLinear()
+
+    def restored(
+        self, tensors: Iterator[tuple[str, torch.Tensor]], places: Container[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors, dequantized where the model has a plain weight: experts, routers.
+
+        Raises: CheckpointError: the tensors of such a weight contradict each other, or one lacks.
+        """
+        return restored_weights(self.settings, tensors, places)

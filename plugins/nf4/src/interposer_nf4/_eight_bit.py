@@ -78,25 +78,37 @@ class EightBitLinear(LinearMethod):
 
     def _scales(self, layer: nn.Module) -> torch.Tensor:
         """Return ``[O, 1]`` float32."""
-        return (layer.get_parameter("SCB") / _LARGEST).unsqueeze(1)
+        return scales_of(layer.get_parameter("SCB"))
 
     def _check(self, layer: nn.Module) -> None:
-        mend = "copy the checkpoint again, or quantize the model again"
         formats = layer.get_parameter("weight_format").tolist()
         scales = layer.get_parameter("SCB").split(list(self.parts.values()))
         for part, form, numbers in zip(self.parts, formats, scales, strict=True):
-            if form:
-                raise CheckpointError(
-                    f"{self.parent}{part}.weight_format",
-                    f"is {form}, must be 0 for rows in order",
-                    "save the model again with a newer bitsandbytes, which stores rows in order",
-                )
-            wrong = ~(numbers.isfinite() & (numbers >= 0))
-            if wrong.any():
-                place = int(wrong.nonzero()[0])
-                raise CheckpointError(
-                    f"{self.parent}{part}.SCB",
-                    f"holds {int(wrong.sum())} scales that are negative, infinite or not a "
-                    f"number, the first one {float(numbers[place])} for output {place}",
-                    mend,
-                )
+            check_stored(f"{self.parent}{part}", form, numbers)
+
+
+def scales_of(largest: torch.Tensor) -> torch.Tensor:
+    """Return ``[O, 1]`` float32 of ``SCB`` ``[O]``, the largest magnitude of each output."""
+    return (largest / _LARGEST).unsqueeze(1)
+
+
+def check_stored(layer: str, form: int, scales: torch.Tensor) -> None:
+    """Check ``weight_format`` and ``SCB`` of a layer of the checkpoint.
+
+    Raises: CheckpointError: rows are not stored in order, or a scale is no scale.
+    """
+    if form:
+        raise CheckpointError(
+            f"{layer}.weight_format",
+            f"is {form}, must be 0 for rows in order",
+            "save the model again with a newer bitsandbytes, which stores rows in order",
+        )
+    wrong = ~(scales.isfinite() & (scales >= 0))
+    if wrong.any():
+        place = int(wrong.nonzero()[0])
+        raise CheckpointError(
+            f"{layer}.SCB",
+            f"holds {int(wrong.sum())} scales that are negative, infinite or not a number, the "
+            f"first one {float(scales[place])} for output {place}",
+            "copy the checkpoint again, or quantize the model again",
+        )

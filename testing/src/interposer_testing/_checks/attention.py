@@ -65,7 +65,7 @@ def _run_steps(
     _occupy(backend, layers)
     if spec.type == "encoder_decoder":
         return _run_sources(backend, layers, generator)
-    for step, batch in enumerate(chunked_steps(spec.page_size, generator)):
+    for step, batch in enumerate(chunked_steps(spec, generator)):
         plan = backend.plan(moved_batch(trimmed(batch, spec, num_pages), device))
         for number, layer in enumerate(layers):
             faults = list(layer.step(backend, batch, plan, generator, fused=number == 1))
@@ -111,7 +111,7 @@ class _Layer:
         self.values = self.keys.clone()
         self.scales = tuple(random_scales(spec, generator)) if spec.is_quantized else ()
         self.sinks = random_sinks(spec, generator) if spec.sinks else None
-        self.slopes = _slopes(spec.num_heads) if spec.alibi else None
+        self.slopes = _slopes(spec.num_heads, spec.alibi_bias_max) if spec.alibi else None
 
     def forward(
         self,
@@ -264,7 +264,7 @@ class _Layer:
             self.spec.softcap,
             self.sinks,
             self.slopes,
-            None,
+            batch.prefix_lens,
             *self.scales,
         )
         return expected
@@ -305,11 +305,11 @@ class _Layer:
         return self.attend.tolerance.bound(expected, spec.dtype, case)
 
 
-def _slopes(num_heads: int) -> torch.Tensor:
+def _slopes(num_heads: int, bias_max: float) -> torch.Tensor:
     """Return the slopes of ALiBi (arXiv:2108.12409), ``[N]`` float64."""
     power = 2 ** math.floor(math.log2(num_heads))
-    usual = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    between = [2 ** (-8 * (i + 1) / (2 * power)) for i in range(0, 2 * power, 2)]
+    usual = [2 ** (-bias_max * (i + 1) / power) for i in range(power)]
+    between = [2 ** (-bias_max * (i + 1) / (2 * power)) for i in range(0, 2 * power, 2)]
     return torch.tensor(usual + between[: num_heads - power], dtype=torch.float64)
 
 

@@ -44,7 +44,7 @@ def _outputs(
     (cache,) = backend.kv_layout().allocate(1, pages_needed(spec.page_size), device)
     sinks = random_sinks(spec, generator).to(device) if spec.sinks else None
     found = {}
-    for step, batch in enumerate(chunked_steps(spec.page_size, generator)):
+    for step, batch in enumerate(chunked_steps(spec, generator)):
         num_tokens = int(batch.query_starts[-1])
         given = random_projections(spec, len(batch.slots), generator, fused=False, batch=batch)
         query, key, value = (tensor.to(device) for tensor in given)
@@ -69,6 +69,7 @@ def _single(
     starts, lengths = batch.query_starts.tolist(), batch.seq_lens.tolist()
     for b, (start, end) in enumerate(pairwise(starts)):
         num_pages = -(-lengths[b] // spec.page_size)
+        prefixes = batch.prefix_lens
         yield (
             start,
             end,
@@ -80,5 +81,6 @@ def _single(
                 slots=batch.slots[start:end],
                 max_query_tokens=end - start,
                 max_seq_tokens=lengths[b],
+                prefix_lens=None if prefixes is None else prefixes[b : b + 1],
             ),
         )

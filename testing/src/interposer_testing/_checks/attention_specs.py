@@ -29,6 +29,9 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "int8 per head": {"cache_dtype": torch.int8, "head_scales": True},
     "sinks": {"sinks": True},
     "ALiBi": {"alibi": True},
+    "ALiBi of long contexts": {"alibi": True, "alibi_bias_max": 16.0},
+    "prefix-LM": {"prefix_lm": True},
+    "prefix-LM with ALiBi": {"prefix_lm": True, "alibi": True},
     "e4m3 with sinks": {"cache_dtype": torch.float8_e4m3fn, "sinks": True},
     "shared": {"shared": True},
     "int8 with sinks, shared": {"cache_dtype": torch.int8, "sinks": True, "shared": True},
@@ -47,8 +50,9 @@ def attention_specs(
 ) -> Iterator[tuple[str, AttentionSpec]]:
     """Yield labelled specs: heads, masks, head sizes, page sizes and dtypes in all combinations.
 
-    A quantized cache, sinks, ALiBi or sources are combined with heads and masks only; latent
-    vectors, all of them or those that an indexer names, and indexers are in pages of all sizes.
+    A quantized cache, sinks, ALiBi, prefixes or sources are combined with heads and masks only;
+    latent vectors, all of them or those that an indexer names, and indexers are in pages of all
+    sizes.
     Only those that differ from the first of their dtype in one axis are there if ``quick``.
 
     Args:

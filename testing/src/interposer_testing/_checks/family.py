@@ -6,7 +6,7 @@ Dimensions: T tokens, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -30,14 +30,19 @@ _STEPS = 6
 _SHARE = 1e-4
 
 
-def peer_of(architecture: str) -> tuple[Any, str]:
-    """Return the class of transformers of that name, or None and why there is none."""
+def peer_of(architecture: str, others: Iterable[str] = ()) -> tuple[Any, str]:
+    """Return the class of transformers of that name, or None and why there is none.
+
+    Args:
+        others: names of the same architecture, of which transformers may know one instead.
+    """
     for package in (_PEERS, _LOAD.partition(":")[0]):
         try:
             import_module(package)
         except ModuleNotFoundError as error:
             return None, f"{error.name} is not installed. Try: pip install interposer-models"
-    found = getattr(import_module(_PEERS), architecture, None)
+    known = import_module(_PEERS)
+    found = next((getattr(known, n) for n in (architecture, *others) if hasattr(known, n)), None)
     return found, "" if found else f"transformers has no class {architecture}"
 
 

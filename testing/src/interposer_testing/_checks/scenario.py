@@ -24,6 +24,8 @@ _CHUNKS = (
     ((0, 0), (0, 0), (2, 1), (0, 0), (0, 1), (0, 1)),
     ((0, 0), (0, 1), (0, 1), (0, 0), (0, 0), (0, 1)),  # a prompt of a single token
 )
+# Tokens of each sequence's first chunk that are no part of its prompt: it is computed again.
+_GENERATED = (0, 0, 0, 0, 2, 0)
 
 # Tokens of each sequence's source, in pages and tokens: some are shorter than a query.
 _SOURCES = ((0, 3), (0, 1), (1, 0), (1, 1), (0, 2), (2, -1))
@@ -34,12 +36,14 @@ def pages_needed(page_size: int) -> int:
     return sum(_num_pages(chunks, page_size) for chunks in _CHUNKS)
 
 
-def chunked_steps(page_size: int, generator: torch.Generator) -> Iterator[AttentionBatch]:
+def chunked_steps(spec: AttentionSpec, generator: torch.Generator) -> Iterator[AttentionBatch]:
     """Yield the batches of steps in a row over one cache, in host memory.
 
     The pages of every second sequence are scattered at random, those of the others follow each
-    other, and every step has the sequences in an order of its own.
+    other, and every step has the sequences in an order of its own. Where the spec has prefixes,
+    the first chunk of a sequence is its prompt.
     """
+    page_size = spec.page_size
     tables = _tables(page_size, generator)
     done = [0] * len(_CHUNKS)
     for step in range(len(_CHUNKS[0])):
@@ -47,9 +51,14 @@ def chunked_steps(page_size: int, generator: torch.Generator) -> Iterator[Attent
         lengths = {b: _tokens(_CHUNKS[b][step], page_size) for b in order}
         running = [b for b in order if lengths[b]]
         starts = [done[b] for b in running]
-        yield paged_batch(
+        batch = paged_batch(
             [tables[b] for b in running], starts, [lengths[b] for b in running], page_size
         )
+        prefixes = [_prefix_tokens(b, page_size) for b in running]
+        sees_later = any(start + 1 < p for start, p in zip(starts, prefixes, strict=True))
+        if spec.prefix_lm and sees_later:
+            batch = replace(batch, prefix_lens=torch.tensor(prefixes))
+        yield batch
         for b in running:
             done[b] += lengths[b]
 
@@ -137,6 +146,11 @@ def _tables(page_size: int, generator: torch.Generator) -> list[torch.Tensor]:
 
 def _num_pages(chunks: tuple[tuple[int, int], ...], page_size: int) -> int:
     return -(-sum(_tokens(chunk, page_size) for chunk in chunks) // page_size)
+
+
+def _prefix_tokens(sequence: int, page_size: int) -> int:
+    counts = (_tokens(chunk, page_size) for chunk in _CHUNKS[sequence])
+    return next(count for count in counts if count) - _GENERATED[sequence]
 
 
 def _tokens(chunk: tuple[int, int], page_size: int) -> int:

@@ -45,7 +45,7 @@ def _one_family(
         for label, config in examples().items()
         if request.name in config["architectures"]
     }
-    peer, reason = peer_of(request.name)
+    peer, reason = peer_of(request.name, candidate.record.architectures)
     if not of_it:
         reason = f"no example is of {request.name}"
     if reason:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -108,6 +109,8 @@ class TimedAttention(TimedRequest):
         calls: list[Call] = []
         for count in self.tokens:
             batch, num_pages = typical_step(count, spec.page_size)
+            if spec.prefix_lm and batch.max_query_tokens > 1:
+                batch = replace(batch, prefix_lens=batch.seq_lens)
             (cache,) = layout.allocate(1, num_pages, self.device)
             cache.zero_()
             given = random_projections(spec, len(batch.slots), generator, fused=False, batch=batch)

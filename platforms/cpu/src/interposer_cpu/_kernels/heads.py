@@ -14,8 +14,9 @@ from interposer_cpu._kernels.fusion import fused
 from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
 from interposer_ops.rotary import rotary_embedding as rotary_embedding_op
+from interposer_ops.rotary import rotary_embedding_interleaved as interleaved_op
 
-_WEIGHTED, _TURNED = 1, 8
+_WEIGHTED, _TURNED, _NEIGHBOURS = 1, 8, 16
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -27,14 +28,30 @@ def rotary_embedding(
     """Return the op ``rotary_embedding``."""
     if cos.dtype is not FLOAT32:
         return rotary_embedding_op.reference(query, key, cos, sin)
+    return _rotated(query, key, cos, sin, 0)
+
+
+def rotary_embedding_interleaved(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> Pair:
+    """Return the op ``rotary_embedding_interleaved``."""
+    if cos.dtype is not FLOAT32:
+        return interleaved_op.reference(query, key, cos, sin)
+    return _rotated(query, key, cos, sin, _NEIGHBOURS)
+
+
+def _rotated(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, order: int
+) -> Pair:
+    """Return both rotated; ``order`` is ``_NEIGHBOURS`` or 0 for halves."""
     if not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin = cos.contiguous(), sin.contiguous()
     if is_compiling():
-        both = [_turned(x, x, cos, sin, _TURNED, 0.0) for x in (query, key)]
+        both = [_turned(x, x, cos, sin, _TURNED | order, 0.0) for x in (query, key)]
         return both[0], both[1]
     tables = cos.data_ptr(), sin.data_ptr()
-    half = cos.shape[1]
-    return _heads(query, 0, tables, half, 0.0), _heads(key, 0, tables, half, 0.0)
+    turn = cos.shape[1], order
+    return _heads(query, 0, tables, turn, 0.0), _heads(key, 0, tables, turn, 0.0)
 
 
 def qk_norm(
@@ -50,8 +67,8 @@ def qk_norm(
         both = [_turned(x, weight, x, x, _WEIGHTED, eps) for x, weight in weighted]
         return both[0], both[1]
     return (
-        _heads(query, query_weight.data_ptr(), (0, 0), 0, eps),
-        _heads(key, key_weight.data_ptr(), (0, 0), 0, eps),
+        _heads(query, query_weight.data_ptr(), (0, 0), (0, 0), eps),
+        _heads(key, key_weight.data_ptr(), (0, 0), (0, 0), eps),
     )
 
 
@@ -61,13 +78,14 @@ def prepare_qk_norm(query_weight: torch.Tensor, key_weight: torch.Tensor) -> dic
 
 
 def _heads(
-    x: torch.Tensor, weight: int, tables: tuple[int, int], half: int, eps: float
+    x: torch.Tensor, weight: int, tables: tuple[int, int], turn: tuple[int, int], eps: float
 ) -> torch.Tensor:
     """Return ``x`` ``[T, N, D]`` normalised and rotated.
 
     Args:
         weight: address of ``[D]``, 0 for no norm.
         tables: addresses of cosines and sines, 0 for no rotation.
+        turn: half of the rotated size, and whether neighbours are rotated.
     """
     count, heads, size = x.shape
     steps = x.stride()
@@ -86,7 +104,7 @@ def _heads(
         size,
         steps[0],
         steps[1],
-        half,
+        *turn,
         eps,
     )
     return out

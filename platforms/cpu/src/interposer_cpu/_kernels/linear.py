@@ -32,6 +32,25 @@ def linear(x: torch.Tensor, weight: Packed, bias: None) -> torch.Tensor:
     return _product(x, weight, x.dtype, None)
 
 
+def batched_linear(x: torch.Tensor, weight: Packed) -> torch.Tensor:
+    """Return the op ``batched_linear`` for a ``weight`` of ``pack_batched``."""
+    packed, out_features = weight
+    heads, rows, _ = x.shape
+    steps = x.stride()
+    if steps[2] != 1:
+        x = x.contiguous()
+        steps = x.stride()
+    dtype = x.dtype
+    out = torch.empty(heads, rows, out_features, dtype=dtype)
+    if torch.compiler.is_compiling():
+        torch.ops.interposer_cpu.multiply_batch_out(out, x, packed)
+        return out
+    native.library().multiply_batch(
+        packed.data_ptr(), x.data_ptr(), out.data_ptr(), TYPES[dtype], heads, rows, *steps[:2]
+    )
+    return out
+
+
 @fused("linear")
 def w4a16_linear(
     x: torch.Tensor, weight: Packed, scale: None, bias: None, zero_points: None = None
@@ -133,6 +152,17 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
     form = PLAIN_FORMATS[weight.dtype]
     packed = shared_copy(form, (weight, bias), lambda: _pack(form, weight, bias=bias))
     return {"weight": packed, "bias": None}
+
+
+def pack_batched(weight: torch.Tensor) -> dict[str, Any]:
+    """Return the constant of ``batched_linear`` with ``weight`` ``[N, I, O]`` packed."""
+    form, library = PLAIN_FORMATS[weight.dtype], native.library()
+    heads = [described(form, head.T) for head in weight]
+    size = library.packed_bytes(*heads[0][0])
+    packed = host_memory.empty([len(heads) * size], torch.uint8, lasting=True)
+    for number, (description, _held) in enumerate(heads):
+        library.pack(*description, packed.data_ptr() + number * size)
+    return {"weight": (packed, weight.shape[2])}
 
 
 def unpack(weight: Packed, bias: None, into: Mapping[str, torch.Tensor]) -> None:

@@ -1,0 +1,135 @@
+"""MPT: scores lowered by the distance of tokens, in place of positions; a prefix-LM if asked for.
+
+Source: MosaicML, "Introducing MPT-7B" (2023), and its program llm-foundry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Self
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from interposer import AttentionSpec, Site
+from interposer.errors import UnsupportedModelError
+from interposer_models._decoder.blocks import NormedBlock
+from interposer_models._decoder.fused_attention import FusedAttention, FusedForm
+from interposer_models._decoder.layer_norm import LayerNorm
+from interposer_models._decoder.plain_mlp import PlainMLP
+from interposer_models._decoder.settings import Epsilon, FrameNames, Positive
+from interposer_models._decoder.whole_heads import WholeHeads
+
+_NORMS = ("norm_1", "", "norm_2", "")
+_FORM = FusedForm(("Wqkv", "out_proj"), bias=False)
+# The only values that are computed, of fields of config.json and of its attn_config.
+_USUAL: dict[str, tuple[Any, ...]] = {
+    "logit_scale": (None,),
+    "no_bias": (True, None),
+    "norm_type": ("low_precision_layernorm", "layernorm", None),
+}
+_INNER: dict[str, tuple[Any, ...]] = {
+    "alibi": (True,),
+    "attn_type": ("multihead_attention", None),
+    "qk_gn": (False, None),
+    "qk_ln": (False, None),
+    "rope": (False, None),
+    "sliding_window_size": (-1, None),
+}
+
+
+class MptAttentionSettings(BaseModel):
+    """The fields of ``attn_config``.
+
+    Attributes:
+        alibi_bias_max: the smallest slope is 2 to the power of minus this.
+        clip_qkv: bound of queries, keys and values; None and 0 leave them.
+        softmax_scale: factor of the scores; None is one over the root of the head size.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    alibi_bias_max: Annotated[float, Field(gt=0, le=1024)] = 8.0
+    clip_qkv: Annotated[float, Field(ge=0)] | None = None
+    prefix_lm: bool = False
+    softmax_scale: Annotated[float, Field(gt=0, le=1e4)] | None = None
+
+
+class MptAttention(FusedAttention):
+    """Attention to queries, keys and values between bounds."""
+
+    def __init__(self, site: Site, spec: AttentionSpec, hidden_size: int, bound: float) -> None:
+        super().__init__(site, spec, hidden_size, _FORM)
+        self.bound = bound
+
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value ``[T, N, D]``, ready for the attention."""
+        query, key, value = (
+            part.clamp(-self.bound, self.bound) for part in super().heads(x, cos, sin)
+        )
+        return query, key, value
+
+
+class Mpt(WholeHeads):
+    """MPT; with ``prefix_lm``, the tokens of a prompt see each other in both directions."""
+
+    frame = FrameNames("transformer", "wte", "norm_f", layers="blocks")
+    attention_name = "attn"
+    is_rotated = False
+
+    hidden_size: Positive = Field(validation_alias=AliasChoices("d_model", "hidden_size"))
+    intermediate_size: Positive = 1
+    num_hidden_layers: int = Field(
+        validation_alias=AliasChoices("n_layers", "num_hidden_layers"), gt=0, le=10_000
+    )
+    num_attention_heads: Positive = Field(
+        validation_alias=AliasChoices("n_heads", "num_attention_heads")
+    )
+    max_position_embeddings: Positive = Field(
+        default=2048, validation_alias=AliasChoices("max_seq_len", "max_position_embeddings")
+    )
+    expansion_ratio: Annotated[int, Field(gt=0, le=1024)] = 4
+    layer_norm_epsilon: Epsilon = 1e-5
+    tie_word_embeddings: bool = True
+    attn_config: MptAttentionSettings = MptAttentionSettings()
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], source: object) -> Self:
+        """Return the settings of config.json; what is not computed is refused."""
+        stated = config.get("attn_config")
+        inner = stated if isinstance(stated, dict) else {}
+        for place, fields, usual in (("", config, _USUAL), ("attn_config.", inner, _INNER)):
+            for name in usual.keys() & fields.keys():
+                if fields[name] not in usual[name]:
+                    reason = f"{place}{name} is {fields[name]!r}, which is not computed"
+                    raise UnsupportedModelError(source, reason)
+        return super().parse(config, source)
+
+    def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
+        """Return what attention has to do."""
+        spec, stated = super().attention_spec(site, index, page_size), self.attn_config
+        return replace(
+            spec,
+            scale=stated.softmax_scale or spec.scale,
+            alibi=True,
+            alibi_bias_max=stated.alibi_bias_max,
+            prefix_lm=stated.prefix_lm,
+        )
+
+    def norm(self, site: Site) -> LayerNorm:
+        """Return the norm at a site, which has no bias."""
+        return LayerNorm(site, self.hidden_size, self.layer_norm_epsilon, bias=False)
+
+    def block(self, site: Site, index: int, page_size: int) -> nn.Module:
+        """Return the block with layer norms before its parts."""
+        at, hidden, bound = site.at("attn"), self.hidden_size, self.attn_config.clip_qkv
+        spec = self.attention_spec(at, index, page_size)
+        attention = (
+            MptAttention(at, spec, hidden, bound)
+            if bound
+            else FusedAttention(at, spec, hidden, _FORM)
+        )
+        sizes = hidden, self.expansion_ratio * hidden
+        mlp = PlainMLP(site.at("ffn"), sizes, ("up_proj", "down_proj"), "gelu", bias=False)
+        return NormedBlock(site, self.norm, _NORMS, attention, mlp)

@@ -1,0 +1,150 @@
+"""The architectures of Qwen with delta rules, and attention in every fourth layer.
+
+In files of Qwen3.5, value heads stand in another order than in checkpoints: key heads alternate.
+
+Dimensions: G key heads, R value heads for each of them.
+
+Source: the conversions of llama.cpp and its graphs, which say what the metadata leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from interposer.errors import CheckpointError
+from interposer_gguf._architecture import Architecture
+from interposer_gguf._experts_settings import EXPERTS, small_experts_of
+from interposer_gguf._file_format import GGUFFile
+from interposer_gguf._restoration import (
+    CHANNELS,
+    DECAY,
+    GROUPED_CHANNELS,
+    GROUPED_COLUMNS,
+    GROUPED_DECAY,
+    GROUPED_LAST,
+    GROUPED_ROWS,
+    Divided,
+)
+from interposer_gguf._settings import Settings
+
+
+def _delta(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
+    count = settings.integer("block_count") - settings.integer("nextn_predict_layers", 0)
+    heads, groups = settings.integer("ssm.time_step_rank"), settings.integer("ssm.group_count")
+    width, key, interval = settings.integer("ssm.inner_size"), "attention.recurrent_layers", 4
+    if heads < 1 or groups < 1 or heads % groups or width % heads:
+        raise CheckpointError(
+            settings.path,
+            f"has ssm.inner_size {width}, ssm.time_step_rank {heads} and ssm.group_count {groups}, "
+            "each must be a multiple of the next",
+        )
+    if settings.is_list(key):
+        recurrent = settings.of_layers(key, bool, count)
+    else:
+        interval = max(settings.integer("full_attention_interval", interval), 1)
+        recurrent = [(index + 1) % interval > 0 for index in range(count)]
+    kinds = ("full_attention", "linear_attention")
+    return {
+        "layer_types": [kinds[keeps] for keeps in recurrent],
+        "linear_conv_kernel_dim": settings.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": settings.integer("ssm.state_size"),
+        "linear_value_head_dim": width // heads,
+        "linear_num_key_heads": groups,
+        "linear_num_value_heads": heads,
+    }
+
+
+def _delta_experts(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
+    """Return the same with experts, whose weights are renormalized, as llama.cpp computes them."""
+    return {
+        **_delta(settings, file),
+        **small_experts_of(settings),
+        "shared_expert_intermediate_size": settings.integer("expert_shared_feed_forward_length"),
+    }
+
+
+def _beta_and_decay(rows: torch.Tensor, config: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Return rows for beta and for decay of all value heads, of those of each key head."""
+    groups = int(config["linear_num_key_heads"])
+    beta, decay = rows.unflatten(0, (groups, 2, -1)).unbind(1)
+    return beta.flatten(0, 1), decay.flatten(0, 1)
+
+
+def _mixed_and_gate(rows: torch.Tensor, config: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Return rows for queries, keys and values, and for gates, of those of each key head."""
+    groups, key = int(config["linear_num_key_heads"]), int(config["linear_key_head_dim"])
+    values = int(config["linear_num_value_heads"]) // groups * int(config["linear_value_head_dim"])
+    parts = rows.unflatten(0, (groups, -1)).split((key, key, values, values), 1)
+    *mixed, gate = (part.flatten(0, 1) for part in parts)
+    return torch.cat(mixed), gate
+
+
+_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_EXPERTS = {
+    **_NAMES,
+    **EXPERTS,
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_GROUPED = {
+    "attn_qkv.weight": GROUPED_LAST,
+    "attn_gate.weight": GROUPED_ROWS,
+    "ssm_alpha.weight": GROUPED_ROWS,
+    "ssm_beta.weight": GROUPED_ROWS,
+    "ssm_dt.bias": GROUPED_ROWS,
+    "ssm_a": GROUPED_DECAY,
+    "ssm_conv1d.weight": GROUPED_CHANNELS,
+    "ssm_out.weight": GROUPED_COLUMNS,
+}
+_NORMS: dict[str, Any] = {"norm_offset": 1.0, "plain": ("linear_attn.norm.weight",)}
+_ROWS = ("mlp.shared_expert_gate.weight",)
+
+DELTA_RULES: Mapping[str, Architecture] = {
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM", _NAMES, fields=_delta, restored=_GROUPED, **_NORMS
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        _EXPERTS,
+        fields=_delta_experts,
+        mixture=True,
+        restored=_GROUPED,
+        rows=_ROWS,
+        **_NORMS,
+    ),
+    # Files have projections apart that checkpoints of Qwen3-Next have as one, as Qwen3.5 has them.
+    "qwen3next": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        _EXPERTS,
+        fields=_delta_experts,
+        mixture=True,
+        restored={"ssm_a": DECAY, "ssm_conv1d.weight": CHANNELS},
+        divided={
+            "ssm_ba.weight": Divided(
+                ("linear_attn.in_proj_b", "linear_attn.in_proj_a"), _beta_and_decay
+            ),
+            "ssm_in.weight": Divided(
+                ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), _mixed_and_gate
+            ),
+        },
+        rows=_ROWS,
+        **_NORMS,
+    ),
+}
+"""By the values of ``general.architecture``."""
