@@ -54,7 +54,7 @@ from interposer_models._engine.compiled_artifacts import CompiledArtifacts, arti
 from interposer_models._engine.compiled_model import CompiledModel, backend_name, judge_compiler
 from interposer_models._engine.decode_graphs import Capture
 from interposer_models._engine.engine import Engine
-from interposer_models._engine.sources import sees_source
+from interposer_models._engine.sources import reads_sources
 from interposer_models._family_choice import blamed_on_family, checked_model, choose_family
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
@@ -265,7 +265,7 @@ def load(
         planned.model.reserve_positions(0, device)
     stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config)
     starts: tuple[int, ...] = ()
-    if _reads_sources(planned):
+    if reads_sources(planned.model):
         size = planned.decoder.vocab_size
         starts = start_tokens(checkpoint.path, checkpoint.config, size)
 
@@ -376,11 +376,6 @@ def _shape(planned: Plan, max_sequences: int, max_step_tokens: int) -> CacheShap
     spare = spare_pages_for(max_sequences, size) if planned.graphs else 0
     backends = [layer.backend for layer in planned.model.attention_layers]
     return CacheShape.of(backends, size, max_sequences, max_step_tokens, spare)
-
-
-def _reads_sources(planned: Plan) -> bool:
-    """Say whether the model has an encoder."""
-    return any(sees_source(layer.backend.spec) for layer in planned.model.attention_layers)
 
 
 def _state_bytes(planned: Plan, max_sequences: int) -> int:

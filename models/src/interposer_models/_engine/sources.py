@@ -135,6 +135,11 @@ def sees_source(spec: AttentionSpec) -> bool:
     return spec.type == "encoder_decoder"
 
 
+def reads_sources(model: Any) -> bool:
+    """Say whether layers of a model attend to a source."""
+    return any(sees_source(layer.backend.spec) for layer in model.attention_layers)
+
+
 def _written(slots: Tensor) -> AttentionBatch:
     """Return the batch that has slots ``[E]`` to write to, and no sequence that reads."""
     return AttentionBatch(
