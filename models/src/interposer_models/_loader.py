@@ -54,7 +54,7 @@ from interposer_models._engine.compiled_artifacts import CompiledArtifacts, arti
 from interposer_models._engine.compiled_model import CompiledModel, backend_name, judge_compiler
 from interposer_models._engine.decode_graphs import Capture
 from interposer_models._engine.engine import Engine
-from interposer_models._engine.sources import sees_source
+from interposer_models._engine.sources import reads_sources
 from interposer_models._family_choice import blamed_on_family, checked_model, choose_family
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
@@ -264,9 +264,10 @@ def load(
         weights.load(tensors, checkpoint.path, advance, checkpoint.names())
         planned.model.reserve_positions(0, device)
     stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config)
-    has_source = any(sees_source(layer.backend.spec) for layer in planned.model.attention_layers)
-    size = planned.decoder.vocab_size
-    starts = start_tokens(checkpoint.path, checkpoint.config, size) if has_source else ()
+    starts: tuple[int, ...] = ()
+    if reads_sources(planned.model):
+        size = planned.decoder.vocab_size
+        starts = start_tokens(checkpoint.path, checkpoint.config, size)
 
     def engine_of(
         num_pages: int, capture: Capture | None = None, compiled: _Compiler | None = None

@@ -26,9 +26,8 @@ class AttentionSpec:
     """The static request of one attention layer.
 
     Attributes:
-        type: with ``encoder_decoder`` a query sees all that is stored of a source, whose tokens are
-            others than its own. A source is written by ``forward`` with a batch that has its slots
-            and no sequence, and read by ``forward_stored``; ``seq_lens`` are those of sources then.
+        type: with ``encoder_decoder`` a query sees all of a source, which other tokens stored:
+            ``forward`` writes it, by slots without a sequence, and ``forward_stored`` reads it.
         cache_dtype: of stored keys and values. Where it is not ``dtype``, they are divided by
             scales and rounded when they are stored.
         head_scales: these scales are one per kv head, not one for all.
@@ -44,8 +43,7 @@ class AttentionSpec:
         alibi: scores are lowered by the distance times a slope of the head, which follows from the
             number of heads, see ``interposer_ops.attention.alibi_slopes``.
         alibi_bias_max: the smallest of these slopes is 2 to the power of minus this.
-        shared: further layers, with specs equal to this one, attend to the cache that a layer
-            writes, without writing it.
+        shared: further layers with an equal spec attend to the cache that a layer writes.
     """
 
     version: ClassVar[int] = 1
@@ -96,10 +94,8 @@ class AttentionSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain values; dtypes by their names."""
-        return {
-            name: str(value) if isinstance(value, torch.dtype) else value
-            for name, value in asdict(self).items()
-        }
+        fields = asdict(self).items()
+        return {name: str(v) if isinstance(v, torch.dtype) else v for name, v in fields}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> AttentionSpec:

@@ -20,7 +20,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 @dataclass(frozen=True, slots=True)
 class SourceStarts:
-    """The beginnings of sources, ``[B + 1]`` int64, and the most tokens of one."""
+    """The starts of sources, ``[B + 1]`` int64, and the most tokens of one."""
 
     starts: Tensor
     longest: int

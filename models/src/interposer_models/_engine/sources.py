@@ -38,7 +38,7 @@ class SourceBatch:
 
 
 class SourceModel(Protocol):
-    """A ``PagedModel`` whose layers attend to a source, and what it has besides."""
+    """A ``PagedModel`` whose layers attend to a source, in what it has besides."""
 
     @property
     def max_source_tokens(self) -> int:
@@ -133,6 +133,11 @@ class Sources:
 def sees_source(spec: AttentionSpec) -> bool:
     """Say whether what a spec's layer attends to is a source."""
     return spec.type == "encoder_decoder"
+
+
+def reads_sources(model: Any) -> bool:
+    """Say whether layers of a model attend to a source."""
+    return any(sees_source(layer.backend.spec) for layer in model.attention_layers)
 
 
 def _written(slots: Tensor) -> AttentionBatch:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from interposer import CausalModel, Site
 from interposer.errors import ConfigError
 from interposer_models._engine.engine import Engine
-from interposer_models._engine.sources import sees_source
+from interposer_models._engine.sources import reads_sources
 from interposer_models._speculation.balance import Balance
 from interposer_models._speculation.draft_model import ModelProposer
 from interposer_models._speculation.draft_sampling import DraftSampling
@@ -142,7 +142,7 @@ def _check_states(path: Path, model: Any) -> None:
 
 
 def _check_sources(path: Path, model: Any) -> None:
-    if any(sees_source(layer.backend.spec) for layer in model.attention_layers):
+    if reads_sources(model):
         raise ConfigError(
             f"{path} has an encoder, and a draft model is given no source to read. "
             "Try: speculation='ngram', which looks up the decoder's own tokens"

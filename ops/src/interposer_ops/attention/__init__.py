@@ -25,14 +25,14 @@ if TYPE_CHECKING:
         ragged_attention_with_lse,
     )
     from interposer_ops.attention._sdpa_backend import SdpaBackend
-    from interposer_ops.attention._source_attention import judge_source, lone_queries
+    from interposer_ops.attention._source_attention import lone_queries
     from interposer_ops.attention._sparse_attention import indexer_scores, indexer_topk
 
 # fmt: off
 __all__ = [
     "FlexBackend", "GatheredBackend", "GatheredStep", "SdpaBackend", "alibi_slopes",
     "common_page_size",
-    "indexer_scores", "indexer_topk", "judge_source", "lone_queries",
+    "indexer_scores", "indexer_topk", "lone_queries",
     "merge_attention_states", "paged_attention",
     "ragged_attention", "ragged_attention_with_lse", "window_ends",
 ]
@@ -50,7 +50,7 @@ __getattr__ = lazy_attributes(
             "merge_attention_states ragged_attention ragged_attention_with_lse"
         ),
         "interposer_ops.attention._sdpa_backend": "SdpaBackend",
-        "interposer_ops.attention._source_attention": "judge_source lone_queries",
+        "interposer_ops.attention._source_attention": "lone_queries",
         "interposer_ops.attention._sparse_attention": "indexer_scores indexer_topk",
     },
 )

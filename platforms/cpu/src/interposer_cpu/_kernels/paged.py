@@ -21,7 +21,6 @@ from interposer import (
 )
 from interposer_cpu import native
 from interposer_cpu._kernels.interface import CACHE_TYPES, TYPES, float64_bits
-from interposer_ops.attention import judge_source
 
 
 class NativePagedBackend(AttentionBackend):
@@ -65,11 +64,12 @@ class NativePagedBackend(AttentionBackend):
                 f"stores the cache as {spec.dtype}, float8_e4m3fn, float8_e5m2 or int8, "
                 f"asked for {spec.cache_dtype}"
             )
-        if spec.type == "encoder_decoder" and cls.reads_stored:
-            verdict = judge_source(spec)
-            return native.judge_device(capability) if verdict else verdict
         shared = spec.shared and not cls.reads_stored
         plain = replace(spec, cache_dtype=spec.dtype, sinks=False, shared=shared)
+        if spec.type == "encoder_decoder" and cls.reads_stored:
+            if spec.window_tokens is not None:
+                return Verdict.refuse("has no windows in a source")
+            plain = replace(spec, type="decoder")
         verdict = plain.judge_plain_decoder()
         return native.judge_device(capability) if verdict else verdict
 
