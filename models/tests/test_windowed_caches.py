@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from models.tests.conftest import CONFIGS, example, write_checkpoint
 from tests.tape import TapePlatform
 
-from interposer import AttentionBackend, Config, KVCacheLayout, explain, register
+from interposer import AttentionBackend, AttentionSpec, Config, KVCacheLayout, explain, register
 from interposer.errors import ConfigError, RequestError
 from interposer.hookspecs import hookimpl
 from interposer.records import PlatformEntry, Record
@@ -208,7 +208,16 @@ class Seeing(AttentionBackend):
     seen_tokens = None
 
     def __init__(self, seen_tokens: int | None) -> None:
-        self.seen_tokens = seen_tokens
+        self.seen_tokens, dtype = seen_tokens, torch.int8
+        self.spec = AttentionSpec(
+            num_heads=1,
+            num_kv_heads=1,
+            head_size=8,
+            dtype=dtype,
+            cache_dtype=dtype,
+            page_size=1,
+            scale=1.0,
+        )
 
     def kv_layout(self) -> Any:
         pages = 8 if self.seen_tokens is None else 24
