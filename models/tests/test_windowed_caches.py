@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from models.tests.conftest import CONFIGS, example, write_checkpoint
 from tests.tape import TapePlatform
 
-from interposer import AttentionBackend, Config, KVCacheLayout, explain, register
+from interposer import (
+    AttentionBackend,
+    AttentionSpec,
+    Config,
+    KVCacheLayout,
+    explain,
+    register,
+)
 from interposer.errors import ConfigError, RequestError
 from interposer.hookspecs import hookimpl
 from interposer.records import PlatformEntry, Record
@@ -209,6 +216,9 @@ class Seeing(AttentionBackend):
 
     def __init__(self, seen_tokens: int | None) -> None:
         self.seen_tokens = seen_tokens
+        sizes = {"num_heads": 1, "num_kv_heads": 1, "head_size": 8, "page_size": 1, "scale": 1.0}
+        dtypes = {"dtype": torch.float32, "cache_dtype": torch.float32}
+        self.spec = AttentionSpec(**sizes, **dtypes)  # type: ignore[arg-type]
 
     def kv_layout(self) -> Any:
         pages = 8 if self.seen_tokens is None else 24
