@@ -228,6 +228,16 @@ def test_an_editable_installation_goes_by_its_source_files(tmp_path: Path, layou
     assert len({found.fingerprint for found in (before, touched, grown, shrunk)}) == 4
 
 
+def test_an_editable_installation_goes_by_its_compiled_libraries_too(tmp_path: Path) -> None:
+    site, _ = editable(tmp_path)
+    found = []
+    for checksum in ("one", "one", "another"):
+        record = f"acme/_native.abi3.so,sha256={checksum},9\n"
+        (site / INFO / "RECORD").write_text(record, encoding="utf-8")
+        found.append(read(site).fingerprint)
+    assert found[0] == found[1] != found[2]
+
+
 def test_caches_environments_and_circles_are_no_source(tmp_path: Path) -> None:
     site, source = editable(tmp_path)
     before = read(site)

@@ -43,8 +43,8 @@ class Distribution:
         version: ``"0"`` if the metadata has no usable one.
         fingerprint: hexadecimal SHA-256 that changes when the code does. It is taken from paths
             and hashes in RECORD, without what the installer adds, so it is the same on every
-            machine that has the same wheel. Without RECORD, and for an editable installation, it
-            is taken from paths, sizes and times of the source files.
+            machine that has the same wheel. Without RECORD, and for an editable installation
+            beside it, it is taken from paths, sizes and times of the source files.
         requires: the lines ``Requires-Dist``.
         location: the folder that RECORD's paths start from, or that holds the source files.
         editable: the code is a source folder that may change at any time.
@@ -85,7 +85,7 @@ def read_distribution(found: Metadata) -> Distribution:
     source = editable_folder(found)
     record = "" if source else metadata_text(found, "RECORD")
     location = source or Path(str(found.locate_file("")))
-    content: list[object] = []
+    content: list[object] = [metadata_text(found, "RECORD")] if source else []  # what is compiled
     if source:
         paths = [source]
     elif record:
