@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from tests.tape import TapePlatform
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -26,6 +27,9 @@ from transformers import (
     SmolLM3Config,
 )
 
+from interposer import register
+from interposer.hookspecs import hookimpl
+from interposer.records import PlatformEntry, Record
 from interposer_models._families import examples
 
 SIZES: dict[str, Any] = {
@@ -242,3 +246,20 @@ def copied(llama: Path, tmp_path: Path) -> Path:
     for source in llama.iterdir():
         (target / source.name).write_bytes(source.read_bytes())
     return target
+
+
+class Tapes:
+    """A plugin with a platform whose graphs are lists of calls."""
+
+    @staticmethod
+    @hookimpl
+    def interposer_records() -> list[Record]:
+        return [PlatformEntry("tape", "tests.tape:TapePlatform")]
+
+
+@pytest.fixture
+def tape() -> Iterator[None]:
+    """Register the platform, with nothing captured yet."""
+    TapePlatform.captured = TapePlatform.replayed = 0
+    with register(Tapes, "tapes"):
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ from safetensors.torch import load_file, save_file
 from tests.tape import TapePlatform
 from transformers import AutoModelForCausalLM
 
-from interposer import Config, explain, register
+from interposer import Config, explain
 from interposer.errors import CheckpointError, ConfigError, RequestError, UnknownNameError
-from interposer.hookspecs import hookimpl
-from interposer.records import PlatformEntry
 from interposer_models import LanguageModel, SamplingParams, Stream, adapt, language_model, load
 from interposer_ops.layers.linear import Linear
 
@@ -250,20 +248,6 @@ def test_a_quantized_base_takes_adapters(llama: Path, tmp_path: Path) -> None:
     wrapped = tuned(model, tmp_path / "adapter", r=4, target_modules=["all"])
     lm.load_adapter("x", tmp_path / "adapter")
     close(lm.logits(IDS, adapter="x"), logits_of(wrapped))
-
-
-class Tapes:
-    @staticmethod
-    @hookimpl
-    def interposer_records() -> list[PlatformEntry]:
-        return [PlatformEntry("tape", "tests.tape:TapePlatform")]
-
-
-@pytest.fixture
-def tape() -> Iterator[None]:
-    TapePlatform.captured = TapePlatform.replayed = 0
-    with register(Tapes(), "tapes"):
-        yield
 
 
 @pytest.mark.usefixtures("tape")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models.tests.conftest import example, write_checkpoint
+from models.tests.interpreter import interpreted
 
 from interposer import AttentionBackend, AttentionBatch, AttentionSpec, Config
 from interposer.errors import ConfigError
@@ -172,18 +169,7 @@ def test_a_chunk_as_long_as_the_context_is_plain_attention(llama4: tuple[Path, A
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 def test_triton_computes_chunks(llama4: tuple[Path, Any]) -> None:
     path, _ = llama4
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("interpreted_chunks.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(path)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = interpreted("interpreted_chunks.py", path)
     assert "paged_attention_triton" in report["chosen"]
     lm = load(path, dtype="float32", cache_tokens=128)
     prompts = [list(range(3, 18)), [1, 2]]

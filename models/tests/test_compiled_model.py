@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models.tests.conftest import SIZES, write_checkpoint
+from models.tests.interpreter import interpreted
 from safetensors.torch import load_file, save_file
 from tests.adapter_files import write_adapter
 from tests.forks import forks
@@ -251,22 +250,6 @@ def test_the_platform_names_the_backend(tiny: Path) -> None:
         loaded(tiny, "aot_eagre")
 
 
-def interpreted(*arguments: str | Path) -> dict[str, Any]:
-    """Return what the script prints with triton told to interpret, before it is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).with_name("interpreted_model.py"))]
-    done = subprocess.run(
-        [*command, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
-
-
 def quantized(source: Path, target: Path) -> Path:
     """Write the first block of a model with weights of 8-bit floats, and scales of inputs."""
     target.mkdir()
@@ -298,7 +281,9 @@ def test_triton_kernels_are_ops_of_the_graph(tiny: Path, tmp_path: Path) -> None
     adapter = write_adapter(
         tmp_path / "adapter", {f"model.layers.0.{name}": size for name, size in sizes.items()}
     )
-    found = interpreted(quantized(tiny, tmp_path / "fp8"), tmp_path / "cache", adapter)
+    found = interpreted(
+        "interpreted_model.py", quantized(tiny, tmp_path / "fp8"), tmp_path / "cache", adapter
+    )
     plain, compiled, apart = (found[way] for way in ("plain", "compiled", "apart"))
     assert compiled["tokens"] == plain["tokens"] == apart["tokens"]
     assert (plain["graphs"], plain["bound"]) == (0, compiled["bound"])

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,15 +15,14 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models.tests.conftest import write_tokenizer
+from models.tests.interpreter import interpreted
 from models.tests.test_bad_checkpoints import edit_json, edit_weights
 from models.tests.test_parity import assert_no_larger
 from safetensors.torch import load_file
 from tests.tape import TapePlatform
 
-from interposer import Config, explain, register
+from interposer import Config, explain
 from interposer.errors import CheckpointError, ConfigError, RequestError
-from interposer.hookspecs import hookimpl
-from interposer.records import PlatformEntry, Record
 from interposer_models import LanguageModel, SamplingParams, load, plan
 from interposer_models._families import examples
 from interposer_models._quantizing.calibrated_blocks import decoder_of
@@ -300,18 +296,7 @@ def test_any_backend_that_accepts_sources_gives_the_same(
 def test_triton_computes_sources(
     references: dict[str, LanguageModel], pairs: dict[str, Pair]
 ) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("interpreted_chunks.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(pairs["mbart"][0])],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = interpreted("interpreted_chunks.py", pairs["mbart"][0])
     assert {"paged_attention_triton", "ragged_attention_triton"} <= {*report["chosen"]}
     texts = [list(range(3, 18)), [1, 2]]
     expected = references["mbart"].generate(texts, max_new_tokens=3, ignore_eos=True)
@@ -322,19 +307,6 @@ def test_a_backend_that_takes_no_sources_is_refused(pairs: dict[str, Pair]) -> N
     config = Config(platform="cpu", attention={"encoder_decoder": "sdpa"})
     with pytest.raises(Exception, match="serves decoder attention only, got encoder_decoder"):
         plan(pairs["bart"][0], config=config)
-
-
-@pytest.fixture
-def tape() -> Iterator[None]:
-    class Tapes:
-        @staticmethod
-        @hookimpl
-        def interposer_records() -> list[Record]:
-            return [PlatformEntry("tape", "tests.tape:TapePlatform")]
-
-    TapePlatform.captured = TapePlatform.replayed = 0
-    with register(Tapes, "tapes"):
-        yield
 
 
 @pytest.mark.usefixtures("tape")

@@ -6,11 +6,6 @@ its modules are given the mask and the biases that follow from these.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models.tests.conftest import write_checkpoint
+from models.tests.interpreter import interpreted
 from models.tests.test_bad_checkpoints import edit_json
 from models.tests.test_parity import STEPS, assert_no_larger, prompts
 from models.tests.test_speculation import always, idle
@@ -28,10 +24,8 @@ from tests.tape import TapePlatform
 from transformers import AutoModelForCausalLM, MptConfig
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from interposer import Config, explain, register
+from interposer import Config, explain
 from interposer.errors import CheckpointError, ConfigError, RequestError, UnsupportedModelError
-from interposer.hookspecs import hookimpl
-from interposer.records import PlatformEntry, Record
 from interposer_models import LanguageModel, SamplingParams, load, quantize
 from interposer_models._engine.pages import PagePool
 from interposer_models._engine.scheduler import Scheduler
@@ -340,19 +334,6 @@ def test_a_prompt_takes_turns_with_older_sequences() -> None:
     assert computed[5] == [*decodes, (3, 1), (4, 1)]
 
 
-@pytest.fixture
-def tape() -> Iterator[None]:
-    class Tapes:
-        @staticmethod
-        @hookimpl
-        def interposer_records() -> list[Record]:
-            return [PlatformEntry("tape", "tests.tape:TapePlatform")]
-
-    TapePlatform.captured = TapePlatform.replayed = 0
-    with register(Tapes, "tapes"):
-        yield
-
-
 @pytest.mark.usefixtures("tape")
 def test_decode_steps_are_graphs(pairs: dict[str, Pair], whole: LanguageModel) -> None:
     plugins = ("interposer-models", "interposer-ops", "interposer-quantization")
@@ -368,18 +349,7 @@ def test_decode_steps_are_graphs(pairs: dict[str, Pair], whole: LanguageModel) -
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 def test_triton_computes_prefixes(pairs: dict[str, Pair], whole: LanguageModel) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("interpreted_chunks.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(pairs["six heads"][0])],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = interpreted("interpreted_chunks.py", pairs["six heads"][0])
     assert "paged_attention_triton" in report["chosen"]
     given = [list(range(3, 18)), [1, 2]]
     expected = whole.generate(given, max_new_tokens=3, ignore_eos=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from models.tests.conftest import CONFIGS, example, write_checkpoint
 from tests.tape import TapePlatform
 
-from interposer import AttentionBackend, AttentionSpec, Config, KVCacheLayout, explain, register
+from interposer import AttentionBackend, AttentionSpec, Config, KVCacheLayout, explain
 from interposer.errors import ConfigError, RequestError
-from interposer.hookspecs import hookimpl
-from interposer.records import PlatformEntry, Record
 from interposer_models import LanguageModel, SamplingParams, _loader, load
 from interposer_models._decoder.chunked_backend import ChunkedBackend
 from interposer_models._engine.cache_shape import CacheGroup, CacheShape
@@ -300,19 +298,6 @@ def test_no_backend_reads_what_came_back(
     found = lm.generate(prompts, max_new_tokens=20, ignore_eos=True)
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
     assert idle(lm)
-
-
-@pytest.fixture
-def tape() -> Iterator[None]:
-    class Tapes:
-        @staticmethod
-        @hookimpl
-        def interposer_records() -> list[Record]:
-            return [PlatformEntry("tape", "tests.tape:TapePlatform")]
-
-    TapePlatform.captured = TapePlatform.replayed = 0
-    with register(Tapes, "tapes"):
-        yield
 
 
 @pytest.mark.usefixtures("tape")

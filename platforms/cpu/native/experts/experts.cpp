@@ -234,17 +234,8 @@ void down_some(void* argument, int thread, int threads) {
 
 void add_up_some(void* argument, int thread, int threads) {
   const Job& job = *static_cast<Job*>(argument);
-  const interposer_mixture_call& call = *job.call;
-  Returned returned = {};
-  returned.rows = job.returned;
-  returned.places = job.places;
-  returned.weights = call.weights + job.first_token * call.weight_stride;
-  returned.out =
-      static_cast<char*>(call.out) + job.first_token * job.hidden * size_of(call.type);
-  returned.type = call.type;
-  returned.top_k = call.top_k;
-  returned.hidden = job.hidden;
-  returned.weight_stride = call.weight_stride;
+  const Returned returned = returned_to(*job.call, job.first_token, job.hidden,
+                                        size_of(job.call->type), job.returned, job.places);
   job.kernels->add_up(returned, job.tokens * thread / threads, job.tokens * (thread + 1) / threads);
 }
 

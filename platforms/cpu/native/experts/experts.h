@@ -85,6 +85,22 @@ struct Returned {
   int64_t top_k, hidden, weight_stride;
 };
 
+// Those of the tokens of a call from `first_token` on; `Call` is one of both above.
+template <class Call>
+Returned returned_to(const Call& call, int64_t first_token, int64_t hidden, int size,
+                     const float* rows, const int32_t* places) {
+  Returned returned = {};
+  returned.rows = rows;
+  returned.places = places;
+  returned.weights = call.weights + first_token * call.weight_stride;
+  returned.out = static_cast<char*>(call.out) + first_token * hidden * size;
+  returned.type = call.type;
+  returned.top_k = call.top_k;
+  returned.hidden = hidden;
+  returned.weight_stride = call.weight_stride;
+  return returned;
+}
+
 struct ExpertsKernels {
   void (*activate)(const GatedTile&);
   void (*add_up)(const Returned&, int64_t first_token, int64_t last_token);

@@ -276,10 +276,11 @@ def _adapters() -> list[Kernel]:
 def _fused_layers() -> list[LayerEntry]:
     """Return layers that compute several of their parts at once."""
     rows = (
-        ("gated_mlp", "blocks:NativeGatedMLP"),
-        ("self_attention", "blocks:NativeSelfAttention"),
-        ("decoder_block", "decoder_block:NativeDecoderBlock"),
-        ("experts", "expert_layers:NativeExperts"),
+        ("gated_mlp", "blocks:NativeGatedMLP", 15.0),
+        ("self_attention", "blocks:NativeSelfAttention", 15.0),
+        ("decoder_block", "decoder_block:NativeDecoderBlock", 15.0),
+        # Below the usual score: who replaces experts brings a dispatcher, and reaches all models.
+        ("experts", "expert_layers:NativeExperts", 5.0),
     )
     return [
         LayerEntry(
@@ -289,7 +290,7 @@ def _fused_layers() -> list[LayerEntry]:
             "cpu",
             Requires(dtypes=_FLOATS),
             "interposer_cpu.native:judge",
-            score=15.0,
+            score=score,
         )
-        for layer_id, target in rows
+        for layer_id, target, score in rows
     ]

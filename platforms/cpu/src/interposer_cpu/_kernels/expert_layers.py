@@ -13,6 +13,7 @@ import torch
 from torch.compiler import is_compiling
 
 from interposer import ExpertsSpec, Site
+from interposer_cpu._kernels.experts import routed_rows
 from interposer_cpu._kernels.fusion import ForwardHooks, activation_number, input_coding
 from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
@@ -60,12 +61,7 @@ class NativeExperts(Experts):
             or (table := fused.table()) is None
         ):
             return super().forward(x, weights, expert_ids)
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        if weights.stride(1) != 1:
-            weights = weights.contiguous()
-        if expert_ids.dtype is not torch.int32 or expert_ids.stride(1) != 1:
-            expert_ids = expert_ids.to(torch.int32).contiguous()
+        x, weights, expert_ids = routed_rows(x, weights, expert_ids)
         count, width = x.shape
         out = torch.empty(count, width, dtype=x.dtype)
         library().expert_layers(

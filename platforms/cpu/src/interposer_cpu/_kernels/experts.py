@@ -192,6 +192,19 @@ def judge_groups(request: Request) -> Verdict:
     return native.judge(request)
 
 
+def routed_rows(
+    x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ``x`` ``[T, H]``, weights and ids ``[T, K]`` with rows without gaps, int32 ids."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if weights.stride(1) != 1:
+        weights = weights.contiguous()
+    if expert_ids.dtype is not _INT32 or expert_ids.stride(1) != 1:
+        expert_ids = expert_ids.to(_INT32).contiguous()
+    return x, weights, expert_ids
+
+
 def _mixture(
     x: torch.Tensor,
     packed: torch.Tensor,
@@ -203,12 +216,7 @@ def _mixture(
     if number is None:
         known = "'silu', 'gelu' or 'swiglu_oai'"
         raise RequestError(f"No activation {activation!r} of experts; try {known}")
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    if weights.stride(1) != 1:
-        weights = weights.contiguous()
-    if expert_ids.dtype is not _INT32 or expert_ids.stride(1) != 1:
-        expert_ids = expert_ids.to(_INT32).contiguous()
+    x, weights, expert_ids = routed_rows(x, weights, expert_ids)
     dtype = x.dtype
     count, width = x.shape
     out = torch.empty(count, width, dtype=dtype)
