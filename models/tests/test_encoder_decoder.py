@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models.tests.conftest import write_tokenizer
 from models.tests.interpreter import interpreted
+from models.tests.schedules import REQUESTS
 from models.tests.test_bad_checkpoints import edit_json, edit_weights
 from models.tests.test_parity import assert_no_larger
 from safetensors.torch import load_file
@@ -230,11 +231,7 @@ def spoil(lm: LanguageModel) -> None:
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    requests=st.lists(
-        st.tuples(st.integers(1, 90), st.integers(1, 40), st.integers(0, 5)),
-        min_size=1,
-        max_size=5,
-    ),
+    requests=REQUESTS,
     leaver=st.integers(0, 30),
     name=st.sampled_from(ALL),
 )

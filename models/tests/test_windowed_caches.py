@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models.tests.conftest import CONFIGS, example, write_checkpoint
+from models.tests.schedules import REQUESTS
 from tests.tape import TapePlatform
 
 from interposer import AttentionBackend, AttentionSpec, Config, KVCacheLayout, explain
@@ -105,11 +106,7 @@ def spoiled(paths: dict[str, Path]) -> dict[tuple[str, int], LanguageModel]:
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    requests=st.lists(
-        st.tuples(st.integers(1, 90), st.integers(1, 40), st.integers(0, 5)),
-        min_size=1,
-        max_size=5,
-    ),
+    requests=REQUESTS,
     leaver=st.integers(0, 30),
     spoiled_one=st.sampled_from(SPOILED),
 )
