@@ -54,6 +54,7 @@ from interposer_models._engine.compiled_artifacts import CompiledArtifacts, arti
 from interposer_models._engine.compiled_model import CompiledModel, backend_name, judge_compiler
 from interposer_models._engine.decode_graphs import Capture
 from interposer_models._engine.engine import Engine
+from interposer_models._engine.runner import Runner
 from interposer_models._engine.sources import reads_sources
 from interposer_models._family_choice import blamed_on_family, checked_model, choose_family
 from interposer_models._language_model import LanguageModel
@@ -272,21 +273,24 @@ def load(
     def engine_of(
         num_pages: int, capture: Capture | None = None, compiled: _Compiler | None = None
     ) -> Engine:
-        return Engine(
+        runner = Runner(
             planned.model,
-            planned.sampler,
             device,
-            stop_token_ids=stop_token_ids,
             page_size=planned.page_size,
             num_pages=num_pages,
             capture=capture,
             graphs_required=required,
             numerics=planned.numerics,
-            seed=policy.seed,
             compiled=compiled,
             prefix_cache=prefix_cache,
-            start_token_ids=starts,
             **sizes,
+        )
+        return Engine(
+            runner,
+            planned.sampler,
+            stop_token_ids=stop_token_ids,
+            seed=policy.seed,
+            start_token_ids=starts,
         )
 
     if cache_tokens is None:
@@ -356,7 +360,7 @@ def _budget(
         engine = engine_of(pages_of(max_sequences, max_step_tokens, page_size))
         memory = measured_step(placement.platform, engine, max_sequences, max_step_tokens)
         # What the small cache of that step took is free again once the engine is.
-        taken = engine.cache_bytes
+        taken = engine.runner.cache_bytes
     del engine
     if not on_host:
         memory = replace(memory, free_bytes=memory.free_bytes + taken)

@@ -118,7 +118,7 @@ def test_graphs_of_them_decode_the_same_tokens(
             canary="off",
         )
         lm = load(path, config=config, cache_tokens=1024, max_sequences=4)
-        assert {type(b) for b in lm.engine.backends} < {*BACKENDS, *LATENT}
+        assert {type(b) for b in lm.engine.runner.backends} < {*BACKENDS, *LATENT}
         # Sequences end one after the other, so that rows become padding while others grow.
         params = [{"max_new_tokens": n, "ignore_eos": True} for n in (14, 5, 9)]
         requests = [lm.engine.add(p, _params(**q)) for p, q in zip(PROMPTS, params, strict=True)]
