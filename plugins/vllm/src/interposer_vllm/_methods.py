@@ -6,7 +6,6 @@ kind of method a layer has finds what it looks for.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -49,9 +48,9 @@ def adopt(layer: Any) -> None:
 def with_method(layer: Any, mixin: type, **attributes: object) -> None:
     """Replace the method of ``layer`` by one of its own class with ``mixin`` before it."""
     own = layer.quant_method
-    replaced = copy.copy(own)
-    replaced.__class__ = _class(mixin, type(own))
-    vars(replaced).update(attributes, own=own)
+    kind = _class(mixin, type(own))
+    replaced = kind.__new__(kind)
+    vars(replaced).update(vars(own), own=own, **attributes)
     layer.quant_method = replaced
 
 
