@@ -1,8 +1,5 @@
 """Time native sampling, penalties and routing on one thread, beside their references.
 
-The last row is what a step of eight requests with penalties draws by: carried on from the step
-before, and built anew.
-
 Medians of processor time in microseconds, both called in turns.
 
     python benchmarks/cpu_sampling.py [--vocab 151936] [--rows 1] [--rounds 9]
@@ -20,10 +17,6 @@ import torch
 
 from interposer_cpu._kernels import routing as native_routing
 from interposer_cpu._kernels import sampling as native_sampling
-from interposer_models import SamplingParams
-from interposer_models._engine.request_batch import penalties_of, sampling_batch
-from interposer_models._engine.sampling_state import SamplingState
-from interposer_models._engine.sequence import Sequence
 from interposer_ops.experts import grouped_topk, topk_softmax
 from interposer_ops.sampling import apply_penalties, sample_tokens
 
@@ -53,19 +46,6 @@ def compare(name: str, rounds: int, native: Callable[[], Any], plain: Callable[[
 
 def column(value: float | None, rows: int, dtype: torch.dtype) -> torch.Tensor | None:
     return None if value is None else torch.full((rows,), value, dtype=dtype)
-
-
-def penalised_request(number: int, vocab: int) -> Sequence:
-    """Return a request with 1,000 tokens of prompt, and penalties."""
-    params = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5)
-    return Sequence(number, [(number + 7919 * place) % vocab for place in range(1000)], params, 0)
-
-
-def grown(sequences: list[Sequence], call: Callable[[list[Sequence]], object]) -> None:
-    """Call with the sequences, to each of which a token was added."""
-    for sequence in sequences:
-        sequence.output.append(len(sequence.output))
-    call(sequences)
 
 
 def main() -> None:
@@ -106,17 +86,6 @@ def main() -> None:
             lambda call=penalised: native_sampling.apply_penalties(*call),  # type: ignore[misc]
             lambda call=penalised: apply_penalties.reference(*call),  # type: ignore[misc]
         )
-    sequences = [penalised_request(number, vocab) for number in range(8)]
-    state = SamplingState(vocab, "cpu")
-    compare(
-        "parameters of 8 requests, kept",
-        given.rounds,
-        lambda: grown(sequences, state.batch),
-        lambda: grown(
-            sequences,
-            lambda held: (sampling_batch(held, vocab, "cpu"), penalties_of(held, vocab, "cpu")),
-        ),
-    )
     for tokens in (1, 128):
         logits, bias = torch.randn(tokens, 256, generator=generator), torch.zeros(256)
         grouped = (logits, bias, 8, 4, 8, "sigmoid", True, 2.5)
