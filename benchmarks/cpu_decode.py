@@ -34,12 +34,15 @@ from cpu_peers import (
     environment_python,
 )
 from cpu_processes import Worker, available_mib
-from cpu_work import ModelWork
+from interposer_models import plan
+from interposer_models.roofline import ModelWork
 
 ROOFS = Path(__file__).with_name("cpu_roofs.py")
 # What the largest contender takes while it loads a model of 0.6 billion parameters.
 ROOM_MIB = 4096
 OURS = "interposer:"
+# Bytes of a weight as the formats store it, with 16 bits of scale for 32 codes of 4 bits.
+MODEL_WEIGHTS = {16: 2.0, 8: 1.0, 4: 0.5625}
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ def run_row(
             "context": row.context,
             "new_tokens": row.new_tokens,
             "seed": index,
-            "vocab_size": options.work.config["vocab_size"],
+            "vocab_size": options.vocab_size,
         }
         try:
             found = workers[name].run(command)
@@ -151,6 +154,11 @@ def run_row(
         if index:
             for label, rate in row.rates(found).items():
                 group.rates.setdefault(name, {}).setdefault(label, []).append(rate)
+
+
+def decode_bytes(work: ModelWork, bits: int, batch: int, context: float) -> float:
+    """Return what a step reads: each asked weight once, and the cache of each request."""
+    return work.weights_read(batch) * MODEL_WEIGHTS[bits] + batch * work.context_bytes(context)
 
 
 def report(group: Group, rows: list[Row], work: ModelWork) -> Iterator[str]:
@@ -170,10 +178,10 @@ def report(group: Group, rows: list[Row], work: ModelWork) -> Iterator[str]:
         for phase in row.shown:
             label = row.labels[phase]
             if phase == "prefill":
-                ceiling = row.context * peak / work.prefill_flops(row.context)
+                ceiling = row.context * peak / work.operations(row.context)
             else:
                 middle = row.context + row.new_tokens / 2
-                ceiling = row.batch * bandwidth / work.decode_bytes(group.bits, row.batch, middle)
+                ceiling = row.batch * bandwidth / decode_bytes(work, group.bits, row.batch, middle)
             rates = {name: group.rates[name][label] for name in names}
             if names:
                 cells = (cell(name, rates, ceiling) for name in names)
@@ -248,7 +256,8 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     options = parsed()
-    options.work = ModelWork.of(options.model_dir / "hf")
+    planned = plan(options.model_dir / "hf", platform="cpu")
+    options.work, options.vocab_size = ModelWork.of(planned.model), planned.decoder.vocab_size
     contenders, rows = chosen_contenders(options.peers), rows_of(options)
     groups = []
     for threads in options.threads:

@@ -14,17 +14,9 @@ import pytest
 import torch
 
 from interposer import current_registry
+from interposer_models.roofline import Mixing, ModelWork, Roofs, Weights
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-QWEN3 = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
 # Parameters of Qwen3-0.6B, without the 65,536 of its norms.
 QWEN3_WEIGHTS = 596_049_920 - 65_536
 HEAD = 1024 * 151936
@@ -136,36 +128,17 @@ def test_a_missing_file_is_named() -> None:
         processes.Worker(contender, Path(sys.executable), Path("nowhere"), 1, 60.0)
 
 
-def test_work_is_counted_from_sizes() -> None:
-    work = qwen3_work()
-    assert work.weights_read(1) == QWEN3_WEIGHTS
-    # 28 layers, keys and values, 8 heads of 128, two bytes each.
-    assert work.state_bytes(1) == 28 * 2 * 8 * 128 * 2
-    assert work.decode_bytes(16, 8, 100) == 2 * QWEN3_WEIGHTS + 800 * work.state_bytes(1)
-    scores = 28 * 2 * 16 * 128 * 100**2 / 2
-    assert work.prefill_flops(100) == 2 * (100 * (QWEN3_WEIGHTS - HEAD) + scores + HEAD)
+def qwen3_work() -> ModelWork:
+    # 28 layers, keys and values, 8 heads of 128, two bytes each; scores and sums of 16 heads.
+    layers = (Mixing(2 * 8 * 128 * 2, 2 * 16 * 128),) * 28
+    return ModelWork((Weights(QWEN3_WEIGHTS - HEAD),), Weights(HEAD), layers)
 
 
-def test_asked_experts_windows_and_states_are_counted(tmp_path: Path) -> None:
-    shape = module("cpu_models").config_of(
-        "qwen3-next-cut", hidden_size=64, num_experts=8, num_experts_per_tok=2, vocab_size=256
-    )
-    module("cpu_models").write_hugging_face(shape, tmp_path)
-    work = module("cpu_work").ModelWork.of(tmp_path)
-    experts = 8 * 8 * 3 * 64 * 512
-    assert (work.routed, work.head) == (experts, 64 * 256)
-    assert work.weights_read(1) == work.dense + experts / 4 + work.head
-    # Of two tokens with two of eight experts each, a quarter of those of the second were asked.
-    assert work.weights_read(2) == work.dense + experts * 7 / 16 + work.head
-    states, kept = 6 * 32 * 128 * 128, 2 * 2 * 2 * 256
-    assert work.state_bytes(10) == 2 * 4 * states + 10 * kept * 2
-    layer = module("cpu_work").Mixing(numbers=3, products=5, window=4)
-    assert (layer.kept(3), layer.kept(30)) == (9, 12)
-    assert (layer.mixed(4), layer.mixed(6)) == (5 * 8, 5 * 16)
-
-
-def qwen3_work() -> Any:
-    return module("cpu_work").ModelWork(QWEN3, {"layers.weight": QWEN3_WEIGHTS - HEAD})
+def test_a_step_reads_weights_of_so_many_bits_and_the_cache() -> None:
+    decode_bytes, work = module("cpu_decode").decode_bytes, qwen3_work()
+    cache = 28 * 2 * 8 * 128 * 2
+    assert decode_bytes(work, 16, 8, 100) == 2 * QWEN3_WEIGHTS + 800 * cache
+    assert decode_bytes(work, 4, 1, 10) == 0.5625 * QWEN3_WEIGHTS + 10 * cache
 
 
 def test_ratios_are_those_within_a_round_to_the_best_peer() -> None:
@@ -188,7 +161,7 @@ def test_ratios_are_those_within_a_round_to_the_best_peer() -> None:
     options = Namespace(contexts=[128], prefill=[], new_tokens=0, batch=1)
     rows, work = decode.rows_of(options), qwen3_work()
     lines = list(decode.report(group, rows, work))
-    ceiling = 32e9 / work.decode_bytes(16, 1, 128)
+    ceiling = 32e9 / decode.decode_bytes(work, 16, 1, 128)
     (line,) = [line for line in lines if line.startswith(f"| {label}")]
     assert f"| {ceiling:.0f} | 20.0 (10.0-30.0), {20 / ceiling:.0%}, x2.00 llama_cpp:bf16 |" in line
     assert "- onnx:int4: NOT RUN: not installed" in lines
@@ -210,12 +183,12 @@ def test_rows_are_run_once_for_what_they_share() -> None:
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4-g32", "w4a8-g32", "mxfp4"])
 def test_every_kernel_that_accepts_is_timed(name: str) -> None:
-    ops, roofs = module("cpu_ops"), module("cpu_roofs")
+    ops = module("cpu_ops")
     work = list(ops.linear_work(current_registry(), name, (64, 32), [1, 3], 5000))
     assert [each.what for each in work] == ["64 to 32, 1 rows", "64 to 32, 3 rows"]
     with torch.inference_mode():
         for each in work:
-            found = list(ops.measured(each, roofs.Roofs(1e9, "", 1e9, 1), 1))
+            found = list(ops.measured(each, Roofs(1e9, "", 1e9, 1), 1))
             assert [measure.kernel for measure in found] == list(each.calls)
             assert "reference" in each.calls
             assert all(measure.gb_per_s > 0 for measure in found)
