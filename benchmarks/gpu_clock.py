@@ -108,5 +108,10 @@ def clock_of(device: str, tiny: bool) -> Clock:
 
 def roofs_by(clock: Clock, placement: Placement, tiny: bool = False) -> Roofs:
     """Return the roofs of the device by its own clock; those of a rehearsal are small."""
-    sizes = {"read_bytes": 64**2, "side": 64} if tiny else {}
-    return measured_roofs(placement, seconds=lambda calls: clock.time([*calls]), **sizes)
+    side = 64 if tiny else None
+    return measured_roofs(
+        placement,
+        seconds=lambda calls: clock.time([*calls]),
+        read_bytes=side and side**2,
+        side=side,
+    )

@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from interposer_models._bench.session import Sample, Session
 from interposer_models._bench.sizes import END_TOKENS, RUNNING, Sizes
@@ -20,11 +20,16 @@ ADAPTER = "bench"
 
 
 class Step(NamedTuple):
-    """The least of a step: bytes to read and operations to compute, and how many of such steps."""
+    """The least of a step: bytes to read, operations to compute, tokens that count for the rate.
+
+    Attributes:
+        times: how many of such steps there are.
+    """
 
     num_bytes: float
     operations: float
-    count: int = 1
+    tokens: int
+    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Prefill(Kind):
 
     def least(self, work: ModelWork) -> list[Step]:
         """Return one step that reads the weights."""
-        return [Step(work.weight_bytes(self.tokens), work.operations(self.tokens))]
+        return [Step(work.weight_bytes(self.tokens), work.operations(self.tokens), self.tokens)]
 
 
 @dataclass(frozen=True)
@@ -87,20 +92,16 @@ class Decode(Kind):
     def run(self, session: Session) -> Sample:
         """Run it once."""
         draw = session.repeating if self.repeats else session.tokens
-        # A token more than is timed, so that the last step is like all others; guesses may be more.
-        with session.unspeculated() if self.plain else nullcontext():
-            added = session.add(
-                [draw(self.context) for _ in range(self.batch)], self.new + 1, self.adapter
-            )
-            session.first_tokens(added)
-            return session.timed(lambda: session.decode(added, self.new))
+        prompts = [draw(self.context) for _ in range(self.batch)]
+        added = session.add_decoding(prompts, self.new, self.adapter)
+        return session.timed(lambda: session.decode(added, self.new))
 
     def least(self, work: ModelWork) -> list[Step]:
         """Return steps that read weights and caches; of guesses nothing is known beforehand."""
         if not self.plain:
             return []
         middle = self.context + self.new // 2
-        return [_decode(work, self.batch, middle)._replace(count=self.new)]
+        return [_decode(work, self.batch, middle)._replace(times=self.new)]
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Extend(Kind):
     def least(self, work: ModelWork) -> list[Step]:
         """Return one step that reads the weights and the cache."""
         num_bytes = work.weight_bytes(self.tokens) + work.context_bytes(self.behind)
-        return [Step(num_bytes, work.operations(self.tokens, self.behind))]
+        return [Step(num_bytes, work.operations(self.tokens, self.behind), self.tokens)]
 
 
 @dataclass(frozen=True)
@@ -138,16 +139,16 @@ class Mixed(Kind):
 
     def run(self, session: Session) -> Sample:
         """Run it once; a prompt joins every eighth step."""
-        running = session.add([session.tokens(self.context) for _ in range(RUNNING)], self.new + 1)
-        session.first_tokens(running)
-        prompts = iter([session.tokens(self.prompt) for _ in range(self.joins)])
+        prompts = [session.tokens(self.context) for _ in range(RUNNING)]
+        running = session.add_decoding(prompts, self.new)
+        joining = iter([session.tokens(self.prompt) for _ in range(self.joins)])
         gaps: list[float] = []
 
         def decode() -> int:
             tokens = 0
             for number in range(self.new):
                 if number % 8 == 0:
-                    session.add([next(prompts)], 1)
+                    session.add([next(joining)], 1)
                 start = time.perf_counter()
                 tokens += session.decode(running, 1)
                 session.settle()
@@ -164,9 +165,10 @@ class Mixed(Kind):
         both = Step(
             alone.num_bytes - work.weight_bytes(RUNNING) + work.weight_bytes(RUNNING + self.prompt),
             alone.operations + work.operations(self.prompt),
+            RUNNING,
             self.joins,
         )
-        return [both, alone._replace(count=self.new - self.joins)]
+        return [both, alone._replace(times=self.new - self.joins)]
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ class SharedPrefix(Kind):
         behind = self.common if self.is_known else 0
         tokens = self.common + END_TOKENS - behind
         num_bytes = work.weight_bytes(tokens) + work.context_bytes(behind)
-        return [Step(num_bytes, work.operations(tokens, behind))]
+        return [Step(num_bytes, work.operations(tokens, behind), self.common + END_TOKENS)]
 
 
 def kinds_of(
@@ -208,7 +210,9 @@ def kinds_of(
     Args:
         whole_prompts: a prompt is computed in one step, so that none extends another.
     """
+    options: dict[str, Any]
     new, first, batch = sizes.new, sizes.contexts[0], sizes.batch
+    together = sizes.together
     pp, tg = f"pp{sizes.prompt}", f"tg{new}"
     yield Prefill("prefill", f"prefill of {sizes.prompt}", pp, tokens=sizes.prompt)
     for context in sizes.contexts:
@@ -216,47 +220,51 @@ def kinds_of(
         what = f"decode, context {context}"
         yield Decode(f"decode_{context}", what, test, context=context, new=new)
     if batch > 1:
-        what = f"batch of {batch}, context {first}"
-        yield Decode(f"batch_{batch}", what, context=first, new=new, batch=batch)
+        what = f"batch of {batch}, context {together}"
+        yield Decode(f"batch_{batch}", what, context=together, new=new, batch=batch)
     if not whole_prompts:
         what = f"prefill of {sizes.prompt} behind {sizes.behind}"
         test = f"{pp} @ d{sizes.behind}"
         yield Extend("extend", what, test, tokens=sizes.prompt, behind=sizes.behind)
     what = f"decode of {RUNNING}, prompts of {sizes.prompt} join"
-    yield Mixed("mixed", what, context=first, new=new, prompt=sizes.prompt, joins=sizes.joins)
+    yield Mixed("mixed", what, context=together, new=new, prompt=sizes.prompt, joins=sizes.joins)
     if sizes.shared:
         what = f"first token behind {sizes.shared} + {END_TOKENS}"
         yield SharedPrefix("prefix_new", what, common=sizes.shared)
         what = f"the same, {sizes.shared} in the cache"
         options = {"common": sizes.shared, "is_known": True}
-        yield SharedPrefix("prefix_known", what, beside="prefix_new", **options)  # type: ignore[arg-type]
+        yield SharedPrefix("prefix_known", what, beside="prefix_new", **options)
     if adapter:
-        for name, number in ((f"decode_{first}", 1), (f"batch_{batch}", batch)):
-            if number > 1 or name.startswith("decode"):
-                what = f"{'decode' if number == 1 else f'batch of {number}'}, adapter"
-                yield Decode(
-                    f"{name}_adapter",
-                    what,
-                    beside=name,
-                    context=first,
-                    new=new,
-                    batch=number,
-                    adapter=ADAPTER,
-                )
+        what, beside = f"decode, context {first}, adapter", f"decode_{first}"
+        options = {
+            "beside": beside,
+            "context": first,
+            "new": new,
+            "adapter": ADAPTER,
+        }
+        yield Decode(f"{beside}_adapter", what, **options)
+    if adapter and batch > 1:
+        what, beside = f"batch of {batch}, context {together}, adapter", f"batch_{batch}"
+        options |= {"beside": beside, "context": together, "batch": batch}
+        yield Decode(f"{beside}_adapter", what, **options)
     if speculates:
         what = f"decode of what repeats, context {first}"
         yield Decode("repeats", what, context=first, new=new, repeats=True)
         options = {"context": first, "new": new, "repeats": True, "plain": False}
-        yield Decode("repeats_guessed", "the same, guessed", beside="repeats", **options)  # type: ignore[arg-type]
+        yield Decode("repeats_guessed", "the same, guessed", beside="repeats", **options)
 
 
-def prepared(kind: Kind, session: Session, adapter: str | None) -> AbstractContextManager[object]:
-    """Return a block in which what a kind needs is loaded, and nothing that it does not."""
-    if getattr(kind, "adapter", None) is None or adapter is None:
-        return nullcontext()
-    return session.adapted(ADAPTER, adapter)
+@contextmanager
+def prepared(kind: Kind, session: Session, adapter: str | None) -> Iterator[None]:
+    """Have what a kind needs within a ``with`` block, and nothing that it does not."""
+    with ExitStack() as stack:
+        if getattr(kind, "plain", True):
+            stack.enter_context(session.unspeculated())
+        if getattr(kind, "adapter", None) is not None and adapter is not None:
+            stack.enter_context(session.adapted(ADAPTER, adapter))
+        yield
 
 
 def _decode(work: ModelWork, batch: int, context: int) -> Step:
     num_bytes = work.weight_bytes(batch) + batch * work.context_bytes(context)
-    return Step(num_bytes, work.operations(1, context, batch))
+    return Step(num_bytes, work.operations(1, context, batch), batch)

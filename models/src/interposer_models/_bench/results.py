@@ -1,11 +1,11 @@
-"""The results of a benchmark: rows with their ceilings, as text, as JSON and in llama-bench's form."""
+"""The results of a benchmark: rows with their ceilings, as text, JSON and llama-bench's table."""
 
 from __future__ import annotations
 
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from interposer_models._bench.kinds import Kind, Step
@@ -81,16 +81,17 @@ class Row:
         if not least:
             return row
         parts = [
-            (s.count * s.num_bytes / roofs.bytes_per_s, s.count * s.operations / roofs.flops_per_s)
+            (s.times * s.num_bytes / roofs.bytes_per_s, s.times * s.operations / roofs.flops_per_s)
             for s in least
         ]
-        return cls(
-            **{
-                **asdict(row),
-                "memory_s": sum(memory for memory, _ in parts),
-                "arithmetic_s": sum(arithmetic for _, arithmetic in parts),
-                "ceiling": samples[0].tokens / sum(max(both) for both in parts),
-            }
+        tokens = sum(step.times * step.tokens for step in least)
+        # Requests that are ahead of others may give some tokens more in a run.
+        share = statistics.median(sample.tokens for sample in samples) / tokens
+        return replace(
+            row,
+            memory_s=share * sum(memory for memory, _ in parts),
+            arithmetic_s=share * sum(arithmetic for _, arithmetic in parts),
+            ceiling=tokens / sum(max(both) for both in parts),
         )
 
     @property
@@ -185,8 +186,8 @@ class Benchmark:
     def llama_bench(self) -> str:
         """Return the rows that llama-bench has, in the columns of its Markdown: mean and spread."""
         size = f"{self.weight_bytes / 2**30:.2f} GiB"
-        fixed = (self.model, size, f"{self.weights / 1e6:.2f} M", self.platform)
-        fixed += (str(self.roofs.threads),)
+        weights, threads = f"{self.weights / 1e6:.2f} M", str(self.roofs.threads)
+        fixed = (self.model, size, weights, self.platform, threads)
         lines = ["| model | size | params | backend | threads | test | t/s |"]
         lines.append("|---|---:|---:|---|---:|---:|---:|")
         for row in (row for row in self.rows if row.test is not None):

@@ -59,6 +59,20 @@ class Session:
         self._running += added
         return added
 
+    def add_decoding(
+        self, prompts: list[list[int]], new_tokens: int, adapter: str | None = None
+    ) -> list[Sequence]:
+        """Queue requests, and step until each has a first token.
+
+        Those whose prompts were computed in an earlier step are ahead of others by then, so that
+        they may have as many more.
+        """
+        step = self.lm.engine.scheduler.max_step_tokens
+        ahead = sum(map(len, prompts)) // step + 2
+        added = self.add(prompts, new_tokens + ahead, adapter)
+        self.first_tokens(added)
+        return added
+
     def until(self, done: Callable[[], bool]) -> None:
         """Step until something holds.
 

@@ -21,7 +21,9 @@ class Sizes:
         behind: tokens in the cache before the prompt that extends them; a step takes as many.
         contexts: tokens before those that are decoded.
         new: tokens that are decoded.
-        batch: requests that decode together, behind the shortest context.
+        batch: requests that decode together.
+        together: tokens before those of such requests, as many as in the shortest context where
+            the model's holds them though some are ahead of others.
         joins: prompts that join running requests, one in every 8 steps.
         shared: tokens that prompts have in common; 0 leaves that row out.
         notes: what was cut.
@@ -32,6 +34,7 @@ class Sizes:
     contexts: tuple[int, ...]
     new: int
     batch: int
+    together: int
     joins: int
     shared: int = 0
     notes: tuple[str, ...] = field(default=())
@@ -57,7 +60,7 @@ class Sizes:
                 raise ConfigError(f"{name} is {value}, must be an integer of at least 1")
         if shared < 0:
             raise ConfigError(f"--shared-prefix is {shared}, must be an integer of at least 1")
-        if context < new + 3:
+        if context < new + 16:
             raise ConfigError(
                 f"--new-tokens is {new}, and the model's context is {context} tokens. "
                 f"Try: --new-tokens {max(context // 4, 1)}"
@@ -75,9 +78,13 @@ class Sizes:
         kept: dict[int, None] = {}
         for wanted in sorted(contexts):
             kept[cut("a context", wanted, room)] = None
+        first = min(kept)
+        ahead = max(batch, RUNNING) * first // behind + 2
+        together = max(min(first, room - ahead), 1)
         if shared:
             shared = cut("the common prefix", shared, context - END_TOKENS - 2)
-        return cls(prompt, behind, tuple(kept), new, batch, -(-new // 8), shared, tuple(notes))
+        joins = -(-new // 8)
+        return cls(prompt, behind, tuple(kept), new, batch, together, joins, shared, tuple(notes))
 
     @property
     def max_sequences(self) -> int:
@@ -93,8 +100,8 @@ class Sizes:
         longest = max(*self.contexts, self.behind + self.prompt, self.shared + END_TOKENS)
         rows = (
             longest + self.new,
-            self.batch * (self.contexts[0] + self.new),
-            RUNNING * (self.contexts[0] + self.new) + self.joins * (self.prompt + 1),
+            self.batch * (self.together + self.new),
+            RUNNING * (self.together + self.new) + self.joins * (self.prompt + 1),
         )
         # A prefix cache keeps what one round computed until the next one wants the room.
         return max(rows) + self.shared + 2 * page_tokens * self.max_sequences

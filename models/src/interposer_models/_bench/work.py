@@ -193,21 +193,17 @@ def _num_bytes(leaves: Iterable[Any], seen: set[int]) -> int:
 
 def _mixing(model: nn.Module) -> Iterator[Mixing]:
     """Yield the work of layers that attend; of latent ones, with keys and values of their own."""
-    latent = {id(layer.attn): layer for layer in model.modules() if _is_latent(layer)}
+    latent = {id(m.attn): m for m in model.modules() if isinstance(m, LatentAttention)}
     for module in model.modules():
         if not isinstance(module, Attention | StoredAttention):
             continue
         spec: AttentionSpec = module.backend.spec
         seen = spec.window_tokens or (spec.top_k if spec.sparse else None) or math.inf
         numbers = spec.head_size if spec.latent else 2 * spec.num_kv_heads * spec.head_size
-        width: Any = 2 * spec.head_size
+        width = 2 * spec.head_size
         if (outer := latent.get(id(module))) is not None:
             width = sum(outer.kv_b_proj.sizes) + outer.rotary_size
         yield Mixing(numbers * spec.cache_dtype.itemsize, spec.num_heads * width, seen)
-
-
-def _is_latent(module: nn.Module) -> bool:
-    return isinstance(module, LatentAttention)
 
 
 def _states(model: CausalModel) -> Iterator[Mixing]:
