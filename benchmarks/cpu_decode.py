@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpu_contenders.contract import MAX_BATCH, MAX_CONTEXT, MAX_STEP_TOKENS
+from cpu_contenders.contract import MAX_BATCH, MAX_CONTEXT, MAX_STEP_TOKENS, Settings
 from cpu_peers import (
     CONTENDERS,
     ENVIRONMENTS,
@@ -123,11 +123,23 @@ def measured_group(
             worker.end()
 
 
-def loaded(contender: Contender, threads: int, options: argparse.Namespace) -> Worker:
+def loaded(
+    contender: Contender,
+    threads: int,
+    options: argparse.Namespace,
+    folder: Path | None = None,
+    settings: Settings | None = None,
+) -> Worker:
+    """Return the process of a contender, with the model of ``options`` or another folder.
+
+    Raises: Unavailable: it cannot be installed or loaded, or no memory is left for it.
+    """
     python = environment_python(ENVIRONMENTS[contender.environment], options.environments)
     if available_mib() < options.room_mib:
         raise Unavailable(f"only {available_mib()} MiB of memory left. Try: fewer contenders")
-    return Worker(contender, python, options.model_dir, threads, options.timeout)
+    return Worker(
+        contender, python, folder or options.model_dir, threads, options.timeout, settings
+    )
 
 
 def run_row(
@@ -201,15 +213,23 @@ def report(group: Group, rows: list[Row], work: ModelWork) -> Iterator[str]:
 
 def cell(name: str, rates: dict[str, list[float]], ceiling: float) -> str:
     """Return the median with its spread, and for ours the ratio to the best peer."""
-    values = rates[name]
-    middle = statistics.median(values)
-    text = f"{middle:.1f} ({min(values):.1f}-{max(values):.1f}), {middle / ceiling:.0%}"
+    share = statistics.median(rates[name]) / ceiling
+    return f"{spread(rates[name])}, {share:.0%}{ratio_to_best(name, rates)}"
+
+
+def spread(values: list[float]) -> str:
+    """Return the median with the lowest and the highest."""
+    return f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})"
+
+
+def ratio_to_best(name: str, rates: dict[str, list[float]]) -> str:
+    """Return the median of our ratios to the best peer, round by round; nothing for peers."""
     peers = {peer: found for peer, found in rates.items() if not peer.startswith(OURS)}
-    if name.startswith(OURS) and peers:
-        best = max(peers, key=lambda peer: statistics.median(peers[peer]))
-        pairs = zip(values, peers[best], strict=True)
-        text += f", x{statistics.median(ours / theirs for ours, theirs in pairs):.2f} {best}"
-    return text
+    if not name.startswith(OURS) or not peers:
+        return ""
+    best = max(peers, key=lambda peer: statistics.median(peers[peer]))
+    pairs = zip(rates[name], peers[best], strict=True)
+    return f", x{statistics.median(ours / theirs for ours, theirs in pairs):.2f} {best}"
 
 
 def note(text: str) -> None:
