@@ -31,6 +31,7 @@ from tokenizers import Tokenizer
 
 from cpu_contenders.contract import Settings
 from cpu_decode import ROOM_MIB, loaded, note, ratio_to_best, spread
+from cpu_models import SHIPPED
 from cpu_peers import Contender, Unavailable, cache_folder, chosen_contenders
 from cpu_processes import Worker
 
@@ -38,7 +39,7 @@ PEERS = ("interposer:bf16", "llama_cpp:bf16", "vllm:bf16")
 LINES = "".join(
     f"    parser.add_argument('--option{n}', type=int, default={n})\n" for n in range(12)
 )
-CONTEXT = 2304
+CONTEXT = 2048
 # Milliseconds, of which fewer are better.
 GAP = "gap_ms"
 
@@ -165,9 +166,9 @@ def suites_of(options: argparse.Namespace) -> dict[str, Suite]:
 
 
 def repeating(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the row of text that repeats itself, as tokens of the model that is to go on."""
-    tokenizer = Tokenizer.from_file(str(options.text_dir / "hf" / "tokenizer.json"))
-    ids = tokenizer.encode(LINES).ids[: 512 // options.scale]
+    """Return the row of text that repeats itself, as tokens of the shipped model."""
+    ids = Tokenizer.from_file(str(SHIPPED / "tokenizer.json")).encode(LINES).ids
+    ids = ids[: 512 // options.scale]
     return {"kind": "repeats", "prompt": ids, "new_tokens": 4 * options.new_tokens}
 
 
