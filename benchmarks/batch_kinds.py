@@ -2,13 +2,14 @@
 
     python benchmarks/cpu_models.py qwen3-0.6b DIR --formats hf gguf adapters
     python benchmarks/cpu_models.py stdlib-lm TEXT_DIR --formats hf gguf
-    python benchmarks/batch_kinds.py DIR TEXT_DIR [--suites batches mixed adapters guesses]
+    python benchmarks/batch_kinds.py DIR TEXT_DIR [--suites batches mixed adapters guesses idle]
 
 Suites: `batches` has prefill, decode, a batch and a prompt that extends another; `mixed` a prefix
 of 2,000 tokens that two prompts share, and prompts that join requests which decode; `adapters` a
-batch of eight without any, with one of rank 16 for all, and with four; `guesses` greedy text that
-repeats itself, by prompt lookup of four tokens and without, on the shipped model, since random
-weights repeat themselves in no way that says anything.
+batch of eight without any, with one of rank 16 for all, and with four; `guesses` text by prompt
+lookup of four tokens and without: greedy text that repeats itself, and text that is drawn at
+temperature 1, on the shipped model, since random weights repeat themselves in no way that says
+anything; `idle` decoding with a prefix cache of which nothing is used, beside none.
 
 Contenders live in processes of their own, of which one runs at a time. Every round draws its
 prompts anew and runs each row by all of them in a new order; figures are medians, with the lowest
@@ -35,10 +36,12 @@ from cpu_models import SHIPPED
 from cpu_peers import Contender, Unavailable, cache_folder, chosen_contenders
 from cpu_processes import Worker
 
+SUITES = ("batches", "mixed", "adapters", "guesses", "idle")
 PEERS = ("interposer:bf16", "llama_cpp:bf16", "vllm:bf16")
 LINES = "".join(
     f"    parser.add_argument('--option{n}', type=int, default={n})\n" for n in range(12)
 )
+TEXTS = {"greedy, repeats itself": (LINES, 0.0), "drawn": ("def main():\n", 1.0)}
 CONTEXT = 2048
 # Milliseconds, of which fewer are better.
 GAP = "gap_ms"
@@ -96,7 +99,6 @@ def suites_of(options: argparse.Namespace) -> dict[str, Suite]:
     eight = {"kind": "decode", "batch": 8, "context": short, "new_tokens": new}
     adapters = tuple(str(options.model_dir / "adapters" / str(n)) for n in range(4))
     four = f"of 8, context {short}"
-    plain, guessed = "repeats, plain", "repeats, prompt lookup"
     return {
         "batches": Suite(
             options.model_dir,
@@ -155,21 +157,42 @@ def suites_of(options: argparse.Namespace) -> dict[str, Suite]:
         ),
         "guesses": Suite(
             options.text_dir,
-            {"plain": Settings(1024), "guessed": Settings(1024, guesses=True)},
-            (
-                Row(repeating(options), {"tokens": plain}, "plain"),
-                Row(repeating(options), {"tokens": guessed}, "guessed"),
+            {"plain": Settings(1024), "prompt lookup": Settings(1024, guesses=True)},
+            guessed_rows(options),
+            tuple((f"{what}, prompt lookup", f"{what}, plain") for what in TEXTS),
+        ),
+        "idle": Suite(
+            options.model_dir,
+            {"plain": Settings(CONTEXT), "cached": Settings(CONTEXT, prefixes=True)},
+            tuple(
+                Row(
+                    {**size, "kind": "decode", "context": prompt},
+                    {"decode": f"decode, {variant}"},
+                    variant,
+                )
+                for variant in ("plain", "cached")
             ),
-            ((guessed, plain),),
+            (("decode, cached", "decode, plain"),),
         ),
     }
 
 
-def repeating(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the row of text that repeats itself, as tokens of the shipped model."""
-    ids = Tokenizer.from_file(str(SHIPPED / "tokenizer.json")).encode(LINES).ids
-    ids = ids[: 512 // options.scale]
-    return {"kind": "repeats", "prompt": ids, "new_tokens": 4 * options.new_tokens}
+def guessed_rows(options: argparse.Namespace) -> tuple[Row, ...]:
+    """Return rows of text that repeats itself, greedy, and of text that is drawn and seldom does.
+
+    Prompts are tokens of the shipped model.
+    """
+    tokenizer = Tokenizer.from_file(str(SHIPPED / "tokenizer.json"))
+    rows: list[Row] = []
+    for what, (text, temperature) in TEXTS.items():
+        prompt = tokenizer.encode(text).ids[: 512 // options.scale]
+        command: dict[str, Any] = {"kind": "guesses", "prompt": prompt, "temperature": temperature}
+        command["new_tokens"] = 4 * options.new_tokens
+        rows += [
+            Row(command, {"tokens": f"{what}, {variant}"}, variant)
+            for variant in ("plain", "prompt lookup")
+        ]
+    return tuple(rows)
 
 
 def measured_suite(
@@ -266,7 +289,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model_dir", type=Path, help="what cpu_models.py wrote")
     parser.add_argument("text_dir", type=Path, help="the same of stdlib-lm")
-    parser.add_argument("--suites", nargs="+", default=["batches", "mixed", "adapters", "guesses"])
+    parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES))
     parser.add_argument("--peers", nargs="+", default=list(PEERS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--new-tokens", type=int, default=32)
@@ -285,8 +308,6 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     options = parsed()
     found, suites = {}, suites_of(options)
-    if unknown := [name for name in options.suites if name not in suites]:
-        raise SystemExit(f"no suite {unknown[0]!r}; known: {', '.join(suites)}")
     contenders = chosen_contenders(options.peers)
     for name in options.suites:
         suite = suites[name]

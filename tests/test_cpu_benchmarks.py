@@ -253,6 +253,9 @@ class Kinds(Counting):
     def several(self) -> list[list[int]]:
         return [[0, 0] for _ in self.step()]
 
+    def draw(self, temperature: float, seed: int) -> None:
+        self.steps.append(f"draw at {temperature} by {seed}")
+
     def use_adapters(self, numbers: list[int | None]) -> None:
         if len({*numbers}) > self.adapters:
             raise module("cpu_contenders.contract").Unsupported("one adapter for all requests")
@@ -279,7 +282,8 @@ def test_kinds_of_batch_are_runs_of_one_contract() -> None:
     run, found = steps(2, kind="decode", batch=2, context=3, new_tokens=1, adapters=[0, 1])
     assert run[1:3] == ["adapters [0, 1]", "prefill 2 x 3"]
     assert run[-1] == "adapters []"
-    run, found = steps(1, kind="repeats", prompt=[1, 2, 1, 2], new_tokens=5)
+    run, found = steps(1, kind="guesses", prompt=[1, 2, 1, 2], new_tokens=5, temperature=1.0)
+    assert run[1:3] == ["draw at 1.0 by 1", "prefill 1 x 4"]
     assert run.count("step") == 3  # of two tokens each
     assert set(found) == {"tokens"}
 
@@ -361,9 +365,10 @@ def test_our_engine_is_a_contender_of_every_kind(tmp_path: Path) -> None:
 
 def test_our_engine_guesses_what_repeats_itself() -> None:
     contract, kinds = module("cpu_contenders.contract"), module("cpu_contenders.kinds")
-    row = module("batch_kinds").repeating(Namespace(scale=4, new_tokens=4))
+    rows = module("batch_kinds").guessed_rows(Namespace(scale=4, new_tokens=4))
     engine = module("cpu_contenders.interposer_engine")
     settings = contract.Settings(512, guesses=True)
     contender = engine.open_contender(SHIPPED, "bf16", 1, settings)
-    assert kinds.run(contender, {**row, "seed": 1})["tokens"] > 0
+    for row in rows:
+        assert kinds.run(contender, {**row.command, "seed": 1})["tokens"] > 0
     assert contender.lm.speculation.drafted_tokens > 0

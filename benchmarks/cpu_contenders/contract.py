@@ -94,6 +94,9 @@ class BatchContender(Contender, Protocol):
     def several(self) -> list[list[int]]:
         """Return the next tokens of each, of which a step with guesses may have several."""
 
+    def draw(self, temperature: float, seed: int) -> None:
+        """Draw the tokens of later requests by a temperature, where 0 is greedy."""
+
     def use_adapters(self, numbers: list[int | None]) -> None:
         """Let the requests of the next ``prefill`` use these adapters; None is none.
 

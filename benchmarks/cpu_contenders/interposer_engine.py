@@ -40,6 +40,7 @@ class Engine:
         self.sequences: list[Any] = []
         self.joined: list[Any] = []
         self.named: list[int | None] = []
+        self.drawing: dict[str, Any] = {"temperature": 0.0}
 
     def reserve(self, batch: int, tokens: int) -> None:
         """Do nothing: the cache is made when the model loads."""
@@ -71,6 +72,9 @@ class Engine:
             for event in self.lm.engine.step():
                 found.get(id(event.sequence), []).append(event.token_id)
         return list(found.values())
+
+    def draw(self, temperature: float, seed: int) -> None:
+        self.drawing = {"temperature": temperature, "seed": seed}
 
     def use_adapters(self, numbers: list[int | None]) -> None:
         wanted = sorted({number for number in numbers if number is not None})
@@ -104,7 +108,7 @@ class Engine:
     def _add(self, prompt: list[int], new_tokens: int, adapter: int | None) -> Any:
         name = None if adapter is None else str(adapter)
         params = self.params(
-            temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True, adapter=name
+            max_new_tokens=new_tokens, ignore_eos=True, adapter=name, **self.drawing
         )
         return self.lm.engine.add(prompt, params)
 

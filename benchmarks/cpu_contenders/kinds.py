@@ -100,10 +100,11 @@ def mixed(contender: BatchContender, row: Row) -> dict[str, float]:
     return {"tokens": batch * new / seconds, "gap_ms": 1e3 * p95}
 
 
-def repeats(contender: BatchContender, row: Row) -> dict[str, float]:
-    """Continue a prompt that repeats itself, which the row has, one request at a time."""
+def guesses(contender: BatchContender, row: Row) -> dict[str, float]:
+    """Continue the prompt of the row, drawing at its temperature, one request at a time."""
     new, prompt = row["new_tokens"], row["prompt"]
     contender.reserve(1, len(prompt) + new + 8)
+    contender.draw(row["temperature"], row["seed"])
     contender.prefill([prompt], new + 8)
     start, tokens = time.perf_counter(), 0
     while tokens < new:
@@ -116,8 +117,8 @@ def repeats(contender: BatchContender, row: Row) -> dict[str, float]:
 KINDS: dict[str, Callable[[BatchContender, Row], dict[str, float]]] = {
     "decode": decode,
     "extend": extend,
+    "guesses": guesses,
     "mixed": mixed,
-    "repeats": repeats,
     "shared": shared,
 }
 

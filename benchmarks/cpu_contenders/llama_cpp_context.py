@@ -119,6 +119,10 @@ class Context:
         self.tokens = found[-1:]
         return [found]
 
+    def draw(self, temperature: float, seed: int) -> None:
+        if temperature:
+            raise Unsupported("guesses of llama-cpp-python are verified greedily here")
+
     def use_adapters(self, numbers: list[int | None]) -> None:
         """Set the adapter of the context, which is that of all of its requests."""
         wanted = {*numbers}

@@ -40,6 +40,7 @@ class Engine:
         self.counts: dict[str, int] = {}
         self.adapters = settings.adapters
         self.named: list[int | None] = []
+        self.drawing: dict[str, Any] = {"temperature": 0.0}
 
     def reserve(self, batch: int, tokens: int) -> None:
         """Do nothing: the cache is made when the model loads."""
@@ -74,6 +75,9 @@ class Engine:
                     self.counts[output.request_id] = len(tokens)
         return list(found.values())
 
+    def draw(self, temperature: float, seed: int) -> None:
+        self.drawing = {"temperature": temperature, "seed": seed}
+
     def use_adapters(self, numbers: list[int | None]) -> None:
         """Name them in the requests; an engine for adapters computes others by the same layers."""
         self.named = numbers
@@ -85,7 +89,7 @@ class Engine:
 
     def _add(self, prompt: list[int], new_tokens: int, adapter: int | None) -> str:
         params = self.vllm.SamplingParams(
-            temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
+            max_tokens=new_tokens, ignore_eos=True, detokenize=False, **self.drawing
         )
         self.ids += 1
         name, request = str(self.ids), None
