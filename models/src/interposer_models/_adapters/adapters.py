@@ -56,7 +56,7 @@ class Adapters:
                 "An adapted model takes adapters where it was made. "
                 "Try: PeftModel.from_pretrained(model, folder) of PEFT, then adapt()"
             )
-        if self._engine.sources is not None:
+        if self._engine.runner.sources is not None:
             raise ConfigError(
                 "A model with an encoder takes no adapters: its encoder computes tokens that no "
                 "adapter is told of. Try: merge_and_unload() of PEFT, and load what it saves"
@@ -66,7 +66,7 @@ class Adapters:
                 f"There is an adapter {name!r} already. Try: remove_adapter({name!r}) first, or "
                 "another name"
             )
-        if self._engine.compiled is not None:
+        if self._engine.runner.compiled is not None:
             raise ConfigError(
                 "A compiled model takes no adapters: its graphs were made without them. "
                 "Try: Config(compile='off')"
@@ -93,7 +93,7 @@ class Adapters:
 
     def _set(self, adapters: Mapping[str, Adapter]) -> None:
         engine, names = self._engine, tuple(adapters)
-        graphs = engine.graphs
+        graphs = engine.runner.graphs
         most = engine.scheduler.max_step_tokens
         if graphs is not None:
             most = max(most, graphs.buckets.sizes[-1])
@@ -116,7 +116,7 @@ class Adapters:
             for number in range(len(names))
         ]
         self._loaded = dict(zip(names, held, strict=True))
-        engine.adapters = step if names else None
+        engine.runner.adapters = step if names else None
         if graphs is not None:
             graphs.forget()
 
