@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from cpu_contenders.contract import Contender, Settings
+from cpu_contenders.contract import BatchContender, Contender, Settings
 from cpu_contenders.kinds import run as run_kind
 
 MIB = 2**20
@@ -102,7 +102,7 @@ def main() -> None:
     start = time.perf_counter()
     library = importlib.import_module(f"cpu_contenders.{module}")
     with AnonymousPeak() as peak:
-        contender: Contender = library.open_contender(Path(path), option, int(threads), *settings)
+        contender: BatchContender = library.open_contender(Path(path), option, int(threads), *settings)
         seconds = time.perf_counter() - start
     answer(
         out,
