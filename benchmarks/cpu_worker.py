@@ -102,7 +102,9 @@ def main() -> None:
     start = time.perf_counter()
     library = importlib.import_module(f"cpu_contenders.{module}")
     with AnonymousPeak() as peak:
-        contender: BatchContender = library.open_contender(Path(path), option, int(threads), *settings)
+        contender: BatchContender = library.open_contender(
+            Path(path), option, int(threads), *settings
+        )
         seconds = time.perf_counter() - start
     answer(
         out,
