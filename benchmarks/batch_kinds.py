@@ -2,14 +2,14 @@
 
     python benchmarks/cpu_models.py qwen3-0.6b DIR --formats hf gguf adapters
     python benchmarks/cpu_models.py stdlib-lm TEXT_DIR --formats hf gguf
-    python benchmarks/batch_kinds.py DIR TEXT_DIR [--suites batches mixed adapters guesses idle]
+    python benchmarks/batch_kinds.py DIR TEXT_DIR [--suites batches prefixes ...]
 
-Suites: `batches` has prefill, decode, a batch and a prompt that extends another; `mixed` a prefix
-of 2,000 tokens that two prompts share, and prompts that join requests which decode; `adapters` a
-batch of eight without any, with one of rank 16 for all, and with four; `guesses` text by prompt
-lookup of four tokens and without: greedy text that repeats itself, and text that is drawn at
-temperature 1, on the shipped model, since random weights repeat themselves in no way that says
-anything; `idle` decoding with a prefix cache of which nothing is used, beside none.
+Suites: `batches` has prefill, decode, a batch and a prompt that extends another; `prefixes` 2,000
+tokens that two prompts share; `mixed` prompts that join requests which decode; `adapters` a batch
+of eight without any, with one of rank 16 for all, and with four; `guesses` text by prompt lookup of
+four tokens and without: greedy text that repeats itself, and text that is drawn at temperature 1,
+on the shipped model, since random weights repeat themselves in no way that says anything; `idle`
+decoding with a prefix cache of which nothing is used, beside none.
 
 Contenders live in processes of their own, of which one runs at a time. Every round draws its
 prompts anew and runs each row by all of them in a new order; figures are medians, with the lowest
@@ -36,7 +36,7 @@ from cpu_models import SHIPPED
 from cpu_peers import Contender, Unavailable, cache_folder, chosen_contenders
 from cpu_processes import Worker
 
-SUITES = ("batches", "mixed", "adapters", "guesses", "idle")
+SUITES = ("batches", "prefixes", "mixed", "adapters", "guesses", "idle")
 PEERS = ("interposer:bf16", "llama_cpp:bf16", "vllm:bf16")
 LINES = "".join(
     f"    parser.add_argument('--option{n}', type=int, default={n})\n" for n in range(12)
@@ -118,7 +118,7 @@ def suites_of(options: argparse.Namespace) -> dict[str, Suite]:
                 ),
             ),
         ),
-        "mixed": Suite(
+        "prefixes": Suite(
             options.model_dir,
             {"": Settings(CONTEXT, prefixes=True)},
             (
@@ -129,6 +129,13 @@ def suites_of(options: argparse.Namespace) -> dict[str, Suite]:
                         "known": f"the same, {common} in the cache",
                     },
                 ),
+            ),
+            ((f"the same, {common} in the cache", f"first token of {common} + 20, new"),),
+        ),
+        "mixed": Suite(
+            options.model_dir,
+            {"": Settings(CONTEXT, prefixes=True)},
+            (
                 Row(
                     {
                         **{"kind": "mixed", "batch": 4, "context": short},
@@ -140,7 +147,6 @@ def suites_of(options: argparse.Namespace) -> dict[str, Suite]:
                     },
                 ),
             ),
-            ((f"the same, {common} in the cache", f"first token of {common} + 20, new"),),
         ),
         "adapters": Suite(
             options.model_dir,

@@ -277,7 +277,7 @@ def test_kinds_of_batch_are_runs_of_one_contract() -> None:
     run, _ = steps(1, kind="shared", context=30)
     assert run == ["reserve 1 x 52", "prefill 1 x 50", "end", "extend 50 behind 30", "end"]
     run, found = steps(4, kind="mixed", batch=4, context=3, new_tokens=17, joining=5)
-    assert run[2:20] == ["join 5", *["step"] * 16, "join 5"]
+    assert run[2:12] == ["join 5", *["step"] * 8, "join 5"]
     assert set(found) == {"tokens", "gap_ms"}
     run, found = steps(2, kind="decode", batch=2, context=3, new_tokens=1, adapters=[0, 1])
     assert run[1:3] == ["adapters [0, 1]", "prefill 2 x 3"]

@@ -16,7 +16,7 @@ __all__ = ["KINDS"]
 
 Row = dict[str, Any]
 END_TOKENS = 20
-JOIN_STEPS = 16
+JOIN_STEPS = 8
 
 
 def drawn(row: Row, batch: int, length: int) -> list[list[int]]:
@@ -81,7 +81,7 @@ def shared(contender: BatchContender, row: Row) -> dict[str, float]:
 
 
 def mixed(contender: BatchContender, row: Row) -> dict[str, float]:
-    """Decode requests that prompts of ``joining`` tokens join, one every 16 steps."""
+    """Decode requests that prompts of ``joining`` tokens join, one every eighth step."""
     batch, new, size = row["batch"], row["new_tokens"], row["joining"]
     contender.reserve(batch + 1, max(row["context"] + new, size) + 2)
     joins = iter(drawn(row, -(-new // JOIN_STEPS), size))
