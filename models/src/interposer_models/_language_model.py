@@ -90,7 +90,7 @@ class LanguageModel:
         streams: list[Stream] = []
         try:
             for prompt, own in asked:
-                streams += self._start(prompt, own, n)
+                streams += self.start_several(prompt, own, n)
             while not all(stream.ended for stream in streams):
                 self.engine.step()
                 for stream in streams:
@@ -98,7 +98,7 @@ class LanguageModel:
         finally:
             for stream in streams:
                 self.engine.cancel(stream.sequence)
-        return completions(streams)
+        return completions(streams, n)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, n: int = 1, **settings: Any
@@ -110,7 +110,7 @@ class LanguageModel:
         Raises: RequestError: at the call, before the first token.
         """
         ((_, own),) = requests([prompt], params, settings, n)
-        deltas = self._deltas(self._start(prompt, own, n))
+        deltas = self._deltas(self.start_several(prompt, own, n, shares=False))
         next(deltas)  # a generator that never ran would not cancel when it is closed
         return cast(Iterator[Delta], deltas)
 
@@ -284,15 +284,30 @@ class LanguageModel:
 
         Raises: RequestError: the prompt or a parameter is unusable.
         """
-        return self._start(prompt, params, 1)[0]
+        return self.start_several(prompt, params, 1)[0]
 
-    def _start(self, prompt: Prompt, params: SamplingParams, n: int) -> list[Stream]:
-        """Queue a request for each of ``n`` answers; none where one is refused."""
+    def start_several(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        n: int,
+        first_index: int = 0,
+        *,
+        shares: bool = True,
+    ) -> list[Stream]:
+        """Do what ``start`` does for each of ``n`` answers to a prompt; see ``generate``.
+
+        Args:
+            first_index: of the answers; see ``Delta.index``.
+            shares: the first answer alone has the log probabilities of the prompt, if they are
+                asked for.
+        Raises: RequestError: as ``start``; then none is queued.
+        """
         self._check_stop(params)
         front, source = self._given(token_ids_of(prompt, self.tokenizer))
         streams: list[Stream] = []
         try:
-            for index, own in enumerate(params.numbered(n)):
+            for index, own in enumerate(params.numbered(n, shares), first_index):
                 added = self.engine.add(front, own, source)
                 streams.append(Stream(added, self.tokenizer, index))
         except Exception:

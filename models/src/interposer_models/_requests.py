@@ -42,13 +42,13 @@ def token_ids_of(prompt: Prompt, tokenizer: TextTokenizer) -> Sequence[int]:
     return tokenizer.encode(prompt) if prompt else []
 
 
-def completions(streams: Sequence[Stream]) -> list[Completion]:
-    """Return what was produced, where answers to one prompt stand behind their first one."""
+def completions(streams: Sequence[Stream], n: int) -> list[Completion]:
+    """Return what was produced, where the ``n`` answers to each prompt follow each other."""
     told: list[Completion] = []
-    for stream in streams:
+    for place, stream in enumerate(streams):
         own = stream.completion()
         # The first one alone asked for the log probabilities of their prompt.
-        if stream.index and (shared := told[-1].prompt_logprobs):
+        if place % n and (shared := told[-1].prompt_logprobs):
             own = replace(own, prompt_logprobs=shared)
         told.append(own)
     return told

@@ -131,16 +131,19 @@ class SamplingParams(BaseModel):
         """True if tokens are ruled out or favoured."""
         return bool(self.min_tokens or self.logit_bias or self.constraint)
 
-    def numbered(self, count: int) -> list[SamplingParams]:
+    def numbered(self, count: int, shares: bool) -> list[SamplingParams]:
         """Return the parameters of each of so many answers to one prompt.
 
-        Seeds follow each other, from 2^63 - 1 to 0, and the first answer alone tells the log
-        probabilities of the prompt, which all have.
+        Seeds follow each other, and 0 follows 2^63 - 1.
+
+        Args:
+            shares: the first answer alone tells the log probabilities of the prompt.
         """
+        told = None if shares else self.prompt_logprobs
         numbered = [self]
         for index in range(1, count):
             seed = None if self.seed is None else (self.seed + index) % (_INT64_MAX + 1)
-            numbered.append(self.model_copy(update={"seed": seed, "prompt_logprobs": None}))
+            numbered.append(self.model_copy(update={"seed": seed, "prompt_logprobs": told}))
         return numbered
 
     if not TYPE_CHECKING:  # type checkers derive the signature from the fields
