@@ -167,9 +167,7 @@ class AsyncLanguageModel:
 
         Raises: RequestError: the model was closed. And what the function raises.
         """
-        return await asyncio.wrap_future(
-            self._steps.call(lambda: function(*args, **options))
-        )
+        return await asyncio.wrap_future(self._steps.call(lambda: function(*args, **options)))
 
     async def tokenize(self, function: Callable[[TextTokenizer], T]) -> T:
         """Return what a function makes of a tokenizer, in the thread that reads prompts.
