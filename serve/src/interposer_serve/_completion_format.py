@@ -62,7 +62,7 @@ class CompletionFormat(Format):
 
     def choice(self, answer: Answer) -> dict[str, Any]:
         """Return a whole answer."""
-        told = self._choice(answer, answer.text, answer.deltas, 0)
+        told = self._choice(answer, answer.text, answer.deltas, 0, is_first=True)
         if self._tells_prompt:
             told["prompt_logprobs"] = self.prompt_logprobs(answer)
         return told
@@ -70,24 +70,28 @@ class CompletionFormat(Format):
     def chunks(self, answer: Answer) -> list[dict[str, Any]]:
         """Return the text of the newest token, and how the answer ended, if it has."""
         newest, text = answer.deltas[-1], answer.deltas[-1].text
-        first = len(answer.deltas) == 1 and bool(self._echoes)
-        if not (text or first or answer.reason is not None or self.tells_logprobs):
+        is_first = len(answer.deltas) == 1
+        if not (
+            text or (is_first and self._echoes) or answer.reason is not None or self.tells_logprobs
+        ):
             return []
-        return [self._choice(answer, text, [newest], len(answer.text) - len(text))]
+        offset = len(answer.text) - len(text)
+        return [self._choice(answer, text, [newest], offset, is_first=is_first)]
 
     def _choice(
-        self, answer: Answer, text: str, deltas: list[Delta], offset: int
+        self, answer: Answer, text: str, deltas: list[Delta], offset: int, *, is_first: bool
     ) -> dict[str, Any]:
         """Return a part of an answer, with the prompt before the first one.
 
         Args:
             offset: characters of the answer before the part.
+            is_first: no part stands before it.
         """
         echo = self._echoes[answer.index] if self._echoes else None
         logprobs = _Logprobs([], [], [], [])
         if echo is not None:
             offset += len(echo.text)
-            if deltas and deltas[0] is answer.deltas[0]:
+            if is_first:
                 text = echo.text + text
                 if self.tells_logprobs:
                     self._add_prompt(logprobs, echo, answer)
