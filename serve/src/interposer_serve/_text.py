@@ -122,8 +122,10 @@ class TextEndpoints:
                 for prompt in body.prompts
             ]
             await self._compile(body.constraint, body.form_field)
-            pairs = zip(body.prompts, prompts, strict=True) if body.echo else ()
-            echoes = [await self._echo(*pair) for pair in pairs]
+            echoes: list[Echo] = []
+            for prompt, token_ids in zip(body.prompts, prompts, strict=True):
+                if body.echo:
+                    echoes.append(await self._echo(prompt, token_ids))
         told = CompletionFormat(
             body.model,
             self._spell,

@@ -14,8 +14,8 @@ from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._requests import completions
 from interposer_models._stream import Completion, Delta, Stream, Token
 
-# Texts of so many tokens take a few hundred microseconds, for which an event loop may wait.
-_MOST_AT_ONCE = 128
+# The texts of so many tokens take a millisecond, for which an event loop may wait.
+_MOST_AT_ONCE = 256
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Generation:
         prompts: token ids with the parameters of the first answer to each.
         n: answers to each prompt; those to the first prompt come first, see ``Delta.index``.
         delivery: of the event loop.
-        streams: whether tokens come when they are there, or with the last one of their answer.
+        streams: whether tokens come when they are there, or later and together.
         stages: the time at which each began.
         answers: readers, once the engine has the request.
         found: tokens that nobody has read; the engine's thread adds to them.

@@ -210,7 +210,7 @@ class AsyncLanguageModel:
         Args:
             prompts: token ids, each with its parameters.
             n: answers to each.
-            streams: whether tokens are to come when they are there, or with the last one.
+            streams: whether tokens are to come when they are there, or later and together.
             received: when the request was, in nanoseconds since the epoch.
             on_end: called with the generation when it has ended, for whatever reason.
         Raises:

@@ -21,6 +21,8 @@ from interposer_models._language_model import LanguageModel
 from interposer_models._stream import Stream
 
 _log = logging.getLogger("interposer")
+# So many of an answer that is wanted whole are made to text while others are computed.
+_MANY_TOKENS = 64
 T = TypeVar("T")
 Told = tuple[Generation, Exception | None]
 
@@ -56,8 +58,8 @@ class StepThread:
 
     @property
     def alive(self) -> bool:
-        """Say whether the thread runs."""
-        return self._thread.is_alive()
+        """Say whether the thread takes requests."""
+        return not self._closed and self._thread.is_alive()
 
     @property
     def num_unfinished(self) -> int:
@@ -245,7 +247,9 @@ class StepThread:
             self._running.remove((generation, stream))
             self._model.engine.cancel(stream.sequence)
             return True
-        return bool(generation.streams and found and (is_first or not generation.delivery.rests))
+        if generation.streams:
+            return bool(found and (is_first or not generation.delivery.rests))
+        return len(found) >= _MANY_TOKENS
 
     def _tell(self, told: list[Told]) -> None:
         by_loop: dict[Delivery, list[Told]] = {}
