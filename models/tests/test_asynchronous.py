@@ -109,7 +109,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(REQUESTS)
 def test_requests_of_any_threads_get_the_answers_of_generate(
     small: LanguageModel, expected: Callable[..., tuple[Completion, ...]], requests: Any
@@ -359,10 +359,10 @@ def test_an_error_of_a_request_that_joins_reaches_that_one(small: LanguageModel)
             with pytest.MonkeyPatch.context() as patch:
                 own = small.engine.add
 
-                def refusing(prompt: Any, *rest: Any) -> Any:
+                def refusing(prompt: Any, *rest: Any, **how: Any) -> Any:
                     if list(prompt) == [4, 5]:
                         raise RequestError("it cannot be taken now")
-                    return own(prompt, *rest)
+                    return own(prompt, *rest, **how)
 
                 patch.setattr(small.engine, "add", refusing)
                 held.set()

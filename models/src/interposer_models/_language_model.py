@@ -308,7 +308,7 @@ class LanguageModel:
         streams: list[Stream] = []
         try:
             for index, own in enumerate(params.numbered(n, shares), first_index):
-                added = self.engine.add(front, own, source)
+                added = self.engine.add(front, own, source, reads_texts=True)
                 streams.append(Stream(added, self.tokenizer, index))
         except Exception:
             for stream in streams:

@@ -81,14 +81,25 @@ class Engine:
             self.pool.forget()
 
     def add(
-        self, prompt: Items[int], params: SamplingParams, source: Items[int] | None = None
+        self,
+        prompt: Items[int],
+        params: SamplingParams,
+        source: Items[int] | None = None,
+        *,
+        reads_texts: bool = False,
     ) -> Sequence:
         """Queue a request; it joins the batch at the next step that has room.
 
         Args:
             source: what an encoder reads; ``prompt`` is what its decoder begins with then.
-        Raises: RequestError: as ``check``.
+            reads_texts: the caller finds the texts of ``stop``.
+        Raises: RequestError: as ``check``; or nobody would find these texts.
         """
+        if params.stop and not reads_texts:
+            raise RequestError(
+                f"stop is {params.stop!r}, but an engine makes no texts of tokens. "
+                "Try: start() of the LanguageModel"
+            )
         tokens = self.check(prompt, params, source)
         seed = params.seed
         if seed is None:
