@@ -15,8 +15,8 @@ class QueueFullError(RequestError):
 
     def __init__(self, num_answers: int, num_unfinished: int, capacity: int) -> None:
         if num_answers > capacity:
-            said = f"The request asks for {num_answers} answers, and {capacity} may run or wait at once"
-            hint = "fewer answers"
+            said = f"The request asks for {num_answers} answers, and {capacity} may run or wait"
+            said, hint = f"{said} at once", "fewer answers"
         else:
             said = f"{num_unfinished} answers are running or waiting, and {capacity} may be"
             hint = "again later"
