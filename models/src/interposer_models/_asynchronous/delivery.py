@@ -1,19 +1,33 @@
-"""What one event loop is told by the thread that steps the engine."""
+"""The way of tokens from the thread that steps the engine into one event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from interposer_models._asynchronous.generation import Generation
+from collections.abc import Iterable, Sized
+from typing import Protocol
 
 # A token of a stream may wait so long for those of the next steps, to be told with them. Telling
 # costs a stream of a server about 30 microseconds, however many tokens it sends: a sixteenth of the
 # time.
 _STREAM_REST_SECONDS = 0.0005
 _LEAST_REST_SECONDS, _MOST_REST_SECONDS = 0.01, 0.04
+
+
+class Reader(Protocol):
+    """A generation, as a delivery knows it."""
+
+    @property
+    def found(self) -> Sized:
+        """Tokens that nobody has read."""
+        ...
+
+    def wake(self) -> None:
+        """Pass on the tokens that are there."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """End early with an error."""
+        ...
 
 
 class Delivery:
@@ -32,11 +46,11 @@ class Delivery:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.streams: set[Generation] = set()
+        self.streams: set[Reader] = set()
         self.rests = False
         self.num_open = 0
 
-    def deliver(self, told: Iterable[tuple[Generation, Exception | None]]) -> None:
+    def deliver(self, told: Iterable[tuple[Reader, Exception | None]]) -> None:
         """Wake readers, and those whose generation failed with the error; in the event loop."""
         for generation, error in told:
             if error is None:

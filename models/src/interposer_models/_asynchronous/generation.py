@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from interposer.errors import RequestError
@@ -28,7 +28,7 @@ class Stages:
     ended: int = 0
 
 
-class Generation:
+class Generation(AsyncIterator[list[Delta]]):
     """Answers to one request; ``async for`` yields lists of their next tokens until all have ended.
 
     All methods are called in the event loop in which it was opened.
@@ -75,10 +75,6 @@ class Generation:
     def num_answers(self) -> int:
         """The answers to all prompts."""
         return self.n * len(self.prompts)
-
-    def __aiter__(self) -> Generation:
-        """Return itself."""
-        return self
 
     async def __anext__(self) -> list[Delta]:
         """Return the next tokens, all that there are.

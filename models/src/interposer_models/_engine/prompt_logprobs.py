@@ -46,8 +46,7 @@ class PromptLogprobs:
 
         Raises: InterposerError: the policy leaves no kernel for it.
         """
-        if (count := params.prompt_logprobs) is not None:
-            self._sampler.editor.prepare(top=count > 0, ranks=count == 0)
+        self._sampler.editor.prepare(top=params.prompt_logprobs is not None)
 
     def tell(self, chunks: Items[Chunk], logits: torch.Tensor) -> torch.Tensor:
         """Add log probabilities to sequences that want them, and return the other rows.
@@ -72,7 +71,7 @@ class PromptLogprobs:
         first, count = len(sequence.prompt_logprobs) + 1, sequence.params.prompt_logprobs or 0
         tokens = sequence.prompt[first : first + len(logits)]
         chosen = torch.tensor(tokens, device=logits.device)
-        logprobs, ranks, top, ids = self._sampler.editor.ranked(logits, chosen, bool(count))
+        logprobs, ranks, top, ids = self._sampler.editor.top(logits, chosen)
         rows = zip(ids[:, :count].tolist(), top[:, :count].tolist(), strict=True)
         likely = (tuple(zip(*row, strict=True)) for row in rows)
         told = zip(tokens, logprobs.tolist(), ranks.tolist(), likely, strict=True)

@@ -47,22 +47,13 @@ class LogitEditor:
     def __init__(self, site: Site, vocab_size: int) -> None:
         self._site = site
         self._vocab_size = vocab_size
-        self._bound: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._bound: dict[tuple[str, torch.dtype], Callable[..., Any]] = {}
 
     def prepare(
-        self,
-        *,
-        bias: bool = False,
-        least: bool = False,
-        bitmask: bool = False,
-        top: bool = False,
-        ranks: bool = False,
+        self, *, bias: bool = False, least: bool = False, bitmask: bool = False, top: bool = False
     ) -> None:
         """Bind what a request will need, so that no step fails for want of a kernel.
 
-        Args:
-            top: the likeliest tokens.
-            ranks: those of tokens of prompts, without the likeliest.
         Raises: InterposerError: the policy leaves none, or names one that is unknown.
         """
         if bias:
@@ -74,8 +65,6 @@ class LogitEditor:
         if top:
             for dtype in {self._site.dtype, torch.promote_types(self._site.dtype, torch.float32)}:
                 self._top(dtype)
-        if ranks:
-            self._top(self._site.dtype, 0)
 
     def edit(self, logits: Tensor, edits: LogitEdits) -> Tensor:
         """Return ``[B, V]`` logits as requests want them; rows that want nothing are equal."""
@@ -87,29 +76,15 @@ class LogitEditor:
             logits = self._bitmask()(logits, edits.bitmask)
         return logits
 
-    def top(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the log probabilities of ``tokens``, and those of the likeliest with their ids.
+    def top(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return log probabilities and ranks of ``tokens``, and those of the likeliest and their ids.
 
         Args:
             logits: ``[B, V]``, dtype of the site or the wider one of penalised logits.
             tokens: ``[B]`` int64.
-        Returns: ``[B]``, ``[B, N]`` descending and ``[B, N]`` int64; N is ``MOST_LIKELY`` or V.
+        Returns: ``[B]``, ``[B]``, ``[B, N]`` descending, ``[B, N]``; N is ``MOST_LIKELY`` or V.
         """
-        logprobs, _, top, ids = self.ranked(logits, tokens)
-        return logprobs, top, ids
-
-    def ranked(
-        self, logits: Tensor, tokens: Tensor, with_top: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the log probabilities and ranks of ``tokens``, and what ``top`` returns.
-
-        Args:
-            with_top: else N is 0.
-        Returns: ``[B]``, ``[B]`` int64, 1 and the number of likelier tokens, ``[B, N]`` and
-            ``[B, N]``.
-        """
-        count = self._num_top if with_top else 0
-        return self._top(logits.dtype, count)(logits, tokens, count)
+        return self._top(logits.dtype)(logits, tokens, self._num_top)
 
     @property
     def _num_top(self) -> int:
@@ -124,18 +99,14 @@ class LogitEditor:
     def _bitmask(self) -> Callable[..., Tensor]:
         return self._kernel(apply_token_bitmask)
 
-    def _top(
-        self, dtype: torch.dtype, count: int | None = None
-    ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
-        count = self._num_top if count is None else count
-        return self._kernel(token_logprobs, dtype, num_top=count)
+    def _top(self, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+        return self._kernel(token_logprobs, dtype, num_top=self._num_top)
 
     def _kernel(
         self, op: CustomOp[..., Any], dtype: torch.dtype | None = None, **dims: int | str
     ) -> Callable[..., Any]:
-        dtype = dtype or self._site.dtype
-        key = op.name, dtype, *dims.values()
+        key = op.name, dtype or self._site.dtype
         if key not in self._bound:
-            site = replace(self._site, dtype=dtype)
+            site = replace(self._site, dtype=key[1])
             self._bound[key] = site.bind(op, vocab_size=self._vocab_size, **dims)
         return self._bound[key]
