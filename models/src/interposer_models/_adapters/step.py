@@ -52,9 +52,7 @@ class StepAdapters:
             return
         by_token = chain.from_iterable(repeat(number, chunk.num_rows) for number, chunk in chosen)
         self._tokens = self._placed([*by_token])
-        wanted = chain.from_iterable(
-            repeat(number, 1 + len(chunk.drafts)) for number, chunk in chosen if chunk.is_last
-        )
+        wanted = chain.from_iterable(repeat(number, chunk.num_logits) for number, chunk in chosen)
         self._rows = torch.tensor([*wanted], dtype=torch.int64, device=self._held.device)
 
     def of_rows(self, count: int, prefix: str) -> Tensor:

@@ -13,6 +13,7 @@ from interposer.errors import RequestError, UnknownNameError
 from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.logit_edits import RequestEdits
 from interposer_models._engine.prefix_pages import PrefixPool, PrefixStatistics
+from interposer_models._engine.prompt_logprobs import PromptLogprobs
 from interposer_models._engine.request_batch import checked_tokens
 from interposer_models._engine.runner import Runner
 from interposer_models._engine.sampling_params import SamplingParams
@@ -66,6 +67,7 @@ class Engine:
         )
         size = self.model.config.vocab_size
         self._edits = RequestEdits(sampler, size, stop_token_ids, self.device)
+        self._prompts = PromptLogprobs(runner, sampler)
         self._state = SamplingState(size, self.device)
         self._seeds = None if seed is None else Random(seed)
         self._ids = itertools.count()
@@ -81,19 +83,31 @@ class Engine:
             self.pool.forget()
 
     def add(
-        self, prompt: Items[int], params: SamplingParams, source: Items[int] | None = None
+        self,
+        prompt: Items[int],
+        params: SamplingParams,
+        source: Items[int] | None = None,
+        *,
+        reads_texts: bool = False,
     ) -> Sequence:
         """Queue a request; it joins the batch at the next step that has room.
 
         Args:
             source: what an encoder reads; ``prompt`` is what its decoder begins with then.
-        Raises: RequestError: as ``check``.
+            reads_texts: the caller finds the texts of ``stop``.
+        Raises: RequestError: as ``check``; or nobody would find these texts.
         """
+        if params.stop and not reads_texts:
+            raise RequestError(
+                f"stop is {params.stop!r}, but an engine makes no texts of tokens. "
+                "Try: start() of the LanguageModel"
+            )
         tokens = self.check(prompt, params, source)
         seed = params.seed
         if seed is None:
             seed = secrets.randbits(62) if self._seeds is None else self._seeds.getrandbits(62)
         sequence = self.sequence(tokens, params, seed, source)
+        self._prompts.prepare(params)
         if not params.takes_likeliest:
             sequence.matcher = self._edits.prepare(params, self.constraints)
         self.scheduler.add(sequence)
@@ -106,7 +120,8 @@ class Engine:
 
         Raises: RequestError: the prompt is empty, holds an unknown token, leaves no room for a new
             token in the model's context or in the cache, or has to be computed in one step and
-            is longer; or a parameter names an unknown token, or a constraint that cannot be held;
+            is longer; or a parameter names an unknown token, or a constraint that cannot be held,
+            or log probabilities of a prompt that is not predicted;
             or the source is as ``Sources.check`` says, or given to a model without an encoder.
             UnknownNameError: no adapter of the name is loaded.
         """
@@ -122,6 +137,7 @@ class Engine:
         for pool in self.pools:
             pool.check(min(len(tokens) + params.max_new_tokens, context))
         self.scheduler.check(len(tokens))
+        self._prompts.check(params)
         self._edits.check(params, self.constraints)
         return tokens
 
@@ -156,7 +172,7 @@ class Engine:
     def run(self, chunks: Items[Chunk]) -> list[Event]:
         """Compute chunks without drafts, and return the new tokens."""
         sampled = [chunk.sequence for chunk in chunks if chunk.is_last]
-        logits = self.runner.compute(chunks)
+        logits = self._prompts.tell(chunks, self.runner.compute(chunks))
         self.scheduler.advance(chunks)
         return self.sample(sampled, logits) if sampled else []
 

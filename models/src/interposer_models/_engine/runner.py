@@ -118,7 +118,7 @@ class Runner:
         return sum(tensor.nbytes for part in parts for tensor in part)
 
     def compute(self, chunks: Items[Chunk]) -> torch.Tensor:
-        """Return the logits of the newest token and of the drafts of each last chunk, ``[R, V]``.
+        """Return the logits that chunks want, ``[R, V]``, see ``Chunk.num_logits``.
 
         Keys and values of all are in the cache then, though no token is counted as computed.
         """
@@ -127,8 +127,7 @@ class Runner:
         stop = 0
         for chunk in chunks:
             stop += chunk.num_rows
-            if chunk.is_last:
-                wanted += range(stop - 1 - len(chunk.drafts), stop)
+            wanted += range(stop - chunk.num_logits, stop)
         if len(wanted) < stop:
             return self.forward(batch, torch.tensor(wanted, dtype=torch.int64, device=self.device))
         # A step of decodes alone needs every token.

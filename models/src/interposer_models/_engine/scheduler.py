@@ -11,6 +11,9 @@ from interposer_models._engine.pages import PagePool
 from interposer_models._engine.prefix_pages import PrefixPool
 from interposer_models._engine.sequence import Sequence
 
+# Of a step, besides the newest tokens: as many logits as a vocabulary of 150,000 has in 75 MiB.
+_MOST_TOLD = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -18,16 +21,23 @@ class Chunk:
 
     Attributes:
         drafts: tokens that somebody guessed to follow the newest one, computed along.
+        num_told: tokens before the newest one whose logits are wanted; they are the last ones.
     """
 
     sequence: Sequence
     num_tokens: int
     drafts: tuple[int, ...] = ()
+    num_told: int = 0
 
     @property
     def num_rows(self) -> int:
         """The tokens that the step computes."""
         return self.num_tokens + len(self.drafts)
+
+    @property
+    def num_logits(self) -> int:
+        """The last tokens of these whose logits are wanted."""
+        return self.num_told + (1 + len(self.drafts) if self.is_last else 0)
 
     @property
     def is_last(self) -> bool:
@@ -110,6 +120,7 @@ class Scheduler:
             joining.state_slot = self.pools[0].take_slot()
             self.running.append(joining)
         budget = source_budget = self.max_step_tokens
+        left_told = _MOST_TOLD
         chunks: list[Chunk] = []
         delayed, self._delayed = self._delayed, None
         kept = 0 if delayed is None else self._least(delayed)
@@ -120,7 +131,9 @@ class Scheduler:
                 continue  # gave its pages to an older one just now
             if sequence is delayed:
                 kept = 0
-            if self._prefixes is not None and not sequence.pages[0]:
+            # Whoever is told of a prompt computes it: pages hold no logits.
+            joins = not (sequence.num_untold or sequence.pages[0])
+            if self._prefixes is not None and joins:
                 self._prefixes.join(sequence)
             if self.sources is not None and not sequence.num_computed:
                 # It is encoded before its first chunk, whole, and in memory for such a step.
@@ -131,13 +144,18 @@ class Scheduler:
             for _, pool in self._windowed:
                 # A small pool takes a long chunk in parts, between which pages come back.
                 wanted = min(wanted, pool.room(sequence.num_computed, pool.num_pages))
+            known = len(sequence.prompt_logprobs) - sequence.num_computed
+            if sequence.num_untold > left_told:
+                wanted = min(wanted, known + left_told)
             if wanted < self._least(sequence):
                 if self._delayed is None:
                     self._delayed = sequence
                 continue
             if self._reserve(sequence, sequence.num_computed + wanted):
-                chunks.append(Chunk(sequence, wanted))
+                told = max(0, min(wanted - known, sequence.num_untold))
+                chunks.append(Chunk(sequence, wanted, num_told=told))
                 budget -= wanted
+                left_told -= told
         return chunks
 
     def next_alone(self, sequence: Sequence, most_tokens: int | None = None) -> Chunk | None:

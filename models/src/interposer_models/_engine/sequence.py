@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from interposer_models._engine.constraints import Matcher
 from interposer_models._engine.sampling_params import SamplingParams
@@ -11,6 +11,22 @@ from interposer_models._engine.sampling_params import SamplingParams
 FinishReason = Literal["stop", "length", "constraint", "cancelled"]
 TopLogprobs = tuple[tuple[int, float], ...]
 """Ids of likely tokens with their natural-log probabilities, the likeliest first."""
+
+
+class PromptLogprob(NamedTuple):
+    """A token of a prompt, as the model predicts it from those before it.
+
+    Attributes:
+        logprob: natural logarithm, of the model's own logits.
+        rank: 1 where no token is likelier.
+        top_logprobs: ids and log probabilities of the likeliest tokens in its place, as many as
+            were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_logprobs: TopLogprobs = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +44,7 @@ class Sequence:
         state_slot: row of the states that it holds; -1 while it has none.
         matcher: of its constraint, which is where its output is; None without one.
         top_logprobs: of each token of the output, where the parameters ask for them.
+        prompt_logprobs: of the prompt from its second token on, as far as they are known; likewise.
     """
 
     id: int
@@ -46,9 +63,17 @@ class Sequence:
     finish_reason: FinishReason | None = None
     matcher: Matcher | None = None
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    @property
+    def num_untold(self) -> int:
+        """Return how many tokens of the prompt want a log probability that is not known yet."""
+        if self.params.prompt_logprobs is None:
+            return 0
+        return len(self.prompt) - 1 - len(self.prompt_logprobs)
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Return the tokens at positions ``start`` to ``stop - 1`` of prompt and output."""
