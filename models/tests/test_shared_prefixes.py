@@ -195,7 +195,7 @@ PROMPTS = st.tuples(
 """A beginning, how much of it, and an end."""
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(machine=machines(), data=st.data())
 def test_every_token_sees_what_it_would_alone(machine: Machine, data: st.DataObject) -> None:
     """Under joins, leaves, preemption, guesses, in pools of all kinds, with states and a store."""
@@ -310,19 +310,19 @@ def test_the_state_behind_an_answer_is_a_beginning() -> None:
 
 
 def test_who_shares_all_but_an_end_computes_about_twice_that() -> None:
-    machine = Machine(page_size=16, num_pages=(800,), num_checkpoints=99, max_step_tokens=4000)
-    prompt = tokens(3000, 1)
+    machine = Machine(page_size=16, num_pages=(400,), num_checkpoints=99, max_step_tokens=4000)
+    prompt = tokens(1200, 1)
     machine.add(prompt)
     machine.run()
-    assert len(machine.computed) <= 9
-    for end in (1, 20, 60, 200, 700, 1400):
+    assert len(machine.computed) <= 8
+    for end in (1, 20, 60, 200, 500):
         sequence = machine.add(prompt[:-end] + tokens(end, 2 + end))
         machine.run()
-        assert sequence.num_shared >= 3000 - max(64, 2 * end) - 16
+        assert sequence.num_shared >= 1200 - max(64, 2 * end) - 16
     # The pages of the last one agreed farther than a state was kept: there is one now.
-    third = machine.add(prompt[:-1400] + tokens(1400, 1))
+    third = machine.add(prompt[:-500] + tokens(500, 1))
     machine.run()
-    assert third.num_shared == 1600
+    assert third.num_shared == 700 // 16 * 16
 
 
 def test_windows_have_what_the_next_token_sees_or_nothing_is_shared() -> None:
@@ -340,7 +340,7 @@ def test_windows_have_what_the_next_token_sees_or_nothing_is_shared() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_given_up_comes_back_from_the_store(kind: str) -> None:
-    sizes = {"num_pages": tuple(16 for _ in KINDS[kind].get("num_pages", (1,)))}
+    sizes = {"num_pages": tuple(32 for _ in KINDS[kind].get("num_pages", (1,)))}
     if kind == "states":
         sizes["num_checkpoints"] = 2  # type: ignore[assignment]
     found = []
@@ -348,16 +348,16 @@ def test_what_was_given_up_comes_back_from_the_store(kind: str) -> None:
         machine = Machine(**{**KINDS[kind], **sizes}, stored=rows, max_sequences=1)
         for _ in range(2):
             for seed in range(3):
-                sequence = machine.add(tokens(43, seed))
+                sequence = machine.add(tokens(103, seed))
                 machine.run()
         found.append(sequence.num_shared)
         counts = machine.shared.statistics
     assert found[0] == 0
-    assert found[1] >= 40
+    assert found[1] >= 100
     assert 0 < counts.restored_pages <= counts.stored_pages <= counts.evicted_pages
     assert f"of which {counts.stored_pages} were stored" in str(counts)
     machine.shared.forget()
-    again = machine.add(tokens(43, 2))
+    again = machine.add(tokens(103, 2))
     machine.run()
     assert again.num_shared == 0
 

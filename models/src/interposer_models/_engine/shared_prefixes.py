@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
+from operator import itemgetter
 
 from interposer_models._engine.cache_contents import CacheContents, state_row
 from interposer_models._engine.prefix_pages import PrefixPool, common_tokens, page_key, page_keys
@@ -20,7 +21,8 @@ from interposer_models._engine.sequence import Sequence
 from interposer_models._engine.state_checkpoints import StateCheckpoints
 
 _WORTH_TOKENS = 16
-_FIRST_GAP_TOKENS = 64
+# Of states: fewer tokens are computed again sooner than two steps take in place of one.
+_LEAST_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,8 @@ class SharedPrefixes:
         self._store = store
         self._tails = PrefixTails()
         self._kept: frozenset[bytes] = frozenset()
+        # Who waits, for whom, and until so many tokens are computed.
+        self._awaited: dict[Sequence, tuple[Sequence, int]] = {}
         for place, pool in enumerate(pools):
             pool.on_evict = partial(self._give_up, place)
         if store is not None:
@@ -110,11 +114,19 @@ class SharedPrefixes:
             running: all sequences that are, the older ones first, and this one among them.
         Returns: False where an older one computes more of these tokens now, so that it has to wait.
         """
-        match = self._match(sequence, running)
-        found = self._num_tokens(match)
-        older = takewhile(lambda other: other is not sequence, running)
-        if any(self._reach(sequence, other) - found >= _WORTH_TOKENS for other in older):
-            return False
+        older = [*takewhile(lambda other: other is not sequence, running)]
+        awaited, end = self._awaited.pop(sequence, (sequence, 0))
+        if awaited not in older or awaited.num_computed >= end:
+            match = self._match(sequence, running)
+            reaches = ((self._reach(sequence, other), other) for other in older)
+            end, awaited = max(reaches, key=itemgetter(0), default=(0, sequence))
+            if end - self._num_tokens(match) < _WORTH_TOKENS:
+                self._begin(sequence, match, running)
+                return True
+        self._awaited[sequence] = awaited, end
+        return False
+
+    def _begin(self, sequence: Sequence, match: _Match, running: Items[Sequence]) -> None:
         if not self._take(sequence, match):
             # No page is free to bring something back to: what needs none is taken.
             match = self._match(sequence, running, needs_pages=False)
@@ -125,7 +137,6 @@ class SharedPrefixes:
         if self._checkpoints is not None:
             sequence.state_tokens = sequence.num_computed
             sequence.borders += self._borders(sequence, match.known)
-        return True
 
     def cut(self, sequence: Sequence, wanted: int) -> int:
         """Return how many of ``wanted`` tokens there are up to where a state is to be kept."""
@@ -146,6 +157,7 @@ class SharedPrefixes:
 
     def leave(self, sequence: Sequence) -> None:
         """Know the last page and the state of a sequence that is about to give them back."""
+        self._awaited.pop(sequence, None)
         count, rest = divmod(sequence.num_computed, self._size)
         if not (sequence.page_keys and sequence.num_computed):
             return
@@ -257,11 +269,11 @@ class SharedPrefixes:
         length computes about twice that at most.
         """
         size, last = self._size, len(sequence) - 1
-        borders, gap = {last // size * size, known * size}, _FIRST_GAP_TOKENS
+        borders, gap = {last // size * size}, _LEAST_TOKENS
         while gap < last:
             borders.add((last - gap) // size * size)
             gap *= 2
-        return borders
+        return {border for border in borders if border >= _LEAST_TOKENS} | {known * size}
 
     def _take(self, sequence: Sequence, match: _Match) -> bool:
         """Give a sequence what was found, or nothing, and say False, where pages are missing."""
