@@ -5,53 +5,22 @@ Dimensions: S page size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from operator import itemgetter
 
 from interposer_models._engine.cache_contents import CacheContents, state_row
-from interposer_models._engine.prefix_pages import PrefixPool, common_tokens, page_key, page_keys
+from interposer_models._engine.prefix_match import Match, PrefixSearch, Tail, agreeing_tokens
+from interposer_models._engine.prefix_pages import PrefixPool, page_key, page_keys
 from interposer_models._engine.prefix_statistics import PrefixStatistics
 from interposer_models._engine.prefix_store import PrefixStore
-from interposer_models._engine.prefix_tails import PrefixTails
 from interposer_models._engine.sequence import Sequence
 from interposer_models._engine.state_checkpoints import StateCheckpoints
 
 _WORTH_TOKENS = 16
 # Of states: fewer tokens are computed again sooner than two steps take in place of one.
 _LEAST_TOKENS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Tail:
-    """A page of which only the first tokens are wanted.
-
-    Attributes:
-        key: by which it is known; empty where a running sequence fills it.
-        pages: of that sequence, one of each pool.
-    """
-
-    num_tokens: int
-    key: bytes = b""
-    pages: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Match:
-    """What there is of a beginning.
-
-    Attributes:
-        count: whole pages to begin with.
-        tail: the page behind these.
-        known: whole pages of which all layers have the keys, though there may be no state.
-    """
-
-    count: int
-    tail: _Tail | None
-    known: int
 
 
 class SharedPrefixes:
@@ -85,7 +54,7 @@ class SharedPrefixes:
         self._contents = contents
         self._checkpoints = checkpoints
         self._store = store
-        self._tails = PrefixTails()
+        self._search = PrefixSearch(pools, checkpoints, store)
         self._kept: frozenset[bytes] = frozenset()
         # Who waits, for whom, and until so many tokens are computed.
         self._awaited: dict[Sequence, tuple[Sequence, int]] = {}
@@ -101,7 +70,7 @@ class SharedPrefixes:
         if self._checkpoints is None:
             return
         for other in takewhile(lambda other: other is not sequence, running):
-            border = self._agreeing(sequence, other) // self._size * self._size
+            border = agreeing_tokens(sequence, other, self._size) // self._size * self._size
             if border > other.num_computed and border not in other.borders:
                 other.borders.append(border)
 
@@ -117,21 +86,21 @@ class SharedPrefixes:
         older = [*takewhile(lambda other: other is not sequence, running)]
         awaited, end = self._awaited.pop(sequence, (sequence, 0))
         if awaited not in older or awaited.num_computed >= end:
-            match = self._match(sequence, running)
+            match = self._search.longest(sequence, running)
             reaches = ((self._reach(sequence, other), other) for other in older)
             end, awaited = max(reaches, key=itemgetter(0), default=(0, sequence))
-            if end - self._num_tokens(match) < _WORTH_TOKENS:
+            if end - match.num_tokens < _WORTH_TOKENS:
                 self._begin(sequence, match, running)
                 return True
         self._awaited[sequence] = awaited, end
         return False
 
-    def _begin(self, sequence: Sequence, match: _Match, running: Items[Sequence]) -> None:
+    def _begin(self, sequence: Sequence, match: Match, running: Items[Sequence]) -> None:
         if not self._take(sequence, match):
             # No page is free to bring something back to: what needs none is taken.
-            match = self._match(sequence, running, needs_pages=False)
+            match = self._search.longest(sequence, running, needs_pages=False)
             self._take(sequence, match)
-        sequence.num_computed = sequence.num_shared = self._num_tokens(match)
+        sequence.num_computed = sequence.num_shared = match.num_tokens
         self.statistics.tokens += len(sequence)
         self.statistics.shared_tokens += sequence.num_computed
         if self._checkpoints is not None:
@@ -174,67 +143,7 @@ class SharedPrefixes:
         for each in (*self._pools, self._checkpoints, self._store):
             if each is not None:
                 each.forget()
-        self._tails.clear()
-
-    def _match(
-        self, sequence: Sequence, running: Items[Sequence], needs_pages: bool = True
-    ) -> _Match:
-        """Return the longest beginning of which everything is there.
-
-        Args:
-            needs_pages: it may be stored, or end within a page.
-        """
-        size, pools = self._size, self._pools
-        count = known = complete = 0
-        # How many pages in a row, up to the present one, each pool has.
-        runs = [0] * len(pools)
-        for number in range(1, (len(sequence) - 1) // size + 1):
-            key = page_keys(sequence, number, size)[number]
-            for place in range(len(pools)):
-                runs[place] = runs[place] + 1 if self._has(place, key, needs_pages) else 0
-            if any(p.seen_tokens is None and r < number for p, r in zip(pools, runs, strict=True)):
-                break
-            if all(runs):
-                known = number
-            seen = (number - pool.num_unseen(number * size) for pool in pools)
-            if all(run >= each for run, each in zip(runs, seen, strict=True)):
-                complete = number
-                if self._checkpoints is None or self._has_state(key, needs_pages):
-                    count = number
-        tail = self._tail(sequence, complete, running) if needs_pages else None
-        return _Match(count if tail is None else complete, tail, known)
-
-    def _tail(self, sequence: Sequence, count: int, running: Items[Sequence]) -> _Tail | None:
-        """Return the page behind ``count`` whole ones that agrees farthest, if one does at all."""
-        start = count * self._size
-        wanted = sequence.tokens(start, min(start + self._size, len(sequence) - 1))
-        if not wanted:
-            return None
-        before = page_keys(sequence, count, self._size)[count]
-        found = [] if self._checkpoints is not None else [*self._filling(before, count, running)]
-        found = [_Tail(common_tokens(wanted, tokens), b"", pages) for tokens, pages in found]
-        for key, tokens in self._tails.after(before, wanted):
-            agreeing = common_tokens(wanted, tokens)
-            if self._checkpoints is not None and not (
-                agreeing == len(tokens) and self._has_state(key, True)
-            ):
-                continue
-            if all(self._has(place, key, True) for place in range(len(self._pools))):
-                found.append(_Tail(agreeing, key))
-        longest = max(found, key=lambda tail: tail.num_tokens, default=None)
-        return longest if longest is not None and longest.num_tokens else None
-
-    def _filling(
-        self, before: bytes, count: int, running: Items[Sequence]
-    ) -> Iterator[tuple[list[int], tuple[int, ...]]]:
-        """Yield the tokens and pages of running sequences behind a page with the key ``before``."""
-        start = count * self._size
-        for other in running:
-            if other.num_computed > start and other.page_keys[count : count + 1] == [before]:
-                pages = tuple(pages[count] for pages in other.pages)
-                if all(p != pool.zero_page for p, pool in zip(pages, self._pools, strict=True)):
-                    stop = min(start + self._size, other.num_computed)
-                    yield other.tokens(start, stop), pages
+        self._search.tails.clear()
 
     def _reach(self, sequence: Sequence, other: Sequence) -> int:
         """Return how many first tokens of a sequence another one will have computed; 0 if none.
@@ -243,23 +152,10 @@ class SharedPrefixes:
         """
         if len(other) - other.num_computed <= 1:
             return 0
-        end = self._agreeing(sequence, other)
+        end = agreeing_tokens(sequence, other, self._size)
         if self._checkpoints is not None:
             end = max((border for border in other.borders if border <= end), default=0)
         return end if end > other.num_computed else 0
-
-    def _agreeing(self, sequence: Sequence, other: Sequence) -> int:
-        """Return how many first tokens, but for the last one, a sequence shares with another."""
-        size = self._size
-        low, high = 0, min(len(sequence) - 1, len(other)) // size
-        own, others = page_keys(sequence, high, size), page_keys(other, high, size)
-        if own[0] != others[0]:
-            return 0
-        while low < high:  # keys agree up to a page and differ behind it
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if own[middle] == others[middle] else (low, middle - 1)
-        start, stop = low * size, min((low + 1) * size, len(sequence) - 1)
-        return start + common_tokens(sequence.tokens(start, stop), other.tokens(start, stop))
 
     def _borders(self, sequence: Sequence, known: int) -> set[int]:
         """Return after how many tokens the state of a sequence is to be kept.
@@ -275,9 +171,9 @@ class SharedPrefixes:
             gap *= 2
         return {border for border in borders if border >= _LEAST_TOKENS} | {known * size}
 
-    def _take(self, sequence: Sequence, match: _Match) -> bool:
+    def _take(self, sequence: Sequence, match: Match) -> bool:
         """Give a sequence what was found, or nothing, and say False, where pages are missing."""
-        num_tokens, tail = self._num_tokens(match), match.tail
+        num_tokens, tail = match.num_tokens, match.tail
         keys = sequence.page_keys[1 : match.count + 1]
         key = tail.key if tail is not None else keys[-1] if keys else b""
         self._kept = frozenset((*keys, key))
@@ -299,7 +195,7 @@ class SharedPrefixes:
         return True
 
     def _take_pages(
-        self, pages: list[int], place: int, keys: list[bytes], tail: _Tail | None, num_tokens: int
+        self, pages: list[int], place: int, keys: list[bytes], tail: Tail | None, num_tokens: int
     ) -> bool:
         pool, store, contents = self._pools[place], self._store, self._contents
         unseen = min(pool.num_unseen(num_tokens), len(keys))
@@ -329,28 +225,13 @@ class SharedPrefixes:
         pool.release(source)
         return done
 
-    def _num_tokens(self, match: _Match) -> int:
-        tail = 0 if match.tail is None else match.tail.num_tokens
-        return match.count * self._size + tail
-
-    def _has(self, place: int, key: bytes, stored: bool) -> bool:
-        if self._pools[place].knows(key):
-            return True
-        return stored and self._store is not None and self._store.kinds[place].knows(key)
-
-    def _has_state(self, key: bytes, stored: bool) -> bool:
-        assert self._checkpoints is not None
-        if self._checkpoints.knows(key):
-            return True
-        return stored and self._store is not None and self._store.kinds[-1].knows(key)
-
     def _know(self, sequence: Sequence, number: int, key: bytes, tokens: list[int]) -> None:
         """Know a page of a sequence in all pools that have it still."""
         for pool, pages in zip(self._pools, sequence.pages, strict=True):
             if pages[number] != pool.zero_page:
                 pool.know(key, pages[number])
         if self._pools[0].knows(key):
-            self._tails.add(sequence.page_keys[number], key, tokens)
+            self._search.tails.add(sequence.page_keys[number], key, tokens)
 
     def _keep_state(self, sequence: Sequence, key: bytes) -> None:
         assert self._checkpoints is not None
@@ -364,7 +245,7 @@ class SharedPrefixes:
         if self._store is not None and self._store.put(place, key, parts, self._kept):
             self.statistics.stored_pages += 1
         elif place == 0:
-            self._tails.remove(key)
+            self._search.tails.remove(key)
 
     def _store_state(self, key: bytes, row: int) -> None:
         assert self._store is not None
@@ -373,4 +254,4 @@ class SharedPrefixes:
 
     def _drop_tail(self, key: bytes) -> None:
         if not self._pools[0].knows(key):
-            self._tails.remove(key)
+            self._search.tails.remove(key)
