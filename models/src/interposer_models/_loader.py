@@ -289,7 +289,9 @@ def load(
             graphs_required=required,
             numerics=planned.numerics,
             compiled=compiled,
-            prefixes=shared and partial(shared.shared, device=device, platform=runs_on),
+            prefixes=(
+                None if shared is None else partial(shared.shared, device=device, platform=runs_on)
+            ),
             **sizes,
         )
         return Engine(

@@ -103,8 +103,10 @@ class PrefixSearch:
         if not wanted:
             return None
         before = page_keys(sequence, count, self._size)[count]
-        found = [] if self._checkpoints is not None else [*self._filling(before, count, running)]
-        found = [Tail(common_tokens(wanted, tokens), b"", pages) for tokens, pages in found]
+        found: list[Tail] = []
+        if self._checkpoints is None:
+            for tokens, pages in self._filling(before, count, running):
+                found.append(Tail(common_tokens(wanted, tokens), b"", pages))
         for key, tokens in self.tails.after(before, wanted):
             agreeing = common_tokens(wanted, tokens)
             if self._checkpoints is not None and not (
