@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from interposer_models._engine.prefix_settings import PrefixCache
     from interposer_models._engine.sampling_params import SamplingParams
     from interposer_models._language_model import LanguageModel
-    from interposer_models._loader import Plan, load, plan
+    from interposer_models._loader import load, plan
+    from interposer_models._plan import Plan
     from interposer_models._quantizing.quantizer import quantize
     from interposer_models._speculation.settings import Speculation
     from interposer_models._stream import Completion, Delta, Stream
@@ -63,7 +64,8 @@ __getattr__ = lazy_attributes(
         "interposer_models._engine.prefix_settings": "PrefixCache",
         "interposer_models._engine.sampling_params": "SamplingParams",
         "interposer_models._language_model": "LanguageModel",
-        "interposer_models._loader": "Plan load plan",
+        "interposer_models._loader": "load plan",
+        "interposer_models._plan": "Plan",
         "interposer_models._quantizing.quantizer": "quantize",
         "interposer_models._speculation.settings": "Speculation",
         "interposer_models._stream": "Completion Delta Stream",
