@@ -17,6 +17,7 @@ from interposer_models._engine.decode_graphs import Capture, DecodeGraphs, Plans
 from interposer_models._engine.graph_buckets import GraphBuckets
 from interposer_models._engine.paged_model import PagedModel
 from interposer_models._engine.scheduler import Chunk
+from interposer_models._engine.shared_prefixes import SharedPrefixes
 from interposer_models._engine.sources import Sources
 from interposer_ops.layers.states import StateBatch
 
@@ -35,6 +36,7 @@ class Runner:
         sources: encodes those of sequences; None where the model has no encoder.
         graphs: through which steps that only decode run; None without.
         compiled: what is called instead of the model; None where it is not compiled.
+        prefixes: shares what prompts that begin alike compute; None without.
         adapters: tells layers the adapter of each token; None where no adapter is loaded.
     """
 
@@ -53,7 +55,7 @@ class Runner:
         graphs_required: bool = False,
         numerics: Callable[[], AbstractContextManager[None]] = nullcontext,
         compiled: Callable[[Any, list[torch.Tensor]], CompiledModel] | None = None,
-        prefix_cache: bool = False,
+        prefixes: Callable[[Caches, list[Any]], SharedPrefixes] | None = None,
     ) -> None:
         """Allocate the cache.
 
@@ -63,18 +65,18 @@ class Runner:
             graphs_required: what cannot be captured raises, see ``DecodeGraphs``.
             numerics: of the platform, the block in which every step computes.
             compiled: returns the compiled form of a model over these caches.
-            prefix_cache: pages of equal beginnings are shared, see ``PrefixPool``.
-        Raises: ConfigError: ``prefix_cache`` of a model that keeps more than pages of all tokens.
+            prefixes: returns what shares beginnings in these caches.
+        Raises: ConfigError: ``prefixes`` of a model whose prompts have no common beginnings.
         """
         self.model: Any = model
         self.max_sequences, self.max_step_tokens = max_sequences, max_step_tokens
         self.device = device
         self.numerics = numerics
         sizes = page_size, num_pages, max_sequences, max_step_tokens
-        held = Caches(model, *sizes, prefix_cache)
+        held = Caches(model, *sizes, prefix_cache=prefixes is not None)
         self.backends, self.pools, self._places = held.backends, held.pools, held.places
         self.source_pool, self.has_prefixes = held.sources, held.has_prefixes
-        self._num_states = held.num_states
+        self._num_states = len(held.states)
         self.sources: Sources | None = None
         if held.sources is not None:
             vocab_size = model.config.vocab_size
@@ -101,6 +103,7 @@ class Runner:
                 required=graphs_required,
             )
         self.caches = held.allocate(device, num_spare)
+        self.prefixes = None if prefixes is None else prefixes(held, self.caches)
         self.compiled = None if compiled is None else compiled(model, self.caches)
         # The compiler makes code of its own for a size of 1, which a table seldom has.
         self._min_pages = 1 if compiled is None else 2
