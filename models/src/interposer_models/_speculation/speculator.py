@@ -77,7 +77,8 @@ class Speculator:
             events = self._verified(rows)
             self.figures.drafted_steps += 1
             if balance is not None:
-                balance.count_drafted(count, time.perf_counter() - start, len(events))
+                verifying, guessing = time.perf_counter() - drafted, drafted - start
+                balance.count_drafted(count, verifying, len(events), guessing)
             return events
         events = engine.run(chunks)
         self.figures.plain_steps += 1
@@ -101,6 +102,8 @@ class Speculator:
                 counts.append(count)
                 budget -= count
         drafts = dict(zip(asked, self._proposer.propose(asked, counts), strict=True))
+        if not any(draft.tokens for draft in drafts.values()):
+            return []
         rows, start = [], 0
         for chunk in chunks:
             sequence, draft = chunk.sequence, drafts.get(chunk.sequence, Draft())
