@@ -417,12 +417,35 @@ def test_what_cannot_guess_is_refused(llama: Path, tmp_path: Path) -> None:
         load(llama, cache_tokens=64, speculation=tmp_path / "larger")
 
 
-def test_recurrent_layers_are_refused(llama: Path, tmp_path: Path) -> None:
-    write_checkpoint(example(examples.mamba2, "biased"), tmp_path)
-    with pytest.raises(ConfigError, match=r"recurrent layers.*no guess can be taken back"):
-        load(tmp_path, cache_tokens=64, speculation="ngram")
-    with pytest.raises(ConfigError, match="recurrent layers"):
-        load(llama, cache_tokens=64, speculation=tmp_path)
+RECURRENT = {"mamba2": "biased", "falcon_h1": "factors", "qwen3_next": "some", "lfm2": "biased"}
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_states_return_to_where_they_were_before_rejected_guesses(
+    tmp_path: Path, family: str
+) -> None:
+    """As targets and as drafts, beside requests without guesses, preempted, and that end early."""
+    write_checkpoint(example(getattr(examples, family), RECURRENT[family]), tmp_path)
+    plain = load(tmp_path, "float32", cache_tokens=1024)
+    prompts = prompts_of((40, 3, 25, 9))
+    kinds: tuple[dict[str, Any], ...]
+    kinds = ({}, {"temperature": 1.0, "seed": 1}, {"frequency_penalty": 0.5}, {})
+    params = [
+        SamplingParams(max_new_tokens=count, ignore_eos=True, **kind)
+        for count, kind in zip((30, 24, 12, 7), kinds, strict=True)
+    ]
+    wanted = [each.token_ids for each in plain.generate(prompts, params)]
+    same = load(tmp_path, "float32", cache_tokens=1024)
+    for draft in ("ngram", same):
+        if draft is same:
+            spoil_drafts(same)
+        lm = load(tmp_path, "float32", speculation=always(draft), **SMALL)
+        assert [each.token_ids for each in lm.generate(prompts, params)] == wanted
+        assert idle(lm)
+    told = lm.speculation
+    assert told is not None
+    assert 20 < told.accepted_tokens < told.drafted_tokens
+    assert idle(same)
 
 
 def test_it_pauses_by_itself(llama: Path, other: Path, plain: LanguageModel) -> None:

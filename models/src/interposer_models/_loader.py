@@ -59,6 +59,7 @@ from interposer_models._engine.sources import reads_sources
 from interposer_models._family_choice import blamed_on_family, checked_model, choose_family
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
+from interposer_models._speculation.preparation import Preparation, Target
 from interposer_models._speculation.settings import Speculation
 from interposer_models._tokenizer import start_tokens, stop_tokens
 from interposer_ops.attention import common_page_size
@@ -238,7 +239,7 @@ def load(
     device = planned.placement.device.torch_device
     tokenizer = tokenizer_of(checkpoint)
     total, done = checkpoint.num_bytes, 0
-    draft = None
+    prepared = None
     if guesses is not None:  # in memory before that of the cache is settled
         opened = partial(
             load,
@@ -247,7 +248,7 @@ def load(
             max_sequences=max_sequences,
             max_step_tokens=max_step_tokens,
         )
-        draft = guesses.draft_model(planned.path, planned.model, tokenizer, max_sequences, opened)
+        prepared = Preparation(guesses, Target(planned, tokenizer, max_sequences, opened))
 
     def advance(num_bytes: int) -> None:
         nonlocal done
@@ -304,8 +305,8 @@ def load(
         runs_on.capture_graph if planned.graphs else None,
         compiled,
     )
-    if guesses is not None:
-        guesses.start(engine, Site(planned.resolver, _SAMPLER, planned.dtype), draft)
+    if prepared is not None:
+        prepared.start(engine, Site(planned.resolver, _SAMPLER, planned.dtype))
     planned.resolver.registry.plugins.observe(
         "interposer_finished",
         activity="load",

@@ -18,6 +18,7 @@ from interposer_models._engine.graph_buckets import GraphBuckets
 from interposer_models._engine.paged_model import PagedModel
 from interposer_models._engine.scheduler import Chunk
 from interposer_models._engine.sources import Sources
+from interposer_models._engine.state_rows import States
 from interposer_ops.layers.states import StateBatch
 
 if TYPE_CHECKING:
@@ -110,6 +111,11 @@ class Runner:
         """The tokens that a sequence can have: those of the context, as far as the cache goes."""
         context: int = self.model.config.max_position_embeddings
         return min(pool.longest(context) for pool in self.pools)
+
+    @property
+    def states(self) -> States:
+        """Return the states of the layers that have some, in order."""
+        return self.caches[len(self.backends) :]
 
     @property
     def cache_bytes(self) -> int:
