@@ -387,7 +387,7 @@ def test_a_number_of_tokens_that_is_none(tokens: Any) -> None:
 
 
 def test_what_cannot_guess_is_refused(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="draft of Speculation is 5, must be 'ngram', a path"):
+    with pytest.raises(ConfigError, match=r"Speculation is 5, must be 'ngram', 'heads', a path"):
         Speculation(5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"of the type int. Try: 'ngram'"):
         load(llama, speculation=4)  # type: ignore[arg-type]

@@ -248,7 +248,9 @@ def load(
             max_sequences=max_sequences,
             max_step_tokens=max_step_tokens,
         )
-        prepared = Preparation(guesses, Target(planned, tokenizer, max_sequences, opened))
+        prepared = Preparation(
+            guesses, Target(planned, checkpoint, tokenizer, *sizes.values(), opened)
+        )
 
     def advance(num_bytes: int) -> None:
         nonlocal done

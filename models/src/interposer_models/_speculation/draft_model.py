@@ -16,10 +16,10 @@ from interposer_models._engine.request_batch import sampling_batch
 from interposer_models._engine.sequence import Sequence
 from interposer_models._speculation.draft_sampling import DraftSampling
 from interposer_models._speculation.kept_states import KeptStates
-from interposer_models._speculation.proposer import Draft
+from interposer_models._speculation.proposer import Draft, Proposer
 
 
-class ModelProposer:
+class ModelProposer(Proposer):
     """Keeps a sequence of the draft model beside each one that it is asked for.
 
     It takes pages of the draft's cache as long as there are any; a sequence that finds none, whose

@@ -8,16 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from interposer import Site
+from interposer import CheckpointFile, Site
+from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._engine.engine import Engine
 from interposer_models._speculation.balance import Balance
 from interposer_models._speculation.draft_checks import check_sources, check_vocabulary
 from interposer_models._speculation.draft_model import ModelProposer
 from interposer_models._speculation.draft_sampling import DraftSampling
+from interposer_models._speculation.head_guesses import stored_head
 from interposer_models._speculation.kept_states import KeptStates
 from interposer_models._speculation.ngram import NgramProposer
 from interposer_models._speculation.proposer import Proposer
-from interposer_models._speculation.settings import NGRAM, Speculation
+from interposer_models._speculation.settings import HEADS, NGRAM, Speculation
 from interposer_models._speculation.speculator import Speculator, repeats
 
 if TYPE_CHECKING:
@@ -33,13 +35,22 @@ class Target:
     """The model that verifies guesses, whose weights need not be there yet.
 
     Attributes:
+        checkpoint: with its weights.
         load: loads another model for the same device, with ``cache_tokens``.
     """
 
     planned: Plan
+    checkpoint: Checkpoint | CheckpointFile
     tokenizer: TextTokenizer
     max_sequences: int
+    max_step_tokens: int
     load: Callable[..., LanguageModel]
+
+    @property
+    def default_tokens(self) -> int:
+        """The tokens that the cache of what guesses holds where nobody says it."""
+        context: int = self.planned.model.config.max_position_embeddings
+        return min(self.max_sequences * context, _CACHE_TOKENS)
 
 
 class Guesses(Protocol):
@@ -84,7 +95,7 @@ class ModelGuesses:
         check_sources(path, model)
         draft = settings.draft
         if isinstance(draft, str | Path):
-            tokens = settings.cache_tokens or default_tokens(target)
+            tokens = settings.cache_tokens or target.default_tokens
             draft = target.load(draft, cache_tokens=tokens)
         check_sources(draft.path, draft.engine.model)
         check_vocabulary(path, model.config.vocab_size, target.tokenizer, draft)
@@ -113,6 +124,8 @@ class Preparation:
         self._guesses: Guesses
         if settings.draft == NGRAM:
             self._guesses = NgramGuesses()
+        elif settings.draft == HEADS:
+            self._guesses = stored_head(settings, target)
         else:
             self._guesses = ModelGuesses(settings, target)
         planned = target.planned
@@ -132,12 +145,6 @@ class Preparation:
         balance = Balance() if settings.adaptive else None
         engine.speculation = Speculator(engine, proposer, sampling, count, balance, self._kept)
         site.resolver.notes.append(f"speculation: up to {count} tokens by {guesses}")
-
-
-def default_tokens(target: Target) -> int:
-    """Return how many tokens the cache of what guesses holds where nobody says it."""
-    context: int = target.planned.model.config.max_position_embeddings
-    return min(target.max_sequences * context, _CACHE_TOKENS)
 
 
 def kept_states(model: object, max_sequences: int, device: str) -> KeptStates | None:

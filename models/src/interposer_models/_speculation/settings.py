@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from interposer_models._language_model import LanguageModel
 
 NGRAM = "ngram"
+HEADS = "heads"
 _MOST_TOKENS = 64
 
 
@@ -20,9 +21,10 @@ class Speculation:
     """The choice of what guesses the next tokens, of which the model verifies several in a step.
 
     Attributes:
-        draft: ``"ngram"``, which looks up what followed the newest tokens before, or a smaller
-            model with the same tokenizer: what ``load`` takes, or what it returned. Its cache is
-            for guesses then, and no other request should run in it.
+        draft: ``"ngram"``, which looks up what followed the newest tokens before; ``"heads"``, by
+            which the checkpoint itself predicts further tokens; the folder or name of a head of
+            EAGLE-3; or a smaller model with the same tokenizer: what ``load`` takes, or what it
+            returned. Its cache is for guesses then, and no other request should run in it.
         tokens: that are guessed for a sequence at most.
         cache_tokens: that the cache of a draft model holds that is loaded here; None takes what
             full contexts of all sequences need, and 32768 at most.
@@ -43,7 +45,7 @@ class Speculation:
             )
         if not (isinstance(self.draft, str | Path) or hasattr(self.draft, "engine")):
             raise ConfigError(
-                f"draft of Speculation is {self.draft!r}, must be 'ngram', a path or a "
+                f"draft of Speculation is {self.draft!r}, must be 'ngram', 'heads', a path or a "
                 "LanguageModel"
             )
 
@@ -57,7 +59,7 @@ class Speculation:
             return given
         if not isinstance(given, str | Path):
             raise ConfigError(
-                f"speculation is of the type {type(given).__name__}. Try: 'ngram', the path of a "
-                "draft model, or Speculation(...)"
+                f"speculation is of the type {type(given).__name__}. Try: 'ngram', 'heads', the "
+                "path of a draft model, or Speculation(...)"
             )
         return cls(given)

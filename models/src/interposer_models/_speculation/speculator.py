@@ -71,9 +71,9 @@ class Speculator:
 
     def step(self, chunks: list[Chunk]) -> list[Event]:
         """Compute a step, with guesses where they pay; see ``StepSpeculation``."""
-        engine, balance, count = self._engine, self._balance, len(chunks)
+        balance, count = self._balance, len(chunks)
         if not all(self._decodes(chunk) for chunk in chunks):
-            return engine.run(chunks)
+            return self._plain(chunks)
         start = time.perf_counter()
         rows = self._drafted(chunks) if balance is None or balance.allows(count) else []
         drafted = time.perf_counter()
@@ -84,11 +84,34 @@ class Speculator:
                 verifying, guessing = time.perf_counter() - drafted, drafted - start
                 balance.count_drafted(count, verifying, len(events), guessing)
             return events
-        events = engine.run(chunks)
+        events = self._plain(chunks)
         self.figures.plain_steps += 1
         if balance is not None:
             balance.count_plain(count, time.perf_counter() - drafted, drafted - start)
         return events
+
+    def _plain(self, chunks: list[Chunk]) -> list[Event]:
+        starts = [chunk.sequence.num_computed for chunk in chunks]
+        events = self._engine.run(chunks)
+        self._observe(chunks, starts)
+        return events
+
+    def _observe(self, chunks: list[Chunk], starts: list[int]) -> None:
+        """Hand out the hidden states of the tokens of a step that stay, where there are some.
+
+        Args:
+            starts: positions of the first tokens of the chunks.
+        """
+        hidden = self._engine.runner.hidden
+        if hidden is None or hidden.latest is None:
+            return
+        row = 0
+        for chunk, start in zip(chunks, starts, strict=True):
+            sequence = chunk.sequence
+            if sequence.finish_reason is None:
+                count = min(chunk.num_rows, len(sequence) - 1 - start)
+                self._proposer.observe(sequence, start, hidden.latest[row : row + count])
+            row += chunk.num_rows
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept of a sequence that has ended."""
@@ -145,7 +168,7 @@ class Speculator:
     def _verified(self, rows: list[_Row]) -> list[Event]:
         engine, scheduler = self._engine, self._engine.scheduler
         chunks = [row.chunk for row in rows]
-        sure = chunks
+        sure, starts = chunks, [chunk.sequence.num_computed for chunk in chunks]
         if self._kept is not None:
             sure = [chunk for chunk in chunks if not chunk.drafts]
             slots = [chunk.sequence.state_slot for chunk in chunks if chunk.drafts]
@@ -165,6 +188,7 @@ class Speculator:
                 events += engine.sample([row.chunk.sequence for row in own], part)
             else:
                 events += self._taken(own, verify(own, part), part)
+        self._observe(chunks, starts)
         return events
 
     def _verifier(self, row: _Row) -> Callable[[list[_Row], Tensor], list[list[int]]] | None:
