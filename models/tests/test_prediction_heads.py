@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from models.tests.conftest import example, write_checkpoint
-from models.tests.test_speculation import KINDS, SMALL, always, idle, prompts_of
+from models.tests.conftest import SIZES, example, write_checkpoint
+from models.tests.test_speculation import SMALL, always, prompts_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from interposer.errors import CheckpointError, ConfigError
-from interposer_models import LanguageModel, SamplingParams, load
+from interposer import explain
+from interposer_models import LanguageModel, load
 from interposer_models._families import examples
 
 Stored = dict[str, Tensor]
@@ -81,12 +81,158 @@ def holder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-def test_loads(holder: Path) -> None:
-    plain = load(holder, "float32", cache_tokens=2048)
-    lm = load(holder, "float32", speculation=always("heads"), **SMALL)
-    prompts = prompts_of((30, 3, 20))
-    params = [SamplingParams(max_new_tokens=30, **kind) for kind in KINDS[:3]]
-    wanted = [each.token_ids for each in plain.generate(prompts, params)]
-    assert [each.token_ids for each in lm.generate(prompts, params)] == wanted
-    print(lm.speculation)
-    assert idle(lm)
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The directories of a Llama and of an EAGLE-3 head for it, both of random weights."""
+    path, head = (tmp_path_factory.mktemp(name) for name in ("model", "head"))
+    write_checkpoint(LlamaConfig(**{**SIZES, "num_hidden_layers": 8}), path)
+    write_eagle(head)
+    return path, head
+
+
+def write_eagle(path: Path, **fields: Any) -> None:
+    """Write a head of 100 tokens, every second one of the model's."""
+    torch.manual_seed(11)
+    sizes = {"hidden_size": 64, "intermediate_size": 80, "vocab_size": 256, "rms_norm_eps": 1e-5}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    named = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 100}
+    config = {**sizes, **heads, **named, "num_hidden_layers": 1, **fields}
+    (path / "config.json").write_text(json.dumps(config))
+    shapes = {
+        "fc": (64, 192),
+        "midlayer.self_attn.q_proj": (64, 128),
+        "midlayer.self_attn.k_proj": (32, 128),
+        "midlayer.self_attn.v_proj": (32, 128),
+        "midlayer.self_attn.o_proj": (64, 64),
+        "midlayer.mlp.gate_proj": (80, 64),
+        "midlayer.mlp.up_proj": (80, 64),
+        "midlayer.mlp.down_proj": (64, 80),
+        "lm_head": (100, 64),
+    }
+    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm")
+    stored = {f"{n}.weight": torch.randn(s) / s[1] ** 0.5 for n, s in shapes.items()}
+    for name in (*norms, "midlayer.post_attention_layernorm"):
+        stored[f"{name}.weight"] = torch.rand(64) + 0.5
+    stored["d2t"] = torch.arange(100)
+    stored["t2d"] = torch.zeros(256, dtype=torch.bool)
+    save_file(stored, path / "model.safetensors")
+
+
+class Watched:
+    """The guesses that a model verifies, with the tokens before them."""
+
+    def __init__(self, lm: LanguageModel) -> None:
+        self.found: list[tuple[list[int], list[int]]] = []
+        compute = lm.engine.runner.compute
+
+        def watching(chunks: Any) -> Tensor:
+            for chunk in chunks:
+                known = chunk.sequence.tokens(0, len(chunk.sequence))
+                self.found.append((known, list(chunk.drafts)))
+            return compute(chunks)
+
+        lm.engine.runner.compute = watching  # type: ignore[method-assign]
+
+
+def rms(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def block_inputs(model: Any, tokens: list[int]) -> list[Tensor]:
+    """Return the input of each block, ``[T, H]``, and behind them what the last norm returns."""
+    with torch.no_grad():
+        states = model.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    return [each[0] for each in states]
+
+
+def run_block(model: Any, block: Any, x: Tensor) -> Tensor:
+    """Return what a block of transformers makes of ``[T, H]``, of which each sees those before."""
+    count = len(x)
+    mask = torch.full((1, 1, count, count), float("-inf")).triu(1)
+    places = torch.arange(count)[None]
+    angles = model.model.rotary_emb(x[None], places)
+    with torch.no_grad():
+        result = block(
+            x[None], attention_mask=mask, position_ids=places, position_embeddings=angles
+        )
+    return (result[0] if isinstance(result, tuple) else result)[0]
+
+
+def expected_of_stored(path: Path, tokens: list[int], count: int) -> list[int]:
+    """Return what a head in a checkpoint predicts, by transformers' blocks and plain torch."""
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    stored, config = load_file(path / "model.safetensors"), model.config
+    last, eps = config.num_hidden_layers - 1, config.rms_norm_eps
+    at, names, shift = f"model.layers.{last + 1}.", ("enorm", "hnorm", "shared_head.norm"), 0.0
+    projection, block = stored.get(f"{at}eh_proj.weight"), model.model.layers[last]
+    if projection is None:
+        at, names, shift = "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), 1.0
+        projection = stored["mtp.fc.weight"]
+    of_token, of_state, behind = (stored[f"{at}{name}.weight"] + shift for name in names)
+    states = block_inputs(model, tokens[:-1])[-1]
+    following, found = list(tokens[1:]), []
+    for _ in range(count):
+        embedded = model.model.embed_tokens.weight[torch.tensor(following)]
+        pairs = [rms(embedded, of_token, eps), rms(states, of_state, eps)]
+        made = rms(run_block(model, block, torch.cat(pairs, -1) @ projection.T), behind, eps)
+        states = torch.cat([states, made[-1:]])
+        found.append(int(model.lm_head(made[-1]).argmax()))
+        following.append(found[-1])
+    return found
+
+
+def expected_of_eagle(path: Path, head: Path, tokens: list[int], count: int) -> list[int]:
+    """Return what a head of EAGLE-3 predicts, in plain torch."""
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    stored = load_file(head / "model.safetensors")
+    weight = {name.removesuffix(".weight"): tensor for name, tensor in stored.items()}
+    inputs = block_inputs(model, tokens[:-1])
+    states = torch.cat([inputs[2], inputs[4], inputs[5]], -1) @ weight["fc"].T
+    following, found = list(tokens[1:]), []
+    for _ in range(count):
+        embedded = model.model.embed_tokens.weight[torch.tensor(following)]
+        token = rms(embedded, weight["midlayer.input_layernorm"], 1e-5)
+        x = torch.cat([token, rms(states, weight["midlayer.hidden_norm"], 1e-5)], -1)
+        query, key, value = (
+            (x @ weight[f"midlayer.self_attn.{n}_proj"].T).unflatten(-1, (-1, 16)) for n in "qkv"
+        )
+        turned = torch.arange(len(x))[:, None] / 10000 ** (torch.arange(0, 16, 2) / 16)
+        cos, sin = turned.cos()[:, None], turned.sin()[:, None]
+        query, key = (
+            torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+            for a, b in (part.chunk(2, -1) for part in (query, key))
+        )
+        key, value = (part.repeat_interleave(2, 1) for part in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) / 4
+        scores += torch.full(scores.shape[1:], float("-inf")).triu(1)
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
+        y = states + mixed @ weight["midlayer.self_attn.o_proj"].T
+        inner = rms(y, weight["midlayer.post_attention_layernorm"], 1e-5)
+        gate, up, down = (weight[f"midlayer.mlp.{n}_proj"] for n in ("gate", "up", "down"))
+        y = y + (torch.nn.functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T
+        states = torch.cat([states, y[-1:]])
+        place = (rms(y[-1], weight["norm"], 1e-5) @ weight["lm_head"].T).argmax()
+        found.append(int(place + stored["d2t"][place]))
+        following.append(found[-1])
+    return found
+
+
+def test_a_stored_head_predicts_what_its_definition_says(holder: Path) -> None:
+    lm = load(holder, "float32", speculation=always("heads", tokens=3), **SMALL)
+    watched = Watched(lm)
+    lm.generate(prompts_of((30, 5)), max_new_tokens=16)
+    checked = [each for each in watched.found if each[1]]
+    assert len(checked) > 8
+    for known, drafts in (*checked[:3], *checked[-3:]):
+        assert drafts == expected_of_stored(holder, known, len(drafts))
+
+
+def test_a_head_of_eagle3_predicts_what_its_definition_says(eagle: tuple[Path, Path]) -> None:
+    lm = load(eagle[0], "float32", speculation=always(eagle[1], tokens=3), **SMALL)
+    watched = Watched(lm)
+    lm.generate(prompts_of((30, 5)), max_new_tokens=8)
+    checked = [each for each in watched.found if each[1]]
+    assert len(checked) > 8
+    for known, drafts in (*checked[:3], *checked[-3:]):
+        assert drafts == expected_of_eagle(*eagle, known, len(drafts))
+    assert f"EAGLE-3 head {eagle[1]}" in str(explain(lm))

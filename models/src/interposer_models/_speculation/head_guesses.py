@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from interposer import Site
+from interposer import Resolver, Site
 from interposer.errors import ConfigError
 from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._checkpoint.weights import Weights
@@ -94,13 +94,19 @@ def stored_head(settings: Speculation, target: Target) -> HeadGuesses:
     return HeadGuesses(head, settings, target, planned.page_size, "the checkpoint's own head")
 
 
-def load_head(head: PredictionHead, checkpoint: Checkpoint, target: Target) -> None:
-    """Fill a head with the tensors of a checkpoint that are its own."""
+def load_head(
+    head: PredictionHead, checkpoint: Checkpoint, target: Target, resolver: Resolver | None = None
+) -> None:
+    """Fill a head with the tensors of a checkpoint that are its own.
+
+    Args:
+        resolver: through which it was built; None is that of the model.
+    """
     planned = target.planned
     weights = Weights(head, planned.placement.device.torch_device)
     tensors = checkpoint.stream(lambda name: head.renamed(name) is not None)
     names = [name for name in checkpoint.names() if head.renamed(name) is not None]
-    scheme = planned.resolver.scheme
+    scheme = (resolver or planned.resolver).scheme
     with planned.numerics():
         restored = tensors if scheme is None else scheme.restored(tensors, weights)
         weights.load(restored, checkpoint.path, None, names)

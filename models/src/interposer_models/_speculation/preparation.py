@@ -15,6 +15,7 @@ from interposer_models._speculation.balance import Balance
 from interposer_models._speculation.draft_checks import check_sources, check_vocabulary
 from interposer_models._speculation.draft_model import ModelProposer
 from interposer_models._speculation.draft_sampling import DraftSampling
+from interposer_models._speculation.eagle3_checkpoint import separate_head
 from interposer_models._speculation.head_guesses import stored_head
 from interposer_models._speculation.kept_states import KeptStates
 from interposer_models._speculation.ngram import NgramProposer
@@ -126,6 +127,9 @@ class Preparation:
             self._guesses = NgramGuesses()
         elif settings.draft == HEADS:
             self._guesses = stored_head(settings, target)
+        elif isinstance(settings.draft, str | Path):
+            head = separate_head(settings.draft, settings, target)
+            self._guesses = head or ModelGuesses(settings, target)
         else:
             self._guesses = ModelGuesses(settings, target)
         planned = target.planned
