@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from models.tests.conftest import SIZES, example, write_checkpoint
-from models.tests.test_speculation import SMALL, always, prompts_of
+from models.tests.test_speculation import (
+    KINDS,
+    SMALL,
+    always,
+    assert_drawn_from_the_distribution,
+    idle,
+    prompts_of,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from interposer import explain
-from interposer_models import LanguageModel, load
+from interposer_models import LanguageModel, SamplingParams, Speculation, load
 from interposer_models._families import examples
 
 Stored = dict[str, Tensor]
@@ -138,6 +149,11 @@ def rms(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
+@functools.cache
+def of_transformers(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+
+
 def block_inputs(model: Any, tokens: list[int]) -> list[Tensor]:
     """Return the input of each block, ``[T, H]``, and behind them what the last norm returns."""
     with torch.no_grad():
@@ -160,7 +176,7 @@ def run_block(model: Any, block: Any, x: Tensor) -> Tensor:
 
 def expected_of_stored(path: Path, tokens: list[int], count: int) -> list[int]:
     """Return what a head in a checkpoint predicts, by transformers' blocks and plain torch."""
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    model = of_transformers(path)
     stored, config = load_file(path / "model.safetensors"), model.config
     last, eps = config.num_hidden_layers - 1, config.rms_norm_eps
     at, names, shift = f"model.layers.{last + 1}.", ("enorm", "hnorm", "shared_head.norm"), 0.0
@@ -183,7 +199,7 @@ def expected_of_stored(path: Path, tokens: list[int], count: int) -> list[int]:
 
 def expected_of_eagle(path: Path, head: Path, tokens: list[int], count: int) -> list[int]:
     """Return what a head of EAGLE-3 predicts, in plain torch."""
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    model = of_transformers(path)
     stored = load_file(head / "model.safetensors")
     weight = {name.removesuffix(".weight"): tensor for name, tensor in stored.items()}
     inputs = block_inputs(model, tokens[:-1])
@@ -236,3 +252,100 @@ def test_a_head_of_eagle3_predicts_what_its_definition_says(eagle: tuple[Path, P
     for known, drafts in (*checked[:3], *checked[-3:]):
         assert drafts == expected_of_eagle(*eagle, known, len(drafts))
     assert f"EAGLE-3 head {eagle[1]}" in str(explain(lm))
+
+
+@pytest.fixture(scope="module")
+def pair(eagle: tuple[Path, Path]) -> dict[str, LanguageModel]:
+    """A model without guesses, and with those of a head, whose cache some sequences do not fit."""
+    path, head = eagle
+    few = Speculation(head, tokens=3, cache_tokens=48, adaptive=False)
+    return {
+        "plain": load(path, "float32", cache_tokens=2048),
+        "head": load(path, "float32", speculation=always(head), **SMALL),
+        "few pages": load(path, "float32", speculation=few, **SMALL),
+        "prefixes": load(path, "float32", speculation=always(head), prefix_cache=True, **SMALL),
+    }
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(1, 60), st.integers(1, 40), st.sampled_from(KINDS)),
+        min_size=1,
+        max_size=6,
+    ),
+    leaver=st.integers(0, 20),
+    name=st.sampled_from(["head", "few pages", "prefixes"]),
+)
+def test_any_schedule_gives_the_tokens_of_plain_decoding(
+    pair: dict[str, LanguageModel],
+    requests: list[tuple[int, int, dict[str, Any]]],
+    leaver: int,
+    name: str,
+) -> None:
+    lm = pair[name]
+    prompts = prompts_of(length for length, _, _ in requests)
+    params = [SamplingParams(max_new_tokens=count, **kind) for _, count, kind in requests]
+    wanted = pair["plain"].generate(prompts, params)
+    leaving = lm.engine.add([5, 6] * 10, SamplingParams(max_new_tokens=40))
+    for _ in range(leaver):
+        lm.engine.step()
+    lm.engine.cancel(leaving)
+    found = lm.generate(prompts, params)
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+    assert not lm.engine.busy
+
+
+def test_stored_heads_change_no_token(holder: Path) -> None:
+    plain = load(holder, "float32", cache_tokens=2048)
+    lm = load(holder, "float32", speculation=always("heads"), **SMALL)
+    prompts = prompts_of((70, 3, 20, 9))
+    params = [SamplingParams(max_new_tokens=24, **kind) for kind in KINDS[:4]]
+    wanted = [each.token_ids for each in plain.generate(prompts, params)]
+    assert [each.token_ids for each in lm.generate(prompts, params)] == wanted
+    assert lm.speculation is not None
+    assert lm.speculation.drafted_tokens > 50
+    assert idle(lm)
+    assert "the checkpoint's own head" in str(explain(lm))
+
+
+def known_next(path: Path, holder: Path, noise: float) -> Path:
+    """Write a copy in which a token decides the next one, which the head knows but for noise."""
+    shutil.copytree(holder, path)
+    stored = load_file(path / "model.safetensors")
+    torch.manual_seed(5)
+    for name, tensor in stored.items():
+        if any(part in name for part in ("o_proj", "down_proj", "out_proj")):
+            tensor.zero_()  # what a block would add
+        if name.endswith(("eh_proj.weight", "mtp.fc.weight")):
+            size = len(tensor)
+            tensor.copy_(torch.cat([torch.eye(size), torch.zeros(size, size)], 1))
+        shift = float(name.startswith("mtp."))
+        if name.endswith((".enorm.weight", "pre_fc_norm_embedding.weight")):
+            tensor.copy_(1 - shift + noise * torch.randn_like(tensor))
+        if name.endswith(("shared_head.norm.weight", "mtp.norm.weight")):
+            tensor.copy_(stored["model.norm.weight"])
+    save_file(stored, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS[:3], ids=["greedy", "seeded", "cut"])
+def test_a_head_that_is_right_is_accepted_and_saves_steps(
+    holder: Path, tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    path = known_next(tmp_path / "known", holder, noise=0)
+    lm = load(path, "float32", cache_tokens=512, speculation=always("heads"))
+    (found,) = lm.generate([[1, 2, 3]], max_new_tokens=41, **kind)
+    plain = load(path, "float32", cache_tokens=512)
+    assert found.token_ids == plain.generate([[1, 2, 3]], max_new_tokens=41, **kind)[0].token_ids
+    told = lm.speculation
+    assert told is not None
+    assert (told.acceptance, told.drafted_steps, told.drafted_tokens) == (1, 8, 32)
+
+
+def test_unseeded_requests_are_drawn_from_the_distribution(holder: Path, tmp_path: Path) -> None:
+    path = known_next(tmp_path / "known", holder, noise=0.6)
+    plain = load(path, "float32", cache_tokens=1024)
+    sizes = {"cache_tokens": 8192, "max_step_tokens": 4096, "max_sequences": 1024}
+    lm = load(path, "float32", speculation=always("heads"), **sizes)
+    assert_drawn_from_the_distribution(lm, plain, [1, 2, 3])

@@ -165,7 +165,6 @@ def repeated_prompt(lm: LanguageModel, top_k: int) -> list[int]:
 def test_unseeded_requests_are_drawn_from_the_distribution(
     llama: Path, plain: LanguageModel, name: str
 ) -> None:
-    """Of 3 tokens of 3 each, the 27 outcomes are as often as their probabilities say."""
     draft: Any = "ngram"
     if name == "model":
         draft = load(llama, "float32", cache_tokens=8192, max_step_tokens=8192)
@@ -175,8 +174,14 @@ def test_unseeded_requests_are_drawn_from_the_distribution(
         draft.engine.runner.compute = lambda chunks: compute(chunks) + noise
     # All prompts of a batch are computed in one step, so that the others have guesses.
     lm = load(llama, "float32", cache_tokens=8192, max_step_tokens=8192, speculation=always(draft))
+    assert_drawn_from_the_distribution(lm, plain, repeated_prompt(plain, 3))
+
+
+def assert_drawn_from_the_distribution(
+    lm: LanguageModel, plain: LanguageModel, prompt: list[int]
+) -> None:
+    """Of 3 tokens of 3 each, the 27 outcomes are as often as their probabilities say."""
     top_k, count = 3, 1280
-    prompt = repeated_prompt(plain, top_k)
     outcomes: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         grown = {}
