@@ -23,10 +23,15 @@ from models.tests.test_speculation import (
     prompts_of,
 )
 from safetensors.torch import load_file, save_file
+from tests.adapter_files import write_adapter
+from tests.tape import TapePlatform
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from interposer import explain
+from interposer import Config, explain, register
+from interposer.errors import CheckpointError, ConfigError
+from interposer.hookspecs import hookimpl
+from interposer.records import PlatformEntry, Record
 from interposer_models import LanguageModel, SamplingParams, Speculation, load
 from interposer_models._families import examples
 
@@ -349,3 +354,117 @@ def test_unseeded_requests_are_drawn_from_the_distribution(holder: Path, tmp_pat
     sizes = {"cache_tokens": 8192, "max_step_tokens": 4096, "max_sequences": 1024}
     lm = load(path, "float32", speculation=always("heads"), **sizes)
     assert_drawn_from_the_distribution(lm, plain, [1, 2, 3])
+
+
+def test_states_of_long_prompts_are_computed_before_a_guess_is_asked_for(
+    eagle: tuple[Path, Path],
+) -> None:
+    path, head = eagle
+    sizes = {"cache_tokens": 1024, "max_step_tokens": 128}
+    lm = load(path, "float32", speculation=always(head, tokens=2), **sizes)
+    watched = Watched(lm)
+    lm.generate(prompts_of((300, 9)), max_new_tokens=8)
+    known, drafts = next(each for each in watched.found if each[1] and len(each[0]) > 300)
+    assert drafts == expected_of_eagle(*eagle, known, 2)
+
+
+def test_adapters_are_verified_with(eagle: tuple[Path, Path], tmp_path: Path) -> None:
+    modules = {"model.layers.0.self_attn.o_proj": (64, 64), "lm_head": (256, 64)}
+    folder = write_adapter(tmp_path / "own", modules)
+    found = []
+    for speculation in (None, always(eagle[1])):
+        lm = load(eagle[0], "float32", cache_tokens=512, speculation=speculation)
+        lm.load_adapter("own", folder)
+        params = [SamplingParams(max_new_tokens=20, adapter=name) for name in ("own", None)]
+        found.append([each.token_ids for each in lm.generate([[1, 2], [1, 2]], params)])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+def test_graphs_hand_the_states_out(eagle: tuple[Path, Path]) -> None:
+    """Guesses behind replayed steps are those that are made without graphs."""
+
+    class Tapes:
+        @staticmethod
+        @hookimpl
+        def interposer_records() -> list[Record]:
+            return [PlatformEntry("tape", "tests.tape:TapePlatform")]
+
+    plugins = ("interposer-models", "interposer-ops", "interposer-quantization")
+    drafts, counts = [], []
+    with register(Tapes, "tapes"):
+        for graphs in ("auto", "off"):
+            config = Config(graphs=graphs, platform="tape", plugins=plugins, canary="off")
+            TapePlatform.replayed = 0
+            options = {"config": config, "cache_tokens": 512, "speculation": always(eagle[1])}
+            lm = load(eagle[0], "float32", **options)
+            # Of two requests, the one with penalties has no guesses, and is the last one to end.
+            params = [SamplingParams(max_new_tokens=n, frequency_penalty=p) for n, p in PLAIN]
+            lm.generate(prompts_of((9, 30)), params)
+            watched = Watched(lm)
+            lm.generate(prompts_of((9, 30)), max_new_tokens=8)
+            drafts.append([each[1] for each in watched.found if each[1]])
+            counts.append(TapePlatform.replayed)
+    assert drafts[0] == drafts[1]
+    assert counts[0] > 0 == counts[1]
+
+
+PLAIN = ((8, 0.0), (20, 0.5))
+
+
+def test_what_has_no_head_is_refused(llama: Path, eagle: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no head.*Try: speculation='ngram'"):
+        load(llama, cache_tokens=64, speculation="heads")
+    write_checkpoint(example(examples.glm4_moe, "groups"), tmp_path / "glm")
+    with pytest.raises(ConfigError, match="holds no head"):
+        load(tmp_path / "glm", cache_tokens=64, speculation="heads")
+    with pytest.raises(CheckpointError, match="reads three layers, the model has 3"):
+        load(llama, cache_tokens=64, speculation=eagle[1])
+    config = Config(compile="eager")
+    with pytest.raises(ConfigError, match=r"is compiled.*Try: Config\(compile='off'\)"):
+        load(eagle[0], cache_tokens=64, speculation=eagle[1], config=config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"vocab_size": 300}, "with vocab_size 300, the model has 256"),
+        ({"target_hidden_size": 32}, "with target_hidden_size 32, the model has 64"),
+        ({"draft_vocab_size": 90}, "a vocabulary of 90 tokens, but d2t does not say which"),
+        ({"draft_vocab_size": 257}, "draft_vocab_size 257 exceeds vocab_size 256"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}},
+            r"eagle_aux_hidden_state_layer_ids is \[1, 3, 5\], which programs count",
+        ),
+        ({"num_hidden_layers": 2}, "num_hidden_layers"),
+    ],
+)
+def test_heads_of_other_models_are_refused(
+    eagle: tuple[Path, Path], tmp_path: Path, fields: dict[str, Any], told: str
+) -> None:
+    write_eagle(tmp_path, **fields)
+    with pytest.raises(CheckpointError, match=told):
+        load(eagle[0], cache_tokens=64, speculation=tmp_path)
+
+
+def test_a_head_may_have_an_embedding_and_all_tokens(
+    eagle: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """With names as others store them; it guesses what a head with the same numbers does."""
+    write_eagle(tmp_path, draft_vocab_size=256)
+    stored = load_file(eagle[1] / "model.safetensors")
+    heads = torch.full((256, 64), 0.0)
+    places = torch.arange(100) + stored.pop("d2t")
+    heads[places] = stored["lm_head.weight"]
+    stored["lm_head.weight"] = heads
+    del stored["t2d"]
+    own = load_file(eagle[0] / "model.safetensors")["model.embed_tokens.weight"]
+    renamed = {name.replace("midlayer.", "layers.0."): each for name, each in stored.items()}
+    save_file({**renamed, "embed_tokens.weight": own.clone()}, tmp_path / "model.safetensors")
+    drafts = []
+    for head in (eagle[1], tmp_path):
+        lm = load(eagle[0], "float32", cache_tokens=512, speculation=always(head))
+        watched = Watched(lm)
+        lm.generate([[1, 2, 3]], max_new_tokens=20)
+        drafts.append([each[1] for each in watched.found])
+    assert drafts[0] == drafts[1]
