@@ -434,7 +434,7 @@ def test_what_has_no_head_is_refused(llama: Path, eagle: tuple[Path, Path], tmp_
         ({"draft_vocab_size": 257}, "draft_vocab_size 257 exceeds vocab_size 256"),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}},
-            r"eagle_aux_hidden_state_layer_ids is \[1, 3, 5\], which programs count",
+            r"has eagle_aux_hidden_state_layer_ids \[1, 3, 5\], .* what enters \[2, 4, 5\]",
         ),
         ({"num_hidden_layers": 2}, "num_hidden_layers"),
     ],
@@ -451,7 +451,7 @@ def test_a_head_may_have_an_embedding_and_all_tokens(
     eagle: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """With names as others store them; it guesses what a head with the same numbers does."""
-    write_eagle(tmp_path, draft_vocab_size=256)
+    write_eagle(tmp_path, draft_vocab_size=256, eagle_aux_hidden_state_layer_ids=[1, 3, 4])
     stored = load_file(eagle[1] / "model.safetensors")
     heads = torch.full((256, 64), 0.0)
     places = torch.arange(100) + stored.pop("d2t")

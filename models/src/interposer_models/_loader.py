@@ -203,8 +203,8 @@ def load(
         prefix_cache: prompts that begin alike share the pages of their common beginning, which
             stay in the cache until its room is wanted. Not for models with windows or states, nor
             for prefix-LMs.
-        speculation: what guesses tokens that steps verify: ``"ngram"``, the path of a draft model,
-            or ``Speculation(...)``.
+        speculation: what guesses tokens that steps verify: ``"ngram"``, ``"heads"``, the path of
+            a head or of a draft model, or ``Speculation(...)``.
         progress: told ``(bytes done, bytes in all)`` while weights load.
     Raises:
         CheckpointError: the directory is incomplete or contradicts itself; there is no model of

@@ -31,6 +31,11 @@ _BLOCK = "midlayer"
 _FIRST_POSITIONS = 4096
 
 
+def read_layers(num_layers: int) -> tuple[int, int, int]:
+    """Return the layers of a model whose inputs a head reads."""
+    return 2, num_layers // 2, num_layers - 3
+
+
 class WideAttention(SelfAttention):
     """Attention whose queries, keys and values are of a token and a state, ``[T, 2 * H]``."""
 
@@ -56,15 +61,16 @@ class Eagle3(DecoderFamily):
     draft_vocab_size: Positive
     target_hidden_size: Positive | None = None
     eagle_config: dict[str, Any] | None = None
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+
+    @property
+    def stated_layers(self) -> object:
+        """What the config says of the layers that are read; None where it says nothing."""
+        fields = {"eagle_aux_hidden_state_layer_ids": self.eagle_aux_hidden_state_layer_ids}
+        return {**fields, **(self.eagle_config or {})}["eagle_aux_hidden_state_layer_ids"]
 
     @model_validator(mode="after")
-    def _usual(self) -> Self:
-        stated = (self.eagle_config or {}).get("eagle_aux_hidden_state_layer_ids")
-        if stated is not None:
-            raise ValueError(
-                f"eagle_aux_hidden_state_layer_ids is {stated}, which programs count from the "
-                "input of a layer or from its output; heads of the usual three layers leave it out"
-            )
+    def _sound_vocabulary(self) -> Self:
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}"
@@ -101,8 +107,7 @@ class Eagle3Head(PredictionHead):
     ) -> None:
         super().__init__()
         size, self.config, self._model = config.hidden_size, config, (model,)
-        count = model.config.num_hidden_layers
-        self.layers = (2, count // 2, count - 3)
+        self.layers = read_layers(model.config.num_hidden_layers)
         read = len(self.layers) * model.config.hidden_size
         self.fc = Linear(site.at("fc"), read, size, bias=False)
         self.embed_tokens = (

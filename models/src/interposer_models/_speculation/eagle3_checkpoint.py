@@ -17,7 +17,7 @@ from interposer_models._checkpoint.files import config_source, open_checkpoint, 
 from interposer_models._dequantization.decision import dequantize_once
 from interposer_models._online_quantization import quantization_settings
 from interposer_models._speculation.draft_checks import check_sources
-from interposer_models._speculation.eagle3 import Eagle3, Eagle3Head
+from interposer_models._speculation.eagle3 import Eagle3, Eagle3Head, read_layers
 from interposer_models._speculation.head_guesses import HeadGuesses, load_head
 from interposer_models._speculation.settings import Speculation
 from interposer_ops.attention import common_page_size
@@ -82,10 +82,19 @@ def _check_fit(config: Eagle3, model: Any, source: Path) -> None:
                 f"is of a head for a model with {name} {size}, the model has {own[name]}",
                 "give the head that was trained for this model",
             )
-    if model.config.num_hidden_layers < _LEAST_LAYERS:
+    count, layers = model.config.num_hidden_layers, config.stated_layers
+    if count < _LEAST_LAYERS:
+        raise CheckpointError(
+            source, f"is of a head that reads three layers, the model has {count}"
+        )
+    # Some programs count by what enters a layer, and others by what leaves it.
+    usual = read_layers(count)
+    if layers not in (None, [*usual], [number - 1 for number in usual]):
         raise CheckpointError(
             source,
-            f"is of a head that reads three layers, the model has {model.config.num_hidden_layers}",
+            f"has eagle_aux_hidden_state_layer_ids {layers}, which may be counted by the inputs of "
+            f"layers or by their outputs; heads that read what enters {[*usual]} are supported",
+            "give a head of these layers",
         )
 
 

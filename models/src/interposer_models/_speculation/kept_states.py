@@ -23,11 +23,6 @@ class KeptStates:
         layouts = [layer.state_layout() for layer in layers]
         self._kept = [layout.allocate(count, device, cache_memory) for layout in layouts]
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all rows."""
-        return sum(tensor.nbytes for tensors in self._kept for tensor in tensors)
-
     def keep(self, states: States, slots: Sequence[int]) -> None:
         """Keep the rows of sequences as they are now."""
         copy_rows(states, slots, self._kept, slots)
