@@ -72,8 +72,11 @@ class Speculator:
     def step(self, chunks: list[Chunk]) -> list[Event]:
         """Compute a step, with guesses where they pay; see ``StepSpeculation``."""
         balance, count = self._balance, len(chunks)
+        starts = [chunk.sequence.num_computed for chunk in chunks]
         if not all(self._decodes(chunk) for chunk in chunks):
-            return self._plain(chunks)
+            events = self._engine.run(chunks)
+            self._observe(chunks, starts)
+            return events
         start = time.perf_counter()
         rows = self._drafted(chunks) if balance is None or balance.allows(count) else []
         drafted = time.perf_counter()
@@ -84,16 +87,13 @@ class Speculator:
                 verifying, guessing = time.perf_counter() - drafted, drafted - start
                 balance.count_drafted(count, verifying, len(events), guessing)
             return events
-        events = self._plain(chunks)
+        events = self._engine.run(chunks)
+        ran = time.perf_counter()
+        self._observe(chunks, starts)
         self.figures.plain_steps += 1
         if balance is not None:
-            balance.count_plain(count, time.perf_counter() - drafted, drafted - start)
-        return events
-
-    def _plain(self, chunks: list[Chunk]) -> list[Event]:
-        starts = [chunk.sequence.num_computed for chunk in chunks]
-        events = self._engine.run(chunks)
-        self._observe(chunks, starts)
+            guessing = drafted - start + time.perf_counter() - ran
+            balance.count_plain(count, ran - drafted, guessing)
         return events
 
     def _observe(self, chunks: list[Chunk], starts: list[int]) -> None:
