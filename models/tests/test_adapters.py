@@ -46,7 +46,17 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 # Not the projections of heads: peft takes experts by the names of an MLP, and no Mamba's outputs.
 PLACES = frozenset(
-    ("q_proj", "qkv_proj", "c_attn", "c_proj", "query_key_value", "q_a_proj", "in_proj", "o_proj")
+    (
+        "q_proj",
+        "qkv_proj",
+        "c_attn",
+        "c_proj",
+        "query_key_value",
+        "q_a_proj",
+        "in_proj",
+        "o_proj",
+        "Wqkv",
+    )
 )
 
 

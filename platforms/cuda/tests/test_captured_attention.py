@@ -175,6 +175,22 @@ def test_a_fixed_plan_stays_where_it_is(packages: None, kind: type[AttentionBack
         assert [t.data_ptr() for t in (*buffers, plan.slots)] == addresses
 
 
+def test_backends_of_a_model_share_a_workspace(packages: None) -> None:
+    held = decoding([1, 1, 1], 4, 6)
+
+    def workspace(kind: type[AttentionBackend], of: Any) -> int:
+        backend = kind(replace(asked(kind), page_size=4), of)
+        address: int = backend.plan_fixed(held).wrapper._float_workspace_buffer.data_ptr()
+        return address
+
+    one, other = site(torch.bfloat16), site(torch.bfloat16)
+    kinds = FlashInferBackend, FlashInferLatentBackend, FlashInferBackend
+    of_one = {workspace(kind, one) for kind in kinds}
+    assert len(of_one) == 1
+    # Another model may run at the same time.
+    assert workspace(FlashInferBackend, other) not in of_one
+
+
 def test_flash_mla_is_captured_and_replayed_with_other_lengths(packages: None) -> None:
     spec = asked(FlashMLABackend)
     backend = FlashMLABackend(spec, site(spec.dtype))

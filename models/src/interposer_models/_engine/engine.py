@@ -13,9 +13,10 @@ from interposer.errors import RequestError, UnknownNameError
 from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.logit_edits import RequestEdits
 from interposer_models._engine.prefix_pages import PrefixPool, PrefixStatistics
-from interposer_models._engine.request_batch import checked_tokens, sampling_batch
+from interposer_models._engine.request_batch import checked_tokens
 from interposer_models._engine.runner import Runner
 from interposer_models._engine.sampling_params import SamplingParams
+from interposer_models._engine.sampling_state import SamplingState
 from interposer_models._engine.scheduler import Chunk, Scheduler
 from interposer_models._engine.sequence import Event, FinishReason, Sequence
 from interposer_models._engine.speculation import StepSpeculation
@@ -65,6 +66,7 @@ class Engine:
         )
         size = self.model.config.vocab_size
         self._edits = RequestEdits(sampler, size, stop_token_ids, self.device)
+        self._state = SamplingState(size, self.device)
         self._seeds = None if seed is None else Random(seed)
         self._ids = itertools.count()
 
@@ -232,9 +234,9 @@ class Engine:
     def sample(self, sequences: list[Sequence], logits: torch.Tensor) -> list[Event]:
         """Draw the next token of each sequence from ``logits``, ``[B, V]``."""
         plain = all(sequence.params.takes_likeliest for sequence in sequences)
-        batch = sampling_batch(sequences, self.model.config.vocab_size, self.device)
+        batch = self._state.batch(sequences)
         if not plain:
-            logits = self._edits.edit(sequences, logits)
+            logits = self._edits.edit(sequences, logits, batch)
         tokens, logprobs = self.sampler(logits, batch)
         if not plain:
             self._edits.tell(sequences, logits, batch, tokens)

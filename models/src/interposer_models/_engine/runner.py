@@ -1,4 +1,4 @@
-"""What computes the steps of a model over its caches: eagerly, compiled or as graphs."""
+"""The steps of a model over its caches: eager, compiled or as graphs."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from interposer_models._speculation.speculator import Speculator, repeats
 
 if TYPE_CHECKING:
     from interposer_models._language_model import LanguageModel
-    from interposer_models._loader import Plan
+    from interposer_models._plan import Plan
     from interposer_models._tokenizer import TextTokenizer
 
 _CACHE_TOKENS = 32768
