@@ -180,7 +180,8 @@ def run_block(model: Any, block: Any, x: Tensor) -> Tensor:
         result = block(
             x[None], attention_mask=mask, position_ids=places, position_embeddings=angles
         )
-    return (result[0] if isinstance(result, tuple) else result)[0]
+    made: Tensor = (result[0] if isinstance(result, tuple) else result)[0]
+    return made
 
 
 def expected_of_stored(path: Path, tokens: list[int], count: int) -> list[int]:
@@ -356,7 +357,7 @@ def test_unseeded_requests_are_drawn_from_the_distribution(tmp_path: Path) -> No
     write_holder(tmp_path / "held", "glm4_moe")
     path = known_next(tmp_path / "known", tmp_path / "held", noise=0.6)
     plain = load(path, "float32", cache_tokens=1024)
-    sizes = {"cache_tokens": 8192, "max_step_tokens": 4096, "max_sequences": 1024}
+    sizes: dict[str, Any] = {"cache_tokens": 8192, "max_step_tokens": 4096, "max_sequences": 1024}
     lm = load(path, "float32", speculation=always("heads"), **sizes)
     assert_drawn_from_the_distribution(lm, plain, [1, 2, 3])
 
@@ -365,7 +366,7 @@ def test_states_of_long_prompts_are_computed_before_a_guess_is_asked_for(
     eagle: tuple[Path, Path],
 ) -> None:
     path, head = eagle
-    sizes = {"cache_tokens": 1024, "max_step_tokens": 128}
+    sizes: dict[str, Any] = {"cache_tokens": 1024, "max_step_tokens": 128}
     lm = load(path, "float32", speculation=always(head, tokens=2), **sizes)
     watched = Watched(lm)
     lm.generate(prompts_of((300, 9)), max_new_tokens=8)
@@ -401,7 +402,11 @@ def test_graphs_hand_the_states_out(eagle: tuple[Path, Path]) -> None:
         for graphs in ("auto", "off"):
             config = Config(graphs=graphs, platform="tape", plugins=plugins, canary="off")
             TapePlatform.replayed = 0
-            options = {"config": config, "cache_tokens": 512, "speculation": always(eagle[1])}
+            options: dict[str, Any] = {
+                "config": config,
+                "cache_tokens": 512,
+                "speculation": always(eagle[1]),
+            }
             lm = load(eagle[0], "float32", **options)
             # Of two requests, the one with penalties has no guesses, and is the last one to end.
             params = [SamplingParams(max_new_tokens=n, frequency_penalty=p) for n, p in PLAIN]

@@ -217,9 +217,7 @@ def load(
             max_sequences=max_sequences,
             max_step_tokens=max_step_tokens,
         )
-        prepared = Preparation(
-            guesses, Target(planned, checkpoint, tokenizer, *sizes.values(), opened)
-        )
+        prepared = Preparation(guesses, Target(planned, checkpoint, tokenizer, opened, **sizes))
 
     def advance(num_bytes: int) -> None:
         nonlocal done

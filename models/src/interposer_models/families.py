@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 # fmt: off
 __all__ = [
     "CrossAttention", "CrossedBlock", "DecoderFamily", "DecoderSettings", "EncoderAttention",
-    "EncoderDecoderFamily", "EncoderDecoderLM", "GptOss", "Granite", "HeadNames", "Llama", "Mistral",
-    "Mixtral", "MixtureFamily", "MixtureMLP", "NextTokenHead", "Olmo2", "Phi3", "PredictionHead",
-    "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3", "SourceEncoder",
+    "EncoderDecoderFamily", "EncoderDecoderLM", "GptOss", "Granite", "HeadNames", "Llama",
+    "Mistral", "Mixtral", "MixtureFamily", "MixtureMLP", "NextTokenHead", "Olmo2", "Phi3",
+    "PredictionHead", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3", "SourceEncoder",
 ]
 # fmt: on
 

@@ -111,11 +111,12 @@ class NextTokenHead(PredictionHead):
         self, site: Site, names: HeadNames, model: CausalLM, norm: Norm, block: Any, index: int
     ) -> None:
         super().__init__()
-        self.config, self._prefix = model.config, f"{names.prefix}."
+        self._prefix = f"{names.prefix}."
         self.unread = tuple(self._prefix + name for name in names.unread)
         self._renamed = model.renamed
         self._model = (model,)  # in a tuple, so that it is no module of the head
-        size, own = model.config.hidden_size, site.at(names.prefix)
+        self.config = model.model.config
+        size, own = self.config.hidden_size, site.at(names.prefix)
         self.token_norm: Any = norm(own.at(names.token_norm))
         self.state_norm: Any = norm(own.at(names.state_norm))
         self.projection = Linear(own.at(names.projection), 2 * size, size, bias=False)

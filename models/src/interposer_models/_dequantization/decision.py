@@ -45,7 +45,7 @@ class _Place:
         return sum(p.nbytes for name, p in held if p is not None and name != "bias")
 
 
-def dequantize_once(model: CausalModel, site: Site, placement: Placement) -> None:
+def dequantize_once(model: nn.Module, site: Site, placement: Placement) -> None:
     """Exchange the methods of layers that would dequantize their weights in every step.
 
     Those keep theirs that cannot do with a plain product, and all of them where the memory is too
@@ -95,7 +95,7 @@ def dequantize_once(model: CausalModel, site: Site, placement: Placement) -> Non
     )
 
 
-def _places(model: CausalModel, site: Site) -> Iterator[_Place]:
+def _places(model: nn.Module, site: Site) -> Iterator[_Place]:
     """Yield the layers of which a product is left to a reference, as nothing else can compute it.
 
     An op of products states the dim ``in_features``. A reference that somebody wants is none.

@@ -65,7 +65,7 @@ class Eagle3(DecoderFamily):
 
     @property
     def stated_layers(self) -> object:
-        """What the config says of the layers that are read; None where it says nothing."""
+        """The config's numbers of the layers that are read; None where it has none."""
         fields = {"eagle_aux_hidden_state_layer_ids": self.eagle_aux_hidden_state_layer_ids}
         return {**fields, **(self.eagle_config or {})}["eagle_aux_hidden_state_layer_ids"]
 
@@ -107,8 +107,8 @@ class Eagle3Head(PredictionHead):
     ) -> None:
         super().__init__()
         size, self.config, self._model = config.hidden_size, config, (model,)
-        self.layers = read_layers(model.config.num_hidden_layers)
-        read = len(self.layers) * model.config.hidden_size
+        self.layers = read_layers(model.model.config.num_hidden_layers)
+        read = len(self.layers) * model.model.config.hidden_size
         self.fc = Linear(site.at("fc"), read, size, bias=False)
         self.embed_tokens = (
             Embedding(site.at("embed_tokens"), config.vocab_size, size) if embeds else None

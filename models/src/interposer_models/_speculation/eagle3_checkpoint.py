@@ -6,24 +6,22 @@ Dimensions: W vocabulary of the head.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from interposer import Config, Resolver, Site
-from interposer.errors import CheckpointError
+from interposer.errors import CheckpointError, ConfigError
 from interposer_models._checkpoint.files import config_source, open_checkpoint, open_folder
+from interposer_models._decoder.decoder import CausalLM
 from interposer_models._dequantization.decision import dequantize_once
 from interposer_models._online_quantization import quantization_settings
 from interposer_models._speculation.draft_checks import check_sources
 from interposer_models._speculation.eagle3 import Eagle3, Eagle3Head, read_layers
 from interposer_models._speculation.head_guesses import HeadGuesses, load_head
 from interposer_models._speculation.settings import Speculation
+from interposer_models._speculation.target import Target
 from interposer_ops.attention import common_page_size
-
-if TYPE_CHECKING:
-    from interposer_models._speculation.preparation import Target
 
 _ARCHITECTURES = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
 _LEAST_LAYERS = 6  # of which the usual three are different ones
@@ -40,6 +38,11 @@ def separate_head(path: str | Path, settings: Speculation, target: Target) -> He
     checkpoint = open_folder(path)
     check_sources(planned.path, planned.model)
     source, model = config_source(checkpoint), planned.model
+    if not isinstance(model, CausalLM):
+        raise ConfigError(
+            f"{planned.path} is a {type(model).__name__}, whose layers tell no states, which the "
+            f"head {path} reads. Try: speculation='ngram'"
+        )
     config = Eagle3.parse(checkpoint.config, source)
     _check_fit(config, model, source)
     resolver = Resolver.at(planned.placement, planned.resolver.config)
@@ -68,13 +71,16 @@ def _is_head(path: str | Path, config: Config) -> bool:
     return "draft_vocab_size" in stated or not _ARCHITECTURES.isdisjoint(named)
 
 
-def _check_fit(config: Eagle3, model: Any, source: Path) -> None:
+def _check_fit(config: Eagle3, model: CausalLM, source: Path) -> None:
     """Raise CheckpointError where a head is for a model of other sizes."""
     stated = {
         "vocab_size": config.vocab_size,
         "target_hidden_size": config.target_hidden_size or config.hidden_size,
     }
-    own = {"vocab_size": model.config.vocab_size, "target_hidden_size": model.config.hidden_size}
+    own = {
+        "vocab_size": model.model.config.vocab_size,
+        "target_hidden_size": model.model.config.hidden_size,
+    }
     for name, size in stated.items():
         if size != own[name]:
             raise CheckpointError(
@@ -82,7 +88,7 @@ def _check_fit(config: Eagle3, model: Any, source: Path) -> None:
                 f"is of a head for a model with {name} {size}, the model has {own[name]}",
                 "give the head that was trained for this model",
             )
-    count, layers = model.config.num_hidden_layers, config.stated_layers
+    count, layers = model.model.config.num_hidden_layers, config.stated_layers
     if count < _LEAST_LAYERS:
         raise CheckpointError(
             source, f"is of a head that reads three layers, the model has {count}"

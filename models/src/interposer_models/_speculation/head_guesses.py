@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -11,6 +11,7 @@ from interposer import Resolver, Site
 from interposer.errors import ConfigError
 from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._checkpoint.weights import Weights
+from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.hidden_states import HiddenStates
 from interposer_models._decoder.prediction_head import PredictionHead
 from interposer_models._dequantization.decision import dequantize_once
@@ -23,9 +24,7 @@ from interposer_models._speculation.heads import HeadProposer
 from interposer_models._speculation.proposer import Proposer
 from interposer_models._speculation.settings import Speculation
 from interposer_models._speculation.speculator import repeats
-
-if TYPE_CHECKING:
-    from interposer_models._speculation.preparation import Target
+from interposer_models._speculation.target import Target
 
 
 class HeadGuesses:
@@ -77,14 +76,16 @@ def stored_head(settings: Speculation, target: Target) -> HeadGuesses:
     planned, checkpoint = target.planned, target.checkpoint
     check_sources(planned.path, planned.model)
     site = Site(planned.resolver, "", planned.dtype)
-    head = None
-    if isinstance(checkpoint, Checkpoint):
-        build = getattr(planned.decoder, "prediction_head", None)
-        if build is not None:
-            with torch.device("meta"), blamed_on_family(planned.resolver, "prediction_head"):
-                head = build(site, planned.model, planned.page_size)
-    names = [] if head is None else [name for name in checkpoint.names() if head.renamed(name)]
-    if head is None or not names:
+    head: PredictionHead | None = None
+    if isinstance(checkpoint, Checkpoint) and isinstance(planned.decoder, DecoderFamily):
+        model: Any = planned.model
+        with torch.device("meta"), blamed_on_family(planned.resolver, "prediction_head"):
+            head = planned.decoder.prediction_head(site, model, planned.page_size)
+    if (
+        head is None
+        or not isinstance(checkpoint, Checkpoint)
+        or not any(map(head.renamed, checkpoint.names()))
+    ):
         raise ConfigError(
             f"{planned.path} holds no head that predicts further tokens. Try: "
             "speculation='ngram', or the path of a draft model"
@@ -104,8 +105,13 @@ def load_head(
     """
     planned = target.planned
     weights = Weights(head, planned.placement.device.torch_device)
-    tensors = checkpoint.stream(lambda name: head.renamed(name) is not None)
-    names = [name for name in checkpoint.names() if head.renamed(name) is not None]
+
+    def is_read(name: str) -> bool:
+        found = head.renamed(name)
+        return found is not None and not found.startswith(head.unread)
+
+    tensors = checkpoint.stream(is_read)
+    names = [*filter(is_read, checkpoint.names())]
     scheme = (resolver or planned.resolver).scheme
     with planned.numerics():
         restored = tensors if scheme is None else scheme.restored(tensors, weights)

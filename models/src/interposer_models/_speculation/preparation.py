@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from interposer import CheckpointFile, Site
-from interposer_models._checkpoint.checkpoint import Checkpoint
+from interposer import Site
 from interposer_models._engine.engine import Engine
 from interposer_models._speculation.balance import Balance
 from interposer_models._speculation.draft_checks import check_sources, check_vocabulary
@@ -22,36 +19,7 @@ from interposer_models._speculation.ngram import NgramProposer
 from interposer_models._speculation.proposer import Proposer
 from interposer_models._speculation.settings import HEADS, NGRAM, Speculation
 from interposer_models._speculation.speculator import Speculator, repeats
-
-if TYPE_CHECKING:
-    from interposer_models._language_model import LanguageModel
-    from interposer_models._plan import Plan
-    from interposer_models._tokenizer import TextTokenizer
-
-_CACHE_TOKENS = 32768
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The model that verifies guesses, whose weights need not be there yet.
-
-    Attributes:
-        checkpoint: with its weights.
-        load: loads another model for the same device, with ``cache_tokens``.
-    """
-
-    planned: Plan
-    checkpoint: Checkpoint | CheckpointFile
-    tokenizer: TextTokenizer
-    max_sequences: int
-    max_step_tokens: int
-    load: Callable[..., LanguageModel]
-
-    @property
-    def default_tokens(self) -> int:
-        """The tokens that the cache of what guesses holds where nobody says it."""
-        context: int = self.planned.model.config.max_position_embeddings
-        return min(self.max_sequences * context, _CACHE_TOKENS)
+from interposer_models._speculation.target import Target
 
 
 class Guesses(Protocol):
@@ -114,7 +82,7 @@ class ModelGuesses:
 
 
 class Preparation:
-    """What guesses for a model, in memory before that of its cache is settled."""
+    """The guesses for a model, whose memory is taken before that of its cache is settled."""
 
     def __init__(self, settings: Speculation, target: Target) -> None:
         """Load what is needed.
