@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from interposer import CausalModel, Choice, Placement, Site, Verdict
+from torch import nn
+
+from interposer import Choice, Placement, Site, Verdict
 from interposer.records import OpEntry
 from interposer_models._decoder.decoder import CausalLM
 from interposer_models._dequantization.methods import DequantizedEmbedding, DequantizedLinear
@@ -146,7 +148,7 @@ def _is_slow(choice: Choice) -> bool:
 
 
 def _judge_memory(
-    places: Sequence[_Place], model: CausalModel, site: Site, placement: Placement
+    places: Sequence[_Place], model: nn.Module, site: Site, placement: Placement
 ) -> Verdict:
     """Refuse unless all weights fit, and what dequantizing the largest takes on the host."""
     needed = sum(parameter.nbytes for parameter in model.parameters())

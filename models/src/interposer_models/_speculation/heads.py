@@ -25,7 +25,7 @@ _MOST_PENDING = 256  # states of a sequence that wait for a guess, before they a
 
 @dataclass(slots=True, eq=False)
 class _Follower:
-    """What a head knows of a sequence.
+    """The tokens and states of a sequence, as far as a head knows them.
 
     Attributes:
         own: the tokens of the head, the first of which is the one behind ``origin``.
