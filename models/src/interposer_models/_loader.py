@@ -48,8 +48,9 @@ from interposer_models._family_choice import blamed_on_family, checked_model, ch
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
 from interposer_models._plan import Plan
-from interposer_models._speculation.preparation import Preparation, Target
+from interposer_models._speculation.preparation import Preparation
 from interposer_models._speculation.settings import Speculation
+from interposer_models._speculation.target import Target
 from interposer_models._tokenizer import start_tokens, stop_tokens
 from interposer_ops.attention import common_page_size
 from interposer_ops.devices.graphs import judge_graphs
