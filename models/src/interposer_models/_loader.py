@@ -55,7 +55,9 @@ from interposer_models._family_choice import blamed_on_family, checked_model, ch
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
 from interposer_models._plan import Plan
+from interposer_models._speculation.preparation import Preparation
 from interposer_models._speculation.settings import Speculation
+from interposer_models._speculation.target import Target
 from interposer_models._tokenizer import start_tokens, stop_tokens
 from interposer_ops.attention import common_page_size
 from interposer_ops.devices.graphs import judge_graphs
@@ -178,8 +180,8 @@ def load(
         prefix_cache: prompts that begin alike share what is computed of their common beginning,
             which stays in the cache until its room is wanted; ``PrefixCache(...)`` says how much
             memory it has besides. Not for prefix-LMs, nor for models with an encoder.
-        speculation: what guesses tokens that steps verify: ``"ngram"``, the path of a draft model,
-            or ``Speculation(...)``.
+        speculation: what guesses tokens that steps verify: ``"ngram"``, ``"heads"``, the path of
+            a head or of a draft model, or ``Speculation(...)``.
         progress: told ``(bytes done, bytes in all)`` while weights load.
     Raises:
         CheckpointError: the directory is incomplete or contradicts itself; there is no model of
@@ -217,7 +219,7 @@ def load(
     device = planned.placement.device.torch_device
     tokenizer = tokenizer_of(checkpoint)
     total, done = checkpoint.num_bytes, 0
-    draft = None
+    prepared = None
     if guesses is not None:  # in memory before that of the cache is settled
         opened = partial(
             load,
@@ -226,7 +228,7 @@ def load(
             max_sequences=max_sequences,
             max_step_tokens=max_step_tokens,
         )
-        draft = guesses.draft_model(planned.path, planned.model, tokenizer, max_sequences, opened)
+        prepared = Preparation(guesses, Target(planned, checkpoint, tokenizer, opened, **sizes))
 
     def advance(num_bytes: int) -> None:
         nonlocal done
@@ -290,8 +292,8 @@ def load(
     )
     if shared is not None and (told := shared.told(state_layouts(planned), max_sequences)):
         planned.resolver.notes.append(told)
-    if guesses is not None:
-        guesses.start(engine, Site(planned.resolver, _SAMPLER, planned.dtype), draft)
+    if prepared is not None:
+        prepared.start(engine, Site(planned.resolver, _SAMPLER, planned.dtype))
     planned.resolver.registry.plugins.observe(
         "interposer_finished",
         activity="load",

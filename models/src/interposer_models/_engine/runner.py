@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from interposer.errors import ConfigError
+from interposer_models._decoder.decoder import CausalLM
+from interposer_models._decoder.hidden_states import HiddenStates
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.caches import Caches
 from interposer_models._engine.compiled_model import CompiledModel
-from interposer_models._engine.decode_graphs import Capture, DecodeGraphs, Plans
+from interposer_models._engine.decode_graphs import Capture, DecodeGraphs, Plans, Results
 from interposer_models._engine.graph_buckets import GraphBuckets
 from interposer_models._engine.paged_model import PagedModel
 from interposer_models._engine.scheduler import Chunk
 from interposer_models._engine.shared_prefixes import SharedPrefixes
 from interposer_models._engine.sources import Sources
+from interposer_models._engine.state_rows import States
 from interposer_ops.layers.states import StateBatch
 
 if TYPE_CHECKING:
@@ -38,9 +42,11 @@ class Runner:
         compiled: what is called instead of the model; None where it is not compiled.
         prefixes: shares what prompts that begin alike compute; None without.
         adapters: tells layers the adapter of each token; None where no adapter is loaded.
+        hidden: has the states of all tokens of the last step; None where nobody wants them.
     """
 
     adapters: StepAdapters | None = None
+    hidden: HiddenStates | None = None
 
     def __init__(
         self,
@@ -90,7 +96,7 @@ class Runner:
             buckets = GraphBuckets.up_to(max_sequences, self.pools[0].pages_for(longest))
             num_spare = DecodeGraphs.pages_for(buckets, page_size)
             self.graphs = DecodeGraphs(
-                lambda batch, plans: self.forward(batch, None, plans),
+                self._results,
                 capture,
                 buckets,
                 page_size=page_size,
@@ -115,6 +121,11 @@ class Runner:
         return min(pool.longest(context) for pool in self.pools)
 
     @property
+    def states(self) -> States:
+        """Return the states of the layers that have some, in order."""
+        return self.caches[len(self.backends) :]
+
+    @property
     def cache_bytes(self) -> int:
         """Return the bytes of pages and states."""
         parts = (cache if isinstance(cache, tuple) else (cache,) for cache in self.caches)
@@ -134,7 +145,37 @@ class Runner:
         if len(wanted) < stop:
             return self.forward(batch, torch.tensor(wanted, dtype=torch.int64, device=self.device))
         # A step of decodes alone needs every token.
-        return self.forward(batch, None) if self.graphs is None else self.graphs.run(batch)
+        if self.graphs is None:
+            return self.forward(batch, None)
+        results = self.graphs.run(batch)
+        if isinstance(results, torch.Tensor):
+            return results
+        logits, states = results
+        if self.hidden is not None:
+            self.hidden.latest = states
+        return logits
+
+    def watch(self, hidden: HiddenStates) -> None:
+        """Let ``hidden`` have the states of all tokens from the next step on.
+
+        Raises: ConfigError: the model is compiled, or it is no ``CausalLM``.
+        """
+        if self.compiled is not None or not isinstance(self.model, CausalLM):
+            what = "compiled" if self.compiled is not None else type(self.model).__name__
+            raise ConfigError(
+                f"The model is {what}, so that its hidden states are not to be had, which a head "
+                "predicts by. Try: Config(compile='off'), or speculation='ngram'"
+            )
+        self.hidden = self.model.model.hidden = hidden
+        if self.graphs is not None:
+            self.graphs.forget()
+
+    def _results(self, batch: StepBatch, plans: Plans) -> Results:
+        """Return logits, and hidden states where somebody wants them."""
+        logits = self.forward(batch, None, plans)
+        if self.hidden is None or self.hidden.latest is None:
+            return logits
+        return logits, self.hidden.latest
 
     def compute_all(self, chunk: Chunk) -> torch.Tensor:
         """Return the logits of every token of a chunk, ``[T, V]``."""
