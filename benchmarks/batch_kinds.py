@@ -80,7 +80,7 @@ class Suite:
 
 @dataclass
 class Figures:
-    """What the contenders of a suite were measured to do.
+    """The measurements of the contenders of a suite.
 
     Attributes:
         rates: of each round, by label and contender.
