@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from interposer_models._constraint import Constraint
     from interposer_models._decoder.decoder import CausalLM
     from interposer_models._encoder.encoder import Encoder, load_encoder
+    from interposer_models._engine.prefix_settings import PrefixCache
     from interposer_models._engine.sampling_params import SamplingParams
     from interposer_models._engine.sequence import PromptLogprob
     from interposer_models._language_model import LanguageModel
@@ -43,6 +44,7 @@ __all__ = [
     "LanguageModel",
     "Place",
     "Plan",
+    "PrefixCache",
     "PromptLogprob",
     "QueueFullError",
     "SamplingParams",
@@ -70,6 +72,7 @@ __getattr__ = lazy_attributes(
         "interposer_models._constraint": "Constraint",
         "interposer_models._decoder.decoder": "CausalLM",
         "interposer_models._encoder.encoder": "Encoder load_encoder",
+        "interposer_models._engine.prefix_settings": "PrefixCache",
         "interposer_models._engine.sampling_params": "SamplingParams",
         "interposer_models._engine.sequence": "PromptLogprob",
         "interposer_models._language_model": "LanguageModel",

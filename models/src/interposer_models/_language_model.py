@@ -22,6 +22,7 @@ from interposer_models._requests import Prompt, completions, requests, token_ids
 from interposer_models._stream import Completion, Delta, Stream
 from interposer_models._tokenizer import MissingTokenizer, TextTokenizer
 
+_PREFIXES = "prefix cache: "
 _SUGGESTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -39,13 +40,22 @@ class LanguageModel:
         engine.constraints = Constraints(tokenizer, engine.model.config.vocab_size)
         self.weights = weights
         self.tokenizer = tokenizer
-        self.resolver = plan.resolver
+        self._resolver = plan.resolver
         self.placement = plan.placement
         self.path = plan.path
         self.quantization = getattr(plan, "quantization", None)  # to be planned elsewhere with
         self._graphs: Verdict | None = getattr(plan, "graphs", None)
         self.compiled: Verdict | None = getattr(plan, "compiled", None)
         self._adapters = Adapters(engine, plan, takes_none=weights is None)
+
+    @property
+    def resolver(self) -> Any:
+        """The resolver that made the choices, with a note of what the prefix cache has saved."""
+        if (counts := self.engine.prefixes) is not None:
+            notes = self._resolver.notes
+            others = [note for note in notes if not note.startswith(_PREFIXES)]
+            notes[:] = [*others, f"{_PREFIXES}{counts}"]
+        return self._resolver
 
     @property
     def suggested(self) -> dict[str, Any]:

@@ -66,6 +66,21 @@ class Metrics:
                 "Tokens of prompts that were in the cache already.",
                 lambda: prefixes.shared_tokens,
             )
+            self._gauge(
+                "looked_up_prompt_tokens",
+                "Tokens of prompts that were looked up in the cache.",
+                lambda: prefixes.tokens,
+            )
+            self._gauge(
+                "evicted_prompt_pages",
+                "Pages of prompts that were given up for others.",
+                lambda: prefixes.evicted_pages,
+            )
+            self._gauge(
+                "restored_prompt_pages",
+                "Of these, that came back from other memory.",
+                lambda: prefixes.restored_pages,
+            )
         self._gauge("cache_pages", "Pages of the cache.", lambda: pool.num_pages)
         self._gauge(
             "cache_pages_held", "Pages that are held.", lambda: pool.num_pages - pool.num_free

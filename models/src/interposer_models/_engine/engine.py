@@ -12,7 +12,7 @@ import torch
 from interposer.errors import RequestError, UnknownNameError
 from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.logit_edits import RequestEdits
-from interposer_models._engine.prefix_pages import PrefixPool, PrefixStatistics
+from interposer_models._engine.prefix_statistics import PrefixStatistics
 from interposer_models._engine.prompt_logprobs import PromptLogprobs
 from interposer_models._engine.request_batch import checked_tokens
 from interposer_models._engine.runner import Runner
@@ -64,6 +64,7 @@ class Engine:
             runner.max_step_tokens,
             runner.source_pool,
             runner.has_prefixes,
+            runner.prefixes,
         )
         size = self.model.config.vocab_size
         self._edits = RequestEdits(sampler, size, stop_token_ids, self.device)
@@ -75,12 +76,13 @@ class Engine:
     @property
     def prefixes(self) -> PrefixStatistics | None:
         """Return what the prefix cache has saved; None without one."""
-        return self.pool.statistics if isinstance(self.pool, PrefixPool) else None
+        shared = self.runner.prefixes
+        return None if shared is None else shared.statistics
 
     def forget_prefixes(self) -> None:
         """Compute all prompts anew, as after other weights or adapters."""
-        if isinstance(self.pool, PrefixPool):
-            self.pool.forget()
+        if self.runner.prefixes is not None:
+            self.runner.prefixes.forget()
 
     def add(
         self,

@@ -38,7 +38,10 @@ class Sequence:
         num_shared: first tokens of these that were there already when it began.
         seed: of this request's noise, drawn if the parameters name none.
         pages: cache pages that it holds in each pool, in order.
-        page_keys: by which whole pages are known, where they are; see ``PrefixPool``.
+        page_keys: of the adapter and of whole pages, see ``page_keys``; none where the sequence
+            shares no pages.
+        borders: tokens after which its state is to be kept for others.
+        state_tokens: that its state was computed from; -1 where guesses are among them.
         source: tokens that an encoder reads; none where the model has no encoder.
         source_pages: of the cache, with what layers read of the source.
         state_slot: row of the states that it holds; -1 while it has none.
@@ -57,6 +60,8 @@ class Sequence:
     num_shared: int = 0
     pages: list[list[int]] = field(default_factory=lambda: [[]])
     page_keys: list[bytes] = field(default_factory=list)
+    borders: list[int] = field(default_factory=list)
+    state_tokens: int = 0
     source: list[int] = field(default_factory=list)
     source_pages: list[int] = field(default_factory=list)
     state_slot: int = -1

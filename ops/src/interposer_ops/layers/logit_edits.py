@@ -77,7 +77,7 @@ class LogitEditor:
         return logits
 
     def top(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return log probabilities and ranks of ``tokens``, and the likeliest with their ids.
+        """Return log probabilities and ranks of ``tokens``, and those of the likeliest, with ids.
 
         Args:
             logits: ``[B, V]``, dtype of the site or the wider one of penalised logits.
