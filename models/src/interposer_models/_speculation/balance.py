@@ -22,11 +22,13 @@ class _Size:
         plain: seconds of the last ones without guesses, but for those right behind guesses.
         drafted: seconds in which the last ones with guesses were verified.
         num_drafted: of these since the last plain one.
+        step: the median of ``plain``.
     """
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     drafted: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     num_drafted: int = 0
+    step: float = 0.0
 
 
 class Balance:
@@ -65,10 +67,10 @@ class Balance:
         size, behind, self._behind = self._size(num_sequences), self._behind, False
         lost = guessing_seconds
         if behind and size.plain:
-            typical = _median(size.plain)
-            lost += min(seconds, _MOST_TYPICAL * typical) - typical
+            lost += min(seconds, _MOST_TYPICAL * size.step) - size.step
         else:
             size.plain.append(seconds)
+            size.step = _median(size.plain)
             size.num_drafted = 0
         self._count(size, seconds + guessing_seconds, lost)
 
@@ -86,15 +88,18 @@ class Balance:
         size.drafted.append(seconds)
         if is_warm:
             seconds = min(seconds, _MOST_TYPICAL * _median(size.drafted)) + guessing_seconds
-            gained = _median(size.plain) * num_tokens / num_sequences
+            gained = size.step * num_tokens / num_sequences
             self._count(size, seconds, seconds - gained)
 
     def _count(self, size: _Size, seconds: float, lost: float) -> None:
-        most = _MOST_STEPS * _median(size.plain)
-        self._left = min(self._left + _SHARE * seconds - lost, most)
+        self._left = min(self._left + _SHARE * seconds - lost, _MOST_STEPS * size.step)
 
     def _size(self, num_sequences: int) -> _Size:
-        return self._sizes.setdefault(num_sequences.bit_length(), _Size())
+        place = num_sequences.bit_length()
+        found = self._sizes.get(place)
+        if found is None:
+            found = self._sizes[place] = _Size()
+        return found
 
 
 def _median(seconds: Collection[float]) -> float:
