@@ -11,6 +11,7 @@ _MOST_STEPS = 4  # plain ones, whose time is the most that is kept to be lost la
 _LEAST_PLAIN = 3
 _KEPT = 9
 _MOST_TYPICAL = 2  # times the median, which a step takes unless something else ran meanwhile
+_MOST_RESTS = 8  # steps in a row that nobody measures
 _RENEWED_AFTER = 32  # steps with guesses, since longer sequences take longer
 
 
@@ -44,13 +45,22 @@ class Balance:
     The next step is one with guesses if seconds are left to be lost: 1% of the time of all decode
     steps and what guesses gained, of which no more is kept than the time of 4 plain steps. So what
     any stretch of steps loses is bounded, whatever was gained or spent long before. The first step
-    with guesses of each size is not counted, as kernels are compiled in it.
+    with guesses of each size is not counted, as kernels are compiled in it. In a pause only
+    every ninth step is measured, since that takes time as well; the others count as typical ones.
     """
 
     def __init__(self) -> None:
         self._left = 0.0
         self._sizes: dict[int, _Size] = {}
         self._behind = False
+        self._rests = 0
+
+    def rests(self) -> bool:
+        """Say whether the next step goes by unmeasured, in a pause that it does not end."""
+        if self._rests:
+            self._rests -= 1
+            return True
+        return False
 
     def allows(self, num_sequences: int) -> bool:
         """Say whether the next step is to be one with guesses."""
@@ -73,6 +83,10 @@ class Balance:
             size.step = _median(size.plain)
             size.num_drafted = 0
         self._count(size, seconds + guessing_seconds, lost)
+        if self._left < 0 and size.step > 0:
+            earned = _SHARE * size.step
+            self._rests = min(int(-self._left / earned), _MOST_RESTS)
+            self._left += earned * self._rests
 
     def count_drafted(
         self, num_sequences: int, seconds: float, num_tokens: int, guessing_seconds: float

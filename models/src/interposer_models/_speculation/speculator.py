@@ -78,6 +78,11 @@ class Speculator:
                 events = self._engine.run(chunks)
                 self._observe(chunks, starts)
                 return events
+        if balance is not None and balance.rests():
+            events = self._engine.run(chunks)
+            self._observe(chunks, starts)
+            self.figures.plain_steps += 1
+            return events
         rows: list[_Row] = []
         start = drafted = time.perf_counter()
         if balance is None or balance.allows(count):
