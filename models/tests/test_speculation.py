@@ -343,8 +343,11 @@ def test_guesses_never_cost_more_than_a_small_share_of_any_stretch(
         dearest = max(dearest, cost + guess + effect)
         for _ in range(400):
             tokens, seconds = 1, 1.0 + behind
-            asked = balance.allows(1)
-            if asked and generator.random() < chance:
+            resting = balance.rests()
+            asked = not resting and balance.allows(1)
+            if resting:
+                behind = 0.0
+            elif asked and generator.random() < chance:
                 tokens += next((n for n in range(4) if generator.random() >= taken), 4)
                 seconds, behind = cost + guess, effect
                 balance.count_drafted(1, seconds - guess, tokens, guess)
@@ -365,6 +368,8 @@ def test_guesses_never_cost_more_than_a_small_share_of_any_stretch(
 def test_a_step_that_waits_for_something_else_is_no_reason_to_pause() -> None:
     balance, drafted = Balance(), 0
     for place in range(1000):
+        if balance.rests():
+            continue
         if balance.allows(1):
             balance.count_drafted(1, 100.0 if place % 50 == 20 else 1.2, 3, 0.0)
             drafted += 1
@@ -377,6 +382,8 @@ def test_guesses_that_gain_go_on_and_those_that_lose_do_not() -> None:
     for taken, cost, low, high in ((3, 1.2, 0.9, 1.0), (1, 1.2, 0.0, 0.12), (2, 3.0, 0.0, 0.03)):
         balance, drafted = Balance(), 0
         for _ in range(1000):
+            if balance.rests():
+                continue
             if balance.allows(5):
                 balance.count_drafted(5, cost, 5 * taken, 0.0)
                 drafted += 1

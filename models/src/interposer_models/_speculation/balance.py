@@ -11,6 +11,7 @@ _MOST_STEPS = 4  # plain ones, whose time is the most that is kept to be lost la
 _LEAST_PLAIN = 3
 _KEPT = 9
 _MOST_TYPICAL = 2  # times the median, which a step takes unless something else ran meanwhile
+_MOST_RESTS = 8  # steps in a row that nobody measures
 _RENEWED_AFTER = 32  # steps with guesses, since longer sequences take longer
 
 
@@ -22,11 +23,13 @@ class _Size:
         plain: seconds of the last ones without guesses, but for those right behind guesses.
         drafted: seconds in which the last ones with guesses were verified.
         num_drafted: of these since the last plain one.
+        step: the median of ``plain``.
     """
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     drafted: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     num_drafted: int = 0
+    step: float = 0.0
 
 
 class Balance:
@@ -42,13 +45,22 @@ class Balance:
     The next step is one with guesses if seconds are left to be lost: 1% of the time of all decode
     steps and what guesses gained, of which no more is kept than the time of 4 plain steps. So what
     any stretch of steps loses is bounded, whatever was gained or spent long before. The first step
-    with guesses of each size is not counted, as kernels are compiled in it.
+    with guesses of each size is not counted, as kernels are compiled in it. In a pause only
+    every ninth step is measured, since that takes time as well; the others count as typical ones.
     """
 
     def __init__(self) -> None:
         self._left = 0.0
         self._sizes: dict[int, _Size] = {}
         self._behind = False
+        self._rests = 0
+
+    def rests(self) -> bool:
+        """Say whether the next step goes by unmeasured, in a pause that it does not end."""
+        if self._rests:
+            self._rests -= 1
+            return True
+        return False
 
     def allows(self, num_sequences: int) -> bool:
         """Say whether the next step is to be one with guesses."""
@@ -65,12 +77,16 @@ class Balance:
         size, behind, self._behind = self._size(num_sequences), self._behind, False
         lost = guessing_seconds
         if behind and size.plain:
-            typical = _median(size.plain)
-            lost += min(seconds, _MOST_TYPICAL * typical) - typical
+            lost += min(seconds, _MOST_TYPICAL * size.step) - size.step
         else:
             size.plain.append(seconds)
+            size.step = _median(size.plain)
             size.num_drafted = 0
         self._count(size, seconds + guessing_seconds, lost)
+        if self._left < 0 and size.step > 0:
+            earned = _SHARE * size.step
+            self._rests = min(int(-self._left / earned), _MOST_RESTS)
+            self._left += earned * self._rests
 
     def count_drafted(
         self, num_sequences: int, seconds: float, num_tokens: int, guessing_seconds: float
@@ -86,15 +102,18 @@ class Balance:
         size.drafted.append(seconds)
         if is_warm:
             seconds = min(seconds, _MOST_TYPICAL * _median(size.drafted)) + guessing_seconds
-            gained = _median(size.plain) * num_tokens / num_sequences
+            gained = size.step * num_tokens / num_sequences
             self._count(size, seconds, seconds - gained)
 
     def _count(self, size: _Size, seconds: float, lost: float) -> None:
-        most = _MOST_STEPS * _median(size.plain)
-        self._left = min(self._left + _SHARE * seconds - lost, most)
+        self._left = min(self._left + _SHARE * seconds - lost, _MOST_STEPS * size.step)
 
     def _size(self, num_sequences: int) -> _Size:
-        return self._sizes.setdefault(num_sequences.bit_length(), _Size())
+        place = num_sequences.bit_length()
+        found = self._sizes.get(place)
+        if found is None:
+            found = self._sizes[place] = _Size()
+        return found
 
 
 def _median(seconds: Collection[float]) -> float:

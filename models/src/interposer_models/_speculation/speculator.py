@@ -73,13 +73,21 @@ class Speculator:
         """Compute a step, with guesses where they pay; see ``StepSpeculation``."""
         balance, count = self._balance, len(chunks)
         starts = [chunk.sequence.num_computed for chunk in chunks]
-        if not all(self._decodes(chunk) for chunk in chunks):
+        for chunk in chunks:
+            if not self._decodes(chunk):
+                events = self._engine.run(chunks)
+                self._observe(chunks, starts)
+                return events
+        if balance is not None and balance.rests():
             events = self._engine.run(chunks)
             self._observe(chunks, starts)
+            self.figures.plain_steps += 1
             return events
-        start = time.perf_counter()
-        rows = self._drafted(chunks) if balance is None or balance.allows(count) else []
-        drafted = time.perf_counter()
+        rows: list[_Row] = []
+        start = drafted = time.perf_counter()
+        if balance is None or balance.allows(count):
+            rows = self._drafted(chunks)
+            drafted = time.perf_counter()
         if rows:
             events = self._verified(rows)
             self.figures.drafted_steps += 1
