@@ -68,4 +68,4 @@ def test_a_number_that_is_none_is_refused(lm: LanguageModel) -> None:
 )
 def test_what_is_no_parameter_of_one_answer_says_where_it_belongs(name: str, hint: str) -> None:
     with pytest.raises(UnknownNameError, match=f"(?s)Unknown sampling parameter '{name}'.*{hint}"):
-        SamplingParams(**{name: 2})
+        SamplingParams(**dict[str, Any]({name: 2}))

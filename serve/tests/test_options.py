@@ -113,10 +113,10 @@ def test_a_prompt_is_told_as_the_engine_tells_it(served: Served, offline: Langua
     columns = choice["logprobs"]
     assert columns["tokens"][: len(spelled)] == spelled
     assert columns["token_logprobs"][0] is None
-    wanted = [*(each.logprob for each in alone.prompt_logprobs), *alone.logprobs]
-    assert columns["token_logprobs"][1:] == pytest.approx(wanted, abs=1e-4)
+    logprobs = [*(each.logprob for each in alone.prompt_logprobs), *alone.logprobs]
+    assert columns["token_logprobs"][1:] == pytest.approx(logprobs, abs=1e-4)
     assert columns["top_logprobs"][0] is None
-    for values, logprob in zip(columns["top_logprobs"][1:], wanted, strict=True):
+    for values, logprob in zip(columns["top_logprobs"][1:], logprobs, strict=True):
         assert 2 <= len(values) <= 3
         assert max(values.values()) >= logprob - 1e-4
     for token, offset in zip(columns["tokens"], columns["text_offset"], strict=True):
@@ -131,7 +131,7 @@ def test_a_prompt_is_told_as_the_engine_tells_it(served: Served, offline: Langua
             for name in ("tokens", "text_offset"):
                 assert [v for part in parts for v in part["logprobs"][name]] == columns[name]
             values = [v for part in parts for v in part["logprobs"]["token_logprobs"]]
-            assert values[1:] == pytest.approx(wanted, abs=1e-4)
+            assert values[1:] == pytest.approx(logprobs, abs=1e-4)
 
 
 def test_prompts_are_scored_as_evaluations_do(served: Served, offline: LanguageModel) -> None:
