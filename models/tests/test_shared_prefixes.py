@@ -17,7 +17,7 @@ from interposer_models import SamplingParams
 from interposer_models._engine.cache_contents import CacheContents, row_bytes
 from interposer_models._engine.pages import window_pages
 from interposer_models._engine.prefix_pages import PrefixPool
-from interposer_models._engine.prefix_store import PrefixStore
+from interposer_models._engine.prefix_store import PrefixStore, host_memory
 from interposer_models._engine.scheduler import Chunk, Scheduler
 from interposer_models._engine.sequence import Sequence
 from interposer_models._engine.shared_prefixes import SharedPrefixes
@@ -414,3 +414,18 @@ def test_a_store_has_room_for_one_of_each_kind() -> None:
         back = torch.zeros(1, dtype=torch.int64)
         store.get(kind, b"one", [back])
         assert back == 7
+
+
+def test_host_memory_is_page_locked_where_the_platform_can() -> None:
+    class Locking:
+        def __init__(self, provides: bool) -> None:
+            self.provides = lambda member: provides and member == "pin_memory"
+            self.pin_memory = torch.Tensor.clone
+
+    locked, plain = (host_memory(640, Locking(can)) for can in (True, False))  # type: ignore[arg-type]
+    for memory in (locked, plain):
+        store = PrefixStore(memory, [(64, 4)], queued=True)
+        part, back = torch.arange(16.0).view(4, 4).T, torch.zeros(4, 4)
+        assert store.put(0, b"one", [part], frozenset())
+        store.get(0, b"one", [back])
+        assert torch.equal(back, part)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from interposer import Planned, Verdict
+from interposer import Planned, Resolver, Verdict
 from interposer.errors import ConfigError, RequestError
 from interposer_models._adapters.adapters import Adapters
 from interposer_models._chat import Message
@@ -49,7 +49,7 @@ class LanguageModel:
         self._adapters = Adapters(engine, plan, takes_none=weights is None)
 
     @property
-    def resolver(self) -> Any:
+    def resolver(self) -> Resolver:
         """The resolver that made the choices, with a note of what the prefix cache has saved."""
         if (counts := self.engine.prefixes) is not None:
             notes = self._resolver.notes

@@ -32,7 +32,7 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What there is of a beginning.
+    """The parts of a beginning that are there.
 
     Attributes:
         count: whole pages to begin with.

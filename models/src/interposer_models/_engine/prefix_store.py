@@ -73,7 +73,7 @@ class StoredRows:
 
 
 class PrefixStore:
-    """What the pools and checkpoints of a model gave up, each kind in rows of its own."""
+    """Pages and checkpoints that a model gave up, each kind in rows of its own."""
 
     def __init__(self, memory: Tensor, kinds: Sequence[tuple[int, int]], queued: bool) -> None:
         """Store nothing yet.
