@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from interposer import Planned, Site
 from interposer.errors import ConfigError, RequestError, UnknownNameError
 from interposer_models._adapters.files import Adapter, adapter_folder, read_adapter
 from interposer_models._adapters.low_rank import LowRank, LowRankTable
 from interposer_models._adapters.places import Adaptable, AdapterPlaces
-from interposer_models._adapters.step import StepAdapters
+from interposer_models._adapters.step import StepAdapters, StepHooks
 from interposer_models._engine.engine import Engine
 from interposer_ops.devices.graphs import judge_choices
 
@@ -35,7 +34,7 @@ class Adapters:
         self._engine, self._plan, self._takes_none = engine, plan, takes_none
         self._loaded: dict[str, Adapter] = {}
         self._places: AdapterPlaces | None = None
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = StepHooks({})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -108,9 +107,9 @@ class Adapters:
                     f"With adapters, a step {verdict.reason}, or Config(graphs='off')"
                 )
         # Nothing that can fail comes from here on.
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks = [layer.register_forward_hook(hook) for layer, hook in hooks.items()]
+        self._hooks.switch(False)
+        self._hooks = step.hooks = StepHooks(hooks)
+        self._hooks.switch(graphs is not None)
         held = [
             {place: m for hook in hooks.values() for place, m in hook.held[number].items()}
             for number in range(len(names))

@@ -6,7 +6,8 @@ of a merged layer, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,22 @@ Members = Sequence[Mapping[AdapterPlace, Matrices]]
 """The matrices that each adapter has for a layer, by place; empty for one that has none."""
 
 
+@dataclass(frozen=True, slots=True)
+class LowRankSum:
+    """The kernels of a sum with their operands; platforms that fuse layers read them.
+
+    Attributes:
+        shrink: the kernel of ``lora_shrink``.
+        first: its prepared matrices, ``[A, P R, I]``.
+        expansions: of each part the kernel of ``lora_expand``, its prepared matrices, and the first
+            column that it adds to.
+    """
+
+    shrink: Callable[..., Tensor]
+    first: Any
+    expansions: Sequence[tuple[Callable[..., None], Any, int]]
+
+
 class LowRank:
     """A forward hook that adds what adapters say to the outputs of a layer.
 
@@ -31,7 +48,11 @@ class LowRank:
     Attributes:
         held: the members, whose matrices are views of what the products read.
         choices: of the kernels.
+        low_rank: what is added to a layer that reads its inputs as they are, so that a call of
+            several layers can add it; None elsewhere.
     """
+
+    low_rank: LowRankSum | None = None
 
     def __init__(self, site: Site, members: Members, step: StepAdapters, device: str) -> None:
         self.prefix, self._step = site.prefix, step
@@ -77,6 +98,17 @@ class LowRank:
         self._shrinks = shrinks.function
         self._first: Any = shrinks.prepared(lora_a=first)["lora_a"]
         self._bind_expansions(site, second)
+        if not self._takes_codes(self.places[0].layer):
+            self.low_rank = LowRankSum(self._shrinks, self._first, self._expansions)
+
+    @staticmethod
+    def _takes_codes(layer: nn.Module) -> bool:
+        method = getattr(layer, "method", None)
+        return isinstance(method, LinearMethod) and method.takes_codes
+
+    def adapter_ids(self, num_rows: int) -> Tensor:
+        """Return the adapter of each row that the layer computes, ``[num_rows]`` int64."""
+        return self._step.of_rows(num_rows, self.prefix)
 
     def _bind_expansions(self, site: Site, second: list[Tensor]) -> None:
         self._expansions = []
@@ -89,11 +121,9 @@ class LowRank:
             self._expansions.append((expands.function, prepared, place.offset))
 
     def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-        """Add to ``y`` in place, if a token of the step has an adapter."""
-        if not self._step.engaged:
-            return
+        """Add to ``y`` in place."""
         rows = y.view(-1, y.shape[-1])
-        ids = self._step.of_rows(len(rows), self.prefix)
+        ids = self.adapter_ids(len(rows))
         shrunk = self._shrunk(layer, inputs[0], ids, y.dtype)
         rank = self._rank
         for index, (expand, matrices, offset) in enumerate(self._expansions):
@@ -102,8 +132,7 @@ class LowRank:
 
     def _shrunk(self, layer: nn.Module, x: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``[T, P R]``, float32 or wider."""
-        method = getattr(layer, "method", None)
-        if isinstance(method, LinearMethod) and method.takes_codes:
+        if self._takes_codes(layer):
             # As the base reads its inputs.
             x = x.to(dtype) * layer.operands[0]  # type: ignore[index]
         return self._shrinks(x.reshape(-1, x.shape[-1]), self._first, ids, 1.0)

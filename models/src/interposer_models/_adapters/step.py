@@ -5,11 +5,13 @@ Dimensions: T tokens of the step, R tokens whose logits are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain, repeat
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from interposer.errors import ConfigError
 from interposer_models._engine.scheduler import Chunk
@@ -18,13 +20,38 @@ NONE = -1
 """The number of no adapter."""
 
 
+class StepHooks:
+    """Forward hooks of layers, which are there in steps that have a use for them.
+
+    They come before those of others, who see what the layer returns with its adapter.
+    """
+
+    def __init__(self, hooks: Mapping[nn.Module, Any]) -> None:
+        self._hooks = dict(hooks)
+        self._handles: list[RemovableHandle] = []
+
+    def switch(self, on: bool) -> None:
+        """Register or remove them all."""
+        if on and not self._handles:
+            self._handles = [
+                layer.register_forward_hook(hook, prepend=True)
+                for layer, hook in self._hooks.items()
+            ]
+        elif not on and self._handles:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+
+
 class StepAdapters:
     """Numbers of adapters by token, at one address for all steps, so that graphs can read them.
 
     Attributes:
         names: of the adapters that are loaded; the number of one is its index.
-        engaged: whether layers have anything to add in this step.
+        hooks: of the layers, once they are made.
     """
+
+    hooks = StepHooks({})
 
     def __init__(self, names: tuple[str, ...], num_tokens: int, device: str, graphs: bool) -> None:
         """Take memory.
@@ -35,7 +62,6 @@ class StepAdapters:
                 never does.
         """
         self.names = names
-        self.engaged = graphs
         self._graphs = graphs
         self._held = torch.full((num_tokens,), NONE, device=device)
         self._tokens = self._rows = self._held
@@ -47,8 +73,9 @@ class StepAdapters:
             (NONE if (name := chunk.sequence.params.adapter) is None else numbers[name], chunk)
             for chunk in chunks
         ]
-        self.engaged = self._graphs or any(number != NONE for number, _ in chosen)
-        if not self.engaged:
+        engaged = self._graphs or any(number != NONE for number, _ in chosen)
+        self.hooks.switch(engaged)
+        if not engaged:
             return
         by_token = chain.from_iterable(repeat(number, chunk.num_rows) for number, chunk in chosen)
         self._tokens = self._placed([*by_token])

@@ -12,7 +12,7 @@ constexpr int kMostTokens = 4;
 constexpr int kMostTokens = 2;
 #endif
 // Of outputs, so that sums need not wait for each other.
-constexpr int kVectors = 4;
+constexpr int kVectors = kLoraPanel / kLanes;
 
 INTERPOSER_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -67,6 +67,20 @@ INTERPOSER_INLINE void shrink_tile(const interposer_lora_shrink& call, const int
   const char* x[kTokens];
   for (int t = 0; t < kTokens; ++t) x[t] = element<kType>(call.x, tokens[t] * call.x_stride);
   Floats sums[kTokens][kRows] = {};
+  int64_t i = 0;
+#if defined(__AVX512BF16__)
+  // Products of two halves are added without being widened first.
+  for (; kType == kBFloat16 && i + 2 * kLanes <= inputs; i += 2 * kLanes) {
+    __m512bh given[kTokens];
+    for (int t = 0; t < kTokens; ++t) given[t] = load<__m512bh>(element<kType>(x[t], i));
+    for (int r = 0; r < kRows; ++r) {
+      const __m512bh weight = load<__m512bh>(element<kType>(a, r * inputs + i));
+      for (int t = 0; t < kTokens; ++t) {
+        sums[t][r] = (Floats)_mm512_dpbf16_ps((__m512)sums[t][r], given[t], weight);
+      }
+    }
+  }
+#endif
   const auto take = [&](int64_t i, int count) INTERPOSER_LAMBDA {
     Floats given[kTokens];
     for (int t = 0; t < kTokens; ++t) given[t] = load_some(element<kType>(x[t], i), kType, count);
@@ -75,7 +89,6 @@ INTERPOSER_INLINE void shrink_tile(const interposer_lora_shrink& call, const int
       for (int t = 0; t < kTokens; ++t) sums[t][r] += given[t] * weight;
     }
   };
-  int64_t i = 0;
   for (; i + kLanes <= inputs; i += kLanes) take(i, kLanes);
   if (i < inputs) take(i, int(inputs - i));
   for (int t = 0; t < kTokens; ++t) {
@@ -116,15 +129,13 @@ void shrink(const interposer_lora_shrink& call, int64_t first, int64_t last) {
   return shrink_type<kFloat16>(call, first, last);
 }
 
-// `kTokens` tokens by `kVectors` vectors of outputs, of which the last may hold fewer.
-template <int32_t kType, int kTokens, int kVectors>
+// `kTokens` tokens by `kVectors` vectors of outputs, of which one alone may hold fewer.
+template <int32_t kType, int32_t kOut, int kTokens, int kVectors>
 INTERPOSER_INLINE void expand_tile(const interposer_lora_expand& call, const int64_t* tokens,
-                                   int64_t output, int count) {
-  const int64_t adapter = call.ids[tokens[0]];
-  const char* b = element<kType>(call.b, adapter * call.rank * call.outputs + output);
+                                   const char* b, int64_t width, int64_t output, int count) {
   Floats sums[kTokens][kVectors] = {};
   for (int64_t r = 0; r < call.rank; ++r) {
-    const char* row = element<kType>(b, r * call.outputs);
+    const char* row = element<kType>(b, r * width);
     for (int v = 0; v < kVectors; ++v) {
       const Floats weight = load_some(element<kType>(row, v * kLanes), kType, count);
       for (int t = 0; t < kTokens; ++t) sums[t][v] += weight * call.x[tokens[t] * call.x_stride + r];
@@ -132,43 +143,54 @@ INTERPOSER_INLINE void expand_tile(const interposer_lora_expand& call, const int
   }
   for (int t = 0; t < kTokens; ++t) {
     char* y = static_cast<char*>(call.y) +
-              (tokens[t] * call.y_stride + output) * int64_t(size_of(kType));
-    for (int v = 0; v < kVectors; ++v, y += kLanes * size_of(kType)) {
-      store_some(y, load_some(y, kType, count) + sums[t][v], kType, count);
+              (tokens[t] * call.y_stride + output) * int64_t(size_of(kOut));
+    for (int v = 0; v < kVectors; ++v, y += kLanes * size_of(kOut)) {
+      store_some(y, load_some(y, kOut, count) + sums[t][v], kOut, count);
     }
   }
 }
 
-template <int32_t kType, int kTokens>
-void expand_tokens(const interposer_lora_expand& call, const int64_t* tokens, int64_t output,
-                   int64_t end) {
-  for (; output + kVectors * kLanes <= end; output += kVectors * kLanes) {
-    expand_tile<kType, kTokens, kVectors>(call, tokens, output, kLanes);
+template <int32_t kType, int32_t kOut, int kTokens>
+void expand_panel(const interposer_lora_expand& call, const int64_t* tokens, const char* b,
+                  int64_t output) {
+  const int64_t width = least(call.outputs - output, kLoraPanel);
+  if (width == kLoraPanel) {
+    return expand_tile<kType, kOut, kTokens, kVectors>(call, tokens, b, kLoraPanel, output, kLanes);
   }
-  for (; output < end; output += kLanes) {
-    const int count = int(least(end - output, kLanes));
-    expand_tile<kType, kTokens, 1>(call, tokens, output, count);
+  for (int64_t i = 0; i < width; i += kLanes) {
+    expand_tile<kType, kOut, kTokens, 1>(call, tokens, element<kType>(b, i), width, output + i,
+                                         int(least(width - i, kLanes)));
   }
 }
 
-template <int32_t kType>
+template <int32_t kType, int32_t kOut>
 void expand_type(const interposer_lora_expand& call, int64_t first, int64_t last) {
   for (int64_t part = first; part < last; ++part) {
-    const int64_t output = part % blocks_of(call) * kLoraOutputs;
-    const int64_t end = least(output + kLoraOutputs, call.outputs);
+    const int64_t begin = part % blocks_of(call) * kLoraOutputs;
+    const int64_t end = least(begin + kLoraOutputs, call.outputs);
     const int64_t token = part / blocks_of(call) * kLoraTokens;
     by_adapter(call.ids, token, least(token + kLoraTokens, call.tokens),
                [&](const int64_t* tokens, auto count) INTERPOSER_LAMBDA {
-                 if (call.ids[tokens[0]] < 0) return;
-                 expand_tokens<kType, decltype(count)::value>(call, tokens, output, end);
+                 const int64_t adapter = call.ids[tokens[0]];
+                 if (adapter < 0) return;
+                 for (int64_t output = begin; output < end; output += kLoraPanel) {
+                   const int64_t panel = (adapter * call.outputs + output) * call.rank;
+                   expand_panel<kType, kOut, decltype(count)::value>(
+                       call, tokens, element<kType>(call.b, panel), output);
+                 }
                });
   }
 }
 
 void expand(const interposer_lora_expand& call, int64_t first, int64_t last) {
-  if (call.type == kFloat32) return expand_type<kFloat32>(call, first, last);
-  if (call.type == kBFloat16) return expand_type<kBFloat16>(call, first, last);
-  return expand_type<kFloat16>(call, first, last);
+  const bool wide = call.y_type == kFloat32;
+  if (call.type == kFloat32) return expand_type<kFloat32, kFloat32>(call, first, last);
+  if (call.type == kBFloat16) {
+    if (wide) return expand_type<kBFloat16, kFloat32>(call, first, last);
+    return expand_type<kBFloat16, kBFloat16>(call, first, last);
+  }
+  if (wide) return expand_type<kFloat16, kFloat32>(call, first, last);
+  return expand_type<kFloat16, kFloat16>(call, first, last);
 }
 
 }  // namespace

@@ -43,8 +43,11 @@ std::vector<Result> lora_expand(const Case& golden) {
   const int64_t adapters = b.shape[0], outputs = b.shape[1], rank = b.shape[2];
   Memory turned(size_t(bytes), size_t(adapters * outputs * rank));
   for (int64_t i = 0; i < adapters * outputs * rank; ++i) {
-    const int64_t to = (i / (outputs * rank) * rank + i % rank) * outputs + i / rank % outputs;
-    std::memcpy(turned.data() + to * bytes, b.memory.data() + i * bytes, size_t(bytes));
+    const int64_t output = i / rank % outputs, first = output / kLoraPanel * kLoraPanel;
+    const int64_t width = outputs - first < kLoraPanel ? outputs - first : kLoraPanel;
+    const int64_t to = (i / (outputs * rank) * outputs + first) * rank + i % rank * width;
+    std::memcpy(turned.data() + (to + output - first) * bytes, b.memory.data() + i * bytes,
+                size_t(bytes));
   }
   Rows out(y.dtype, y.shape[0], y.shape[1]);
   char* rows = static_cast<char*>(out.data());
@@ -57,7 +60,7 @@ std::vector<Result> lora_expand(const Case& golden) {
   call.b = turned.data();
   call.ids = golden.array("adapter_ids").data<int64_t>();
   call.y = rows + int64_t(golden.number("offset")) * bytes;
-  call.type = type_of(y.dtype);
+  call.type = call.y_type = type_of(y.dtype);
   call.tokens = y.shape[0], call.rank = rank, call.outputs = outputs;
   call.x_stride = x.row_stride(), call.y_stride = out.stride();
   if (y.shape[0]) check(interposer_lora_expand_rows(&call));

@@ -11,9 +11,13 @@ import torch
 from torch.compiler import is_compiling
 
 from interposer_cpu import native
+from interposer_cpu._kernels.fusion import fused
 from interposer_cpu._kernels.interface import FLOAT32, TYPES, float64_bits
 
+_PANEL = 64  # outputs, as kLoraPanel
 
+
+@fused("lora_shrink")
 def lora_shrink(
     x: torch.Tensor, lora_a: torch.Tensor, adapter_ids: torch.Tensor, scale: float
 ) -> torch.Tensor:
@@ -38,6 +42,7 @@ def lora_shrink(
     return out
 
 
+@fused("lora_expand")
 def lora_expand(
     shrunk: torch.Tensor,
     lora_b: torch.Tensor,
@@ -45,7 +50,7 @@ def lora_expand(
     y: torch.Tensor,
     offset: int,
 ) -> None:
-    """Compute the op ``lora_expand`` for ``lora_b`` ``[A, R, O]``."""
+    """Compute the op ``lora_expand`` for ``lora_b`` of ``prepare_expand``."""
     rank, outputs = lora_b.shape[1:]
     columns = y[:, offset : offset + outputs]
     if is_compiling():
@@ -71,5 +76,11 @@ def prepare_shrink(lora_a: torch.Tensor) -> dict[str, Any]:
 
 
 def prepare_expand(lora_b: torch.Tensor) -> dict[str, Any]:
-    """Return the constants of ``lora_expand``, with the outputs of a rank beside each other."""
-    return {"lora_b": lora_b.transpose(1, 2).contiguous()}
+    """Return the constants of ``lora_expand``, ``[A, R, O]`` that lie as ``[A, panels, R, 64]``.
+
+    All ranks of a panel of outputs stand behind each other, so that a call reads from front to end.
+    """
+    count, outputs, rank = lora_b.shape
+    panels = [panel.transpose(1, 2).flatten(1) for panel in lora_b.split(_PANEL, 1)]
+    whole = torch.cat(panels, 1) if panels else lora_b.new_empty(count, 0)
+    return {"lora_b": whole.view(count, rank, outputs)}
