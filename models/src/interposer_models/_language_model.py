@@ -269,6 +269,7 @@ class LanguageModel:
         with self.engine.numerics():
             moved = self.weights.update(items, f"update of {self.path}")
         self.engine.forget_prefixes()
+        self._adapters.renew()
         if moved and self.engine.graphs is not None:
             self.engine.graphs.forget()
         if moved and self.engine.compiled is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,10 +13,12 @@ from interposer import Planned, Site
 from interposer.errors import ConfigError, RequestError, UnknownNameError
 from interposer_models._adapters.files import Adapter, adapter_folder, read_adapter
 from interposer_models._adapters.low_rank import LowRank, LowRankTable
+from interposer_models._adapters.mixtures import AdaptedExperts, AdaptedRouter
 from interposer_models._adapters.places import Adaptable, AdapterPlaces
 from interposer_models._adapters.step import StepAdapters, StepHooks
 from interposer_models._engine.engine import Engine
 from interposer_ops.devices.graphs import judge_choices
+from interposer_ops.layers.experts import Experts, Router
 
 
 class Adapters:
@@ -35,6 +39,8 @@ class Adapters:
         self._loaded: dict[str, Adapter] = {}
         self._places: AdapterPlaces | None = None
         self._hooks = StepHooks({})
+        # The choices made for hooks, each with how many places had it before.
+        self._chosen: dict[tuple[object, ...], int] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,6 +96,11 @@ class Adapters:
         self._set({other: held for other, held in self._loaded.items() if other != name})
         self._engine.forget_prefixes()  # another adapter may get the name
 
+    def renew(self) -> None:
+        """Read the base's weights anew where adapters need them, as after an exchange."""
+        if self._loaded:
+            self._set(self._loaded)
+
     def _set(self, adapters: Mapping[str, Adapter]) -> None:
         engine, names = self._engine, tuple(adapters)
         graphs = engine.graphs
@@ -98,14 +109,15 @@ class Adapters:
             most = max(most, graphs.buckets.sizes[-1])
         step = StepAdapters(names, most, engine.device, graphs is not None)
         layers = {place.layer: None for adapter in adapters.values() for place in adapter}
-        hooks = {layer: self._hook(layer, adapters, step) for layer in layers}
-        if graphs is not None:
-            choices = [choice for hook in hooks.values() for choice in hook.choices]
-            verdict = judge_choices(choices, self._plan.resolver.accepted)
-            if not verdict:
-                raise ConfigError(
-                    f"With adapters, a step {verdict.reason}, or Config(graphs='off')"
-                )
+        with self._choosing():
+            hooks = {layer: self._hook(layer, adapters, step) for layer in layers}
+            if graphs is not None:
+                choices = [choice for hook in hooks.values() for choice in hook.choices]
+                verdict = judge_choices(choices, self._plan.resolver.accepted)
+                if not verdict:
+                    raise ConfigError(
+                        f"With adapters, a step {verdict.reason}, or Config(graphs='off')"
+                    )
         # Nothing that can fail comes from here on.
         self._hooks.switch(False)
         self._hooks = step.hooks = StepHooks(hooks)
@@ -119,14 +131,41 @@ class Adapters:
         if graphs is not None:
             graphs.forget()
 
+    @contextmanager
+    def _choosing(self) -> Iterator[None]:
+        """Let what is chosen in a block replace what was chosen for the hooks that go."""
+        choices = self._plan.resolver.choices
+        before = {key: (choice, [*prefixes]) for key, (choice, prefixes) in choices.items()}
+        for key, num_others in self._chosen.items():
+            if not num_others:
+                choices.pop(key, None)
+            elif key in choices:
+                del choices[key][1][num_others:]
+        others = {key: len(prefixes) for key, (_, prefixes) in choices.items()}
+        try:
+            yield
+        except BaseException:
+            choices.clear()
+            choices.update(before)
+            raise
+        self._chosen = {
+            key: others.get(key, 0)
+            for key, (_, prefixes) in choices.items()
+            if len(prefixes) > others.get(key, 0)
+        }
+
     def _hook(
         self, layer: Adaptable, adapters: Mapping[str, Adapter], step: StepAdapters
-    ) -> LowRank:
+    ) -> LowRank | AdaptedExperts:
         members = [
             {place: m for place, m in adapter.items() if place.layer is layer}
             for adapter in adapters.values()
         ]
         site = Site(self._plan.resolver, layer.prefix, self._dtype)
+        given = members, step, self._engine.device
+        if isinstance(layer, Experts):
+            return AdaptedExperts(site, layer, *given)
+        if isinstance(layer, Router):
+            return AdaptedRouter(replace(site, dtype=layer.dtype), *given)
         is_table = any(place.is_table for member in members for place in member)
-        kind = LowRankTable if is_table else LowRank
-        return kind(site, members, step, self._engine.device)
+        return (LowRankTable if is_table else LowRank)(site, *given)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from interposer.errors import ConfigError
 from interposer_models._engine.scheduler import Chunk
@@ -20,23 +19,33 @@ NONE = -1
 """The number of no adapter."""
 
 
+class Attachable(Protocol):
+    """What computes a layer with adapters."""
+
+    def attach(self, layer: nn.Module) -> Handle:
+        """Compute with adapters from now on, until the handle is removed."""
+        ...
+
+
+class Handle(Protocol):
+    """What ``Attachable`` did to a layer."""
+
+    def remove(self) -> None:
+        """Undo it."""
+        ...
+
+
 class StepHooks:
-    """Forward hooks of layers, which are there in steps that have a use for them.
+    """What layers have adapters by, which is there in steps that have a use for it."""
 
-    They come before those of others, who see what the layer returns with its adapter.
-    """
-
-    def __init__(self, hooks: Mapping[nn.Module, Any]) -> None:
+    def __init__(self, hooks: Mapping[Any, Attachable]) -> None:
         self._hooks = dict(hooks)
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Handle] = []
 
     def switch(self, on: bool) -> None:
-        """Register or remove them all."""
+        """Attach or remove them all."""
         if on and not self._handles:
-            self._handles = [
-                layer.register_forward_hook(hook, prepend=True)
-                for layer, hook in self._hooks.items()
-            ]
+            self._handles = [hook.attach(layer) for layer, hook in self._hooks.items()]
         elif not on and self._handles:
             for handle in self._handles:
                 handle.remove()

@@ -1,9 +1,8 @@
 """Layers that compute several of their parts by one call of the compiled library.
 
 Where a part is of another class than the standard one, or holds a kernel that is not declared in
-``fusion``, or has hooks that ``additions`` does not know, they do what the standard layers do. So they
-do under torch's compiler,
-which then sees the parts.
+``fusion``, or has hooks that ``additions`` does not know, they do what the standard layers do. So
+they do under torch's compiler, which then sees the parts.
 
 Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size, R rotated size.
 """

@@ -14,7 +14,8 @@ from interposer_cpu import native
 from interposer_cpu._kernels.fusion import fused
 from interposer_cpu._kernels.interface import FLOAT32, TYPES, float64_bits
 
-_PANEL = 64  # outputs, as kLoraPanel
+# As kLoraRanks, kLoraInputs and kLoraPanel.
+_RANKS, _INPUTS, _PANEL = 4, 32, 64
 
 
 @fused("lora_shrink")
@@ -71,16 +72,34 @@ def lora_expand(
 
 
 def prepare_shrink(lora_a: torch.Tensor) -> dict[str, Any]:
-    """Return the constants of ``lora_shrink``, without gaps."""
-    return {"lora_a": lora_a.contiguous()}
+    """Return the constants of ``lora_shrink``, ``[A, R, I]`` in the order of a call's reads.
+
+    Blocks of 4 ranks stand behind each other, and in a block 32 inputs of each rank.
+    """
+    count, rank, inputs = lora_a.shape
+    even = inputs // _INPUTS * _INPUTS
+    blocks = []
+    for block in lora_a.split(_RANKS, 1):
+        chunks = block[..., :even].unflatten(2, (even // _INPUTS, _INPUTS)).transpose(1, 2)
+        blocks += [chunks.flatten(1), block[..., even:].flatten(1)]
+    return {"lora_a": torch.cat(blocks, 1).view(count, rank, inputs)}
 
 
 def prepare_expand(lora_b: torch.Tensor) -> dict[str, Any]:
-    """Return the constants of ``lora_expand``, ``[A, R, O]`` that lie as ``[A, panels, R, 64]``.
+    """Return the constants of ``lora_expand``, ``[A, R, O]`` in the order of a call's reads.
 
-    All ranks of a panel of outputs stand behind each other, so that a call reads from front to end.
+    All ranks of a panel of 64 outputs stand behind each other; of bfloat16 pairs of ranks, whose
+    numbers take turns.
     """
     count, outputs, rank = lora_b.shape
-    panels = [panel.transpose(1, 2).flatten(1) for panel in lora_b.split(_PANEL, 1)]
-    whole = torch.cat(panels, 1) if panels else lora_b.new_empty(count, 0)
+    even = outputs // _PANEL * _PANEL
+    panels = lora_b[:, :even].unflatten(1, (even // _PANEL, _PANEL)), lora_b[:, None, even:]
+    whole = torch.cat([_ranks_in_turn(panel).flatten(1) for panel in panels], 1)
     return {"lora_b": whole.view(count, rank, outputs)}
+
+
+def _ranks_in_turn(panels: torch.Tensor) -> torch.Tensor:
+    """Return ``[A, panels, R * outputs]`` of ``[A, panels, outputs, R]``."""
+    paired = panels.shape[3] // 2 * 2 if panels.dtype is torch.bfloat16 else 0
+    pairs = panels[..., :paired].unflatten(3, (paired // 2, 2)).transpose(2, 3)
+    return torch.cat((pairs.flatten(2), panels[..., paired:].transpose(2, 3).flatten(2)), 2)
