@@ -387,7 +387,7 @@ def test_folders_that_are_no_adapters_are_refused(
 
 
 def test_names_are_checked(lm: LanguageModel, bare: LanguageModel, adapters: Any) -> None:
-    with pytest.raises(ConfigError, match=r"'all' already\. Try: remove_adapter"):
+    with pytest.raises(ConfigError, match=r"'all' already\. Try: replace=True"):
         lm.load_adapter("all", adapters["root"])
     with pytest.raises(ConfigError, match="is '', must be a text"):
         lm.load_adapter("", adapters["root"])

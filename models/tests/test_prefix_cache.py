@@ -138,7 +138,7 @@ def test_pages_are_given_up_for_others_the_oldest_and_last_first() -> None:
     assert run(2, 17).num_shared == 0
 
 
-def test_new_weights_and_adapters_forget(model: Path) -> None:
+def test_new_weights_forget(model: Path) -> None:
     lm, prompt = shared(model), tokens(64, 4)
     lm.generate([prompt], max_new_tokens=2)
     name = "model.norm.weight"
@@ -153,8 +153,8 @@ def test_new_weights_and_adapters_forget(model: Path) -> None:
 def test_an_adapter_has_beginnings_of_its_own() -> None:
     pool = PrefixPool(8, PAGE)
     found = []
-    for adapter in (None, "one", "None", "one"):
-        sequence = Sequence(0, tokens(40, 1), SamplingParams(adapter=adapter), 0)
+    for adapter in (None, 0, 1, 0):
+        sequence = Sequence(0, tokens(40, 1), SamplingParams(), 0, adapter=adapter)
         pool.join(sequence)
         found.append(sequence.num_shared)
         assert pool.extend(sequence.pages[0], 40)

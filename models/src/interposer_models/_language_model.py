@@ -213,19 +213,21 @@ class LanguageModel:
         """The names of the adapters that are loaded."""
         return self._adapters.names
 
-    def load_adapter(self, name: str, path: str | Path) -> None:
+    def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> None:
         """Load a LoRA adapter, which requests name by ``SamplingParams(adapter=name)``.
 
-        It joins between two steps; requests that run keep what they have.
+        It joins between two steps; requests that were started keep what they have.
 
         Args:
             path: a folder that PEFT saved, or ``"namespace/name"`` on the hub.
+            replace: it may take the place of an adapter of this name. Requests that have that one
+                keep it, and its memory is freed when the last of them has ended.
         Raises:
             CheckpointError: it is incomplete, of another model, or asks for what is not computed.
-            ConfigError: the name is taken, or the model is compiled or an adapted one, or what
-                computes adapters cannot be captured.
+            ConfigError: the name is taken and ``replace`` is not said, or the model is compiled or
+                an adapted one, or what computes adapters cannot be captured.
         """
-        self._adapters.load(name, path)
+        self._adapters.load(name, path, replace)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter and free its memory.

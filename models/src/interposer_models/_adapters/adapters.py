@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -36,7 +36,10 @@ class Adapters:
             takes_none: the model is an adapted one, which takes adapters elsewhere.
         """
         self._engine, self._plan, self._takes_none = engine, plan, takes_none
-        self._loaded: dict[str, Adapter] = {}
+        # Versions, of which no number comes twice: pages of a cache are known by them.
+        self._loaded: dict[int, Adapter] = {}
+        self._current: dict[str, int] = {}
+        self._versions = itertools.count()
         self._places: AdapterPlaces | None = None
         self._hooks = StepHooks({})
         # The choices made for hooks, each with how many places had it before.
@@ -45,14 +48,14 @@ class Adapters:
     @property
     def names(self) -> tuple[str, ...]:
         """The adapters that requests can name."""
-        return tuple(self._loaded)
+        return tuple(self._current)
 
     @property
     def _dtype(self) -> torch.dtype:
         dtype: torch.dtype = self._plan.dtype  # type: ignore[attr-defined]  # of a loaded model
         return dtype
 
-    def load(self, name: str, path: str | Path) -> None:
+    def load(self, name: str, path: str | Path, replace: bool = False) -> None:
         """Add the adapter in a folder; see ``LanguageModel.load_adapter``."""
         if not isinstance(name, str) or not name:
             raise ConfigError(f"The name of an adapter is {name!r}, must be a text, not empty")
@@ -66,10 +69,9 @@ class Adapters:
                 "A model with an encoder takes no adapters: its encoder computes tokens that no "
                 "adapter is told of. Try: merge_and_unload() of PEFT, and load what it saves"
             )
-        if name in self._loaded:
+        if name in self._current and not replace:
             raise ConfigError(
-                f"There is an adapter {name!r} already. Try: remove_adapter({name!r}) first, or "
-                "another name"
+                f"There is an adapter {name!r} already. Try: replace=True, or another name"
             )
         if self._engine.compiled is not None:
             raise ConfigError(
@@ -80,34 +82,48 @@ class Adapters:
             self._places = AdapterPlaces(self._engine.model)
         kind = self._dtype, self._engine.device
         adapter = read_adapter(adapter_folder(path), self._places, *kind)
-        self._set({**self._loaded, name: adapter})
+        version = next(self._versions)
+        self._set({**self._loaded, version: adapter}, {**self._current, name: version})
 
     def remove(self, name: str) -> None:
         """Forget an adapter; see ``LanguageModel.remove_adapter``."""
-        if name not in self._loaded:
-            raise UnknownNameError("adapter", name, self._loaded)
-        scheduler = self._engine.scheduler
-        users = [s for s in (*scheduler.running, *scheduler.waiting) if s.params.adapter == name]
-        if users:
+        if name not in self._current:
+            raise UnknownNameError("adapter", name, self._current)
+        if users := self._num_users(self._current[name]):
             raise RequestError(
-                f"The adapter {name!r} is in use by {len(users)} unfinished requests. "
+                f"The adapter {name!r} is in use by {users} unfinished requests. "
                 "Try: finish or cancel them first"
             )
-        self._set({other: held for other, held in self._loaded.items() if other != name})
-        self._engine.forget_prefixes()  # another adapter may get the name
+        others = {other: version for other, version in self._current.items() if other != name}
+        self._set(self._loaded, others)
 
     def renew(self) -> None:
         """Read the base's weights anew where adapters need them, as after an exchange."""
         if self._loaded:
-            self._set(self._loaded)
+            self._set(self._loaded, self._current)
 
-    def _set(self, adapters: Mapping[str, Adapter]) -> None:
-        engine, names = self._engine, tuple(adapters)
+    def _num_users(self, version: int) -> int:
+        scheduler = self._engine.scheduler
+        unfinished = (*scheduler.running, *scheduler.waiting)
+        return sum(sequence.adapter == version for sequence in unfinished)
+
+    def _leave(self, version: int) -> None:
+        """Free a version that was replaced, when the last of its requests has ended."""
+        if not self._num_users(version):
+            self._set(self._loaded, self._current)
+
+    def _set(self, adapters: Mapping[int, Adapter], current: Mapping[str, int]) -> None:
+        """Hold these adapters as far as requests have them or can get them."""
+        held_by = {version for version in adapters if self._num_users(version)}
+        held_by |= {*current.values()}
+        adapters = {version: each for version, each in adapters.items() if version in held_by}
+        engine = self._engine
         graphs = engine.graphs
         most = engine.scheduler.max_step_tokens
         if graphs is not None:
             most = max(most, graphs.buckets.sizes[-1])
-        step = StepAdapters(names, most, engine.device, graphs is not None)
+        by_graphs = graphs is not None
+        step = StepAdapters(adapters, current, most, engine.device, by_graphs, self._leave)
         layers = {place.layer: None for adapter in adapters.values() for place in adapter}
         with self._choosing():
             hooks = {layer: self._hook(layer, adapters, step) for layer in layers}
@@ -124,10 +140,11 @@ class Adapters:
         self._hooks.switch(graphs is not None)
         held = [
             {place: m for hook in hooks.values() for place, m in hook.held[number].items()}
-            for number in range(len(names))
+            for number in range(len(adapters))
         ]
-        self._loaded = dict(zip(names, held, strict=True))
-        engine.adapters = step if names else None
+        self._loaded = dict(zip(adapters, held, strict=True))
+        self._current = dict(current)
+        engine.adapters = step if adapters else None
         if graphs is not None:
             graphs.forget()
 
@@ -166,6 +183,6 @@ class Adapters:
         if isinstance(layer, Experts):
             return AdaptedExperts(site, layer, *given)
         if isinstance(layer, Router):
-            return AdaptedRouter(replace(site, dtype=layer.dtype), *given)
+            return AdaptedRouter(Site(site.resolver, layer.prefix, layer.dtype), *given)
         is_table = any(place.is_table for member in members for place in member)
         return (LowRankTable if is_table else LowRank)(site, *given)

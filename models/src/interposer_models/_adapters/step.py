@@ -5,7 +5,7 @@ Dimensions: T tokens of the step, R tokens whose logits are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, repeat
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from interposer.errors import ConfigError
 from interposer_models._engine.scheduler import Chunk
+from interposer_models._engine.sequence import Sequence
 
 NONE = -1
 """The number of no adapter."""
@@ -56,30 +57,52 @@ class StepAdapters:
     """Numbers of adapters by token, at one address for all steps, so that graphs can read them.
 
     Attributes:
-        names: of the adapters that are loaded; the number of one is its index.
+        names: of the adapters that requests can ask for.
         hooks: of the layers, once they are made.
     """
 
     hooks = StepHooks({})
 
-    def __init__(self, names: tuple[str, ...], num_tokens: int, device: str, graphs: bool) -> None:
+    def __init__(
+        self,
+        versions: Iterable[int],
+        current: Mapping[str, int],
+        num_tokens: int,
+        device: str,
+        graphs: bool,
+        leave: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """Take memory.
 
         Args:
+            versions: that are loaded; the number of one in a step is its place among them.
+            current: the version that new requests get by a name.
             num_tokens: of the largest step, and of the largest graph.
             graphs: steps may be captured. What a graph does not compute when it is captured, it
                 never does.
+            leave: told the version of a request that has ended, if new ones get another one.
         """
-        self.names = names
+        self.names = tuple(current)
+        self._numbers = {version: number for number, version in enumerate(versions)}
+        self._current, self._leave = dict(current), leave
         self._graphs = graphs
         self._held = torch.full((num_tokens,), NONE, device=device)
         self._tokens = self._rows = self._held
 
+    def version(self, name: str | None) -> int | None:
+        """Return the version that a new request gets by a name."""
+        return None if name is None else self._current[name]
+
+    def leave(self, sequence: Sequence) -> None:
+        """Note that a request has ended."""
+        version = sequence.adapter
+        if version is not None and version not in self._current.values():
+            self._leave(version)
+
     def assign(self, chunks: Iterable[Chunk]) -> None:
         """Set the adapters of the tokens of the next step."""
-        numbers = {name: number for number, name in enumerate(self.names)}
         chosen = [
-            (NONE if (name := chunk.sequence.params.adapter) is None else numbers[name], chunk)
+            (NONE if (one := chunk.sequence.adapter) is None else self._numbers[one], chunk)
             for chunk in chunks
         ]
         engaged = self._graphs or any(number != NONE for number, _ in chosen)

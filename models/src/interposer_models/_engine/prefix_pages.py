@@ -131,7 +131,7 @@ class PrefixPool(PagePool):
         while len(keys) <= number:
             start = len(keys) * self.page_size
             tokens = sequence.tokens(start, start + self.page_size)
-            before = keys[-1] if keys else repr(sequence.params.adapter).encode()
+            before = keys[-1] if keys else repr(sequence.adapter).encode()
             keys.append(blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest())
         return keys[number]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -63,15 +64,13 @@ class Added(NamedTuple):
 class ProductHooks:
     """The hooks of a fused call: of its projections, which may add, and of all else in it."""
 
-    __slots__ = ("_known", "_nothing", "_others", "_own", "projections")
+    __slots__ = ("_nothing", "_others", "_own", "projections")
 
     def __init__(self, projections: Iterable[nn.Module], others: Iterable[nn.Module]) -> None:
         self.projections = tuple(projections)
         self._others = ForwardHooks(others, before=self.projections)
         self._own: tuple[Any, ...] = tuple(m._forward_hooks for m in self.projections)
         self._nothing = Added((0,) * len(self._own), None)
-        # By hook, so that those of other adapters are read anew; the memory is held along.
-        self._known: dict[int, tuple[Any, torch.Tensor | None]] = {}
 
     def __reduce__(self) -> tuple[type[ProductHooks], tuple[Any, ...]]:
         """Let a copy look at the copies of the modules."""
@@ -85,24 +84,35 @@ class ProductHooks:
             return self._nothing
         addresses = []
         user = None
-        for number, hooks in enumerate(self._own):
+        for hooks in self._own:
             address = 0
             if hooks:
                 (hook, *more) = hooks.values()
-                held = self._known.get(number)
-                if held is None or held[0] is not hook:
-                    held = self._known[number] = (hook, _memory_of(hook))
-                if more or held[1] is None:
+                if more or not (address := _address_of(hook)):
                     return None
-                address, user = held[1].data_ptr(), hook
+                user = hook
             addresses.append(address)
         return Added(tuple(addresses), user)
 
 
-def _memory_of(hook: Any) -> torch.Tensor | None:
-    """Return an interposer_low_rank as words, None where a hook states none that is known."""
+# As long as the hooks are there.
+_WORDS: WeakKeyDictionary[Any, torch.Tensor | None] = WeakKeyDictionary()
+
+
+def _address_of(hook: Any) -> int:
+    """Return the address of an interposer_low_rank, 0 where a hook states none that is known."""
     low_rank: LowRankSum | None = getattr(hook, "low_rank", None)
-    if low_rank is None or not is_declared(low_rank.shrink, "lora_shrink"):
+    if low_rank is None:
+        return 0
+    if hook not in _WORDS:
+        _WORDS[hook] = _words_of(low_rank)
+    words = _WORDS[hook]
+    return 0 if words is None else words.data_ptr()
+
+
+def _words_of(low_rank: LowRankSum) -> torch.Tensor | None:
+    """Return an interposer_low_rank, None where kernels are not those of the library."""
+    if not is_declared(low_rank.shrink, "lora_shrink"):
         return None
     first, parts = low_rank.first, low_rank.expansions
     if len(parts) > _MOST_PARTS:
