@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.adapter_files import write_adapter
 
-from interposer.errors import ConfigError, RequestError, UnknownNameError
+from interposer import explain
+from interposer.errors import CheckpointError, ConfigError, RequestError, UnknownNameError
 from interposer_models import LanguageModel, SamplingParams, Stream, load
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1] * 9, [7], [2, 7, 1] * 6]
@@ -203,3 +205,23 @@ def test_a_version_is_freed_when_its_last_request_ends(
     assert matrices() == alone_bytes
     lm.remove_adapter("sql")
     assert matrices() == before < alone_bytes
+
+
+def test_adapters_of_load_have_room_beside_the_cache(
+    llama: Path, folders: list[Path], alone: Callable[[int, int | None], tuple[int, ...]]
+) -> None:
+    given_ = {"sql": folders[0], "shell": folders[1]}
+    lm = load(llama, cache_tokens=128, max_sequences=2, adapters=given_)
+    assert lm.adapters == ("sql", "shell")
+    (told,) = (note for note in explain(lm).notes if "adapters" in note)
+    found = re.fullmatch(
+        r"(\d+\.\d) MiB are kept for 2 adapters, as much as they take while one is replaced", told
+    )
+    assert found
+    stream = start(lm, 1, "shell")
+    finish(lm)
+    assert tuple(stream.sequence.output) == alone(1, 1)
+    with pytest.raises(ConfigError, match="adapters is .*, must be a mapping of names to folders"):
+        load(llama, cache_tokens=128, adapters=["sql"])  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load(llama, cache_tokens=128, adapters={"sql": llama / "none"})

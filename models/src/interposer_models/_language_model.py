@@ -11,6 +11,7 @@ import torch
 from interposer import Planned, Verdict
 from interposer.errors import ConfigError, RequestError
 from interposer_models._adapters.adapters import Adapters
+from interposer_models._adapters.files import Adapter
 from interposer_models._chat import Message
 from interposer_models._checkpoint.checkpoint import read_json
 from interposer_models._checkpoint.weights import Weights
@@ -34,7 +35,12 @@ class LanguageModel:
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: TextTokenizer, plan: Planned, weights: Weights | None
+        self,
+        engine: Engine,
+        tokenizer: TextTokenizer,
+        plan: Planned,
+        weights: Weights | None,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         self.engine = engine
         engine.constraints = Constraints(tokenizer, engine.model.config.vocab_size)
@@ -47,6 +53,7 @@ class LanguageModel:
         self._graphs: Verdict | None = getattr(plan, "graphs", None)
         self.compiled: Verdict | None = getattr(plan, "compiled", None)
         self._adapters = Adapters(engine, plan, takes_none=weights is None)
+        self._adapters.start(adapters or {})
 
     @property
     def suggested(self) -> dict[str, Any]:

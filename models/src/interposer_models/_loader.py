@@ -28,6 +28,8 @@ from interposer import (
 )
 from interposer.errors import ConfigError, UnknownNameError
 from interposer.tooling import default_store
+from interposer_models._adapters.files import read_adapters
+from interposer_models._adapters.room import AdapterRoom
 from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._checkpoint.files import (
     config_source,
@@ -174,6 +176,7 @@ def load(
     max_sequences: int = 64,
     max_step_tokens: int = 2048,
     prefix_cache: bool = False,
+    adapters: Mapping[str, str | Path] | None = None,
     speculation: str | Path | Speculation | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageModel:
@@ -201,6 +204,9 @@ def load(
         prefix_cache: prompts that begin alike share the pages of their common beginning, which
             stay in the cache until its room is wanted. Not for models with windows or states, nor
             for prefix-LMs.
+        adapters: LoRA adapters to load, by the names that requests have for them; see
+            ``LanguageModel.load_adapter``. Their memory, and that of replacing one, is taken before
+            the cache is settled.
         speculation: what guesses tokens that steps verify: ``"ngram"``, the path of a draft model,
             or ``Speculation(...)``.
         progress: told ``(bytes done, bytes in all)`` while weights load.
@@ -223,10 +229,17 @@ def load(
     planned = plan(path, dtype, platform, config, quantization=quantization)
     for note in planned.resolver.notes:
         _log.warning("%s: %s", path, note)
+    read = read_adapters(adapters or {}, planned.model, planned.dtype, "cpu")
+    room = AdapterRoom.of(
+        read.values(), planned.dtype.itemsize, is_host(planned.placement.platform)
+    )
+    if read:
+        planned.resolver.notes.append(str(room))
     if cache_tokens is not None:
         free_bytes = planned.placement.platform.memory(
             planned.placement.device.torch_device
         ).free_bytes
+        free_bytes -= room.num_bytes
         states = _state_bytes(planned, max_sequences)
         check_cache("load", free_bytes, _shape(planned, **sizes), cache_tokens, states)
     required = planned.resolver.config.graphs == "on"
@@ -290,7 +303,7 @@ def load(
         )
 
     if cache_tokens is None:
-        budget = _budget(planned, engine_of, memory_fraction, **sizes)
+        budget = _budget(planned, engine_of, memory_fraction, room.num_bytes, **sizes)
     else:
         states = _state_bytes(planned, max_sequences)
         budget = CacheBudget.asked_for(device, _shape(planned, **sizes), cache_tokens, states)
@@ -310,7 +323,7 @@ def load(
         end_ns=time.time_ns(),
         facts={"bytes": total, "device": device, "dtype": str(planned.dtype)},
     )
-    return LanguageModel(engine, tokenizer, planned, weights)
+    return LanguageModel(engine, tokenizer, planned, weights, read)
 
 
 def _compiler(planned: Plan, verdict: Verdict) -> _Compiler:
@@ -345,10 +358,11 @@ def _budget(
     planned: Plan,
     engine_of: Callable[[int], Engine],
     fraction: float | None,
+    adapter_bytes: int,
     max_sequences: int,
     max_step_tokens: int,
 ) -> CacheBudget:
-    """Return the cache that fits beside the largest step, which is run."""
+    """Return the cache that fits beside the largest step, which is run, and adapters."""
     placement, page_size = planned.placement, planned.page_size
     device = placement.device.torch_device
     on_host = is_host(placement.platform)
@@ -358,8 +372,8 @@ def _budget(
         # What the small cache of that step took is free again once the engine is.
         taken = engine.cache_bytes
     del engine
-    if not on_host:
-        memory = replace(memory, free_bytes=memory.free_bytes + taken)
+    free_bytes = memory.free_bytes - adapter_bytes
+    memory = replace(memory, free_bytes=free_bytes if on_host else free_bytes + taken)
     return cache_budget(
         memory,
         device,

@@ -57,6 +57,14 @@ class Adapters:
 
     def load(self, name: str, path: str | Path, replace: bool = False) -> None:
         """Add the adapter in a folder; see ``LanguageModel.load_adapter``."""
+        self._check(name, replace)
+        if self._places is None:
+            self._places = AdapterPlaces(self._engine.model)
+        kind = self._dtype, self._engine.device
+        self._add({name: read_adapter(adapter_folder(path), self._places, *kind)})
+
+    def _check(self, name: str, replace: bool) -> None:
+        """Raise ConfigError if no adapter can have the name, or the model takes none."""
         if not isinstance(name, str) or not name:
             raise ConfigError(f"The name of an adapter is {name!r}, must be a text, not empty")
         if self._takes_none:
@@ -78,12 +86,18 @@ class Adapters:
                 "A compiled model takes no adapters: its graphs were made without them. "
                 "Try: Config(compile='off')"
             )
-        if self._places is None:
-            self._places = AdapterPlaces(self._engine.model)
-        kind = self._dtype, self._engine.device
-        adapter = read_adapter(adapter_folder(path), self._places, *kind)
-        version = next(self._versions)
-        self._set({**self._loaded, version: adapter}, {**self._current, name: version})
+
+    def start(self, adapters: Mapping[str, Adapter]) -> None:
+        """Add adapters that were read before the engine was made."""
+        for name in adapters:
+            self._check(name, replace=False)
+        if adapters:
+            self._add(adapters)
+
+    def _add(self, adapters: Mapping[str, Adapter]) -> None:
+        versions = {name: next(self._versions) for name in adapters}
+        added = {versions[name]: adapter for name, adapter in adapters.items()}
+        self._set({**self._loaded, **added}, {**self._current, **versions})
 
     def remove(self, name: str) -> None:
         """Forget an adapter; see ``LanguageModel.remove_adapter``."""

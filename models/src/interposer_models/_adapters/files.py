@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from interposer.errors import CheckpointError
+from interposer.errors import CheckpointError, ConfigError
 from interposer_models._adapters.places import AdapterPlace, AdapterPlaces
 from interposer_models._adapters.settings import AdapterSettings
 from interposer_models._checkpoint.checkpoint import reading
@@ -65,6 +65,24 @@ def adapter_folder(path: str | Path) -> Path:
             "give the folder of an adapter of PEFT, or its name on a hub",
         )
     return folder
+
+
+def read_adapters(
+    paths: Mapping[str, str | Path], model: nn.Module, dtype: torch.dtype, device: str
+) -> dict[str, Adapter]:
+    """Return the adapters for a model, by name.
+
+    Raises: ConfigError: ``paths`` is no mapping. CheckpointError: as ``read_adapter``.
+    """
+    if not isinstance(paths, Mapping):
+        raise ConfigError(f"adapters is {paths!r:.100}, must be a mapping of names to folders")
+    if not paths:
+        return {}
+    places = AdapterPlaces(model)
+    return {
+        name: read_adapter(adapter_folder(path), places, dtype, device)
+        for name, path in paths.items()
+    }
 
 
 def read_adapter(
