@@ -221,7 +221,7 @@ def test_adapters_of_load_have_room_beside_the_cache(
     stream = start(lm, 1, "shell")
     finish(lm)
     assert tuple(stream.sequence.output) == alone(1, 1)
-    with pytest.raises(ConfigError, match="adapters is .*, must be a mapping of names to folders"):
+    with pytest.raises(ConfigError, match=r"adapters is .*, must be a mapping of names"):
         load(llama, cache_tokens=128, adapters=["sql"])  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="does not exist"):
         load(llama, cache_tokens=128, adapters={"sql": llama / "none"})

@@ -148,8 +148,8 @@ def test_adapters_come_before_the_cache(llama: Path, tmp_path: Path) -> None:
     assert missing >= 2
     notes = explain(adapted).notes
     assert any(n.startswith(f"{room / MIB:.1f} MiB are kept for 1 adapters") for n in notes)
+    tokens = 700 * MIB // page * 16
     with pytest.raises(ConfigError, match=r"cache_tokens is \d+, the free memory holds"):
-        tokens = 700 * MIB // page * 16
         loaded(llama, cache_tokens=tokens, adapters={"wide": folder})
 
 
