@@ -131,7 +131,7 @@ def kernels_of(lm: LanguageModel) -> Iterator[Bound]:
                 yield module, name, value.product.__name__
             elif callable(value) and getattr(value, "__module__", "") in kernel_modules(lm):
                 yield module, name, value.__name__
-    for backend in {id(b): b for b in engine.backends}.values():
+    for backend in {id(b): b for b in engine.runner.backends}.values():
         for name in ("forward", "plan"):
             yield backend, name, f"{type(backend).__name__}.{name}"
 

@@ -144,7 +144,7 @@ class Comparison:
                 for given in ([self.prompts[0]], [*self.prompts])
                 for completion in lm.generate(given, param)
             ]
-            running = lm.engine.graphs
+            running = lm.engine.runner.graphs
             captured = f"{len(running) if running is not None else 0} graphs"
         same = sum(one == other for one, other in zip(*tokens.values(), strict=True))
         total = len(tokens["off"])

@@ -135,7 +135,7 @@ def measured(model_dir: Path, dtype: str, method: str) -> dict[str, object]:
         lm = load(model_dir, dtype, **settings)
         seconds = time.perf_counter() - started
     checkpoint = Checkpoint.open(model_dir)
-    held_bytes, cache_bytes = num_bytes(held(lm)), num_bytes(lm.engine.caches)
+    held_bytes, cache_bytes = num_bytes(held(lm)), num_bytes(lm.engine.runner.caches)
     del lm
     gc.collect()
     started = time.thread_time()

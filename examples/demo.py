@@ -33,7 +33,7 @@ def write(lm: LanguageModel) -> None:
 
 def compare(lm: LanguageModel) -> None:
     """Print tokens per second beside transformers, whole calls, in alternating rounds."""
-    dtype = lm.engine.caches[0].dtype
+    dtype = lm.engine.runner.caches[0].dtype
     logging.disable_progress_bar()
     rival = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).eval()
     ids = lm.tokenizer.encode(PROMPTS[0])

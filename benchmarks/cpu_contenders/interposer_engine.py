@@ -67,7 +67,7 @@ class Engine:
         return {
             "torch": torch.__version__,
             "weights_mib": round(loading.num_bytes(loading.held(self.lm)) / 2**20),
-            "cache_mib": round(self.lm.engine.cache_bytes / 2**20),
+            "cache_mib": round(self.lm.engine.runner.cache_bytes / 2**20),
             "chosen": sorted(choices),
         }
 

@@ -29,12 +29,12 @@ def main() -> None:
         done = lm.generate(PROMPTS, max_new_tokens=3, ignore_eos=True)
         found[backend] = [completion.token_ids for completion in done]
     counted = torch._dynamo.utils.counters
-    assert lm.engine.compiled is not None
+    assert lm.engine.runner.compiled is not None
     json.dump(
         {
             "plain": found["off"],
             "compiled": found["inductor"],
-            "graphs": lm.engine.compiled.graphs,
+            "graphs": lm.engine.runner.compiled.graphs,
             "hits": counted["inductor"]["fxgraph_cache_hit"],
             "misses": counted["inductor"]["fxgraph_cache_miss"],
             "graph_hits": counted["aot_autograd"]["autograd_cache_hit"],

@@ -29,15 +29,15 @@ def computed(
     )
     lm = load(path, "float32", config=config, cache_tokens=256, max_sequences=4)
     batch = lm.generate(PROMPTS, max_new_tokens=2, ignore_eos=True)
-    logits = [] if lm.engine.compiled else lm.logits(PROMPTS[0]).tolist()
-    if not lm.engine.compiled:
+    logits = [] if lm.engine.runner.compiled else lm.logits(PROMPTS[0]).tolist()
+    if not lm.engine.runner.compiled:
         lm.load_adapter("own", adapter)
     blocks: Any = lm.engine.model.model.layers
     return {
         "tokens": [completion.token_ids for completion in batch],
         "logits": logits,
         "adapted": lm.logits(PROMPTS[0], adapter="own").tolist() if lm.adapters else [],
-        "graphs": lm.engine.compiled.graphs if lm.engine.compiled else 0,
+        "graphs": lm.engine.runner.compiled.graphs if lm.engine.runner.compiled else 0,
         "kernels": sorted(
             choice.chosen.name
             for choice, _ in lm.resolver.choices.values()

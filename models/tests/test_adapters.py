@@ -46,7 +46,17 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 # Not the projections of heads: peft takes experts by the names of an MLP, and no Mamba's outputs.
 PLACES = frozenset(
-    ("q_proj", "qkv_proj", "c_attn", "c_proj", "query_key_value", "q_a_proj", "in_proj", "o_proj")
+    (
+        "q_proj",
+        "qkv_proj",
+        "c_attn",
+        "c_proj",
+        "query_key_value",
+        "q_a_proj",
+        "in_proj",
+        "o_proj",
+        "Wqkv",
+    )
 )
 
 
@@ -225,7 +235,7 @@ def test_nothing_is_left_of_the_last_adapter(llama: Path, adapters: dict[str, Pa
     assert not any(module._forward_hooks for module in lm.engine.model.modules())
     assert [type(module) for module in lm.engine.model.modules()] == kinds
     assert lm.adapters == ()
-    assert lm.engine.adapters is None
+    assert lm.engine.runner.adapters is None
     assert torch.equal(lm.logits(IDS), before)
 
 
@@ -269,7 +279,7 @@ def test_captured_steps_have_adapters(
     captured = TapePlatform.captured
     for each in ("root", "patterns"):
         lm.load_adapter(each, adapters[each])
-    assert len(lm.engine.graphs or ()) == 0  # those without adapters are of no use
+    assert len(lm.engine.runner.graphs or ()) == 0  # those without adapters are of no use
     params = [SamplingParams(adapter=n, max_new_tokens=16 - 2 * i) for i, n in enumerate(names)]
     for name, one, found in zip(names, params, lm.generate([IDS] * 5, params), strict=True):
         assert found.token_ids == alone(IDS, name)[: one.max_new_tokens]

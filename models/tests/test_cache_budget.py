@@ -116,7 +116,7 @@ def test_the_largest_step_is_run_and_the_rest_is_shared_out(llama: Path) -> None
     # A context of 512 holds a prompt of 511; 38 sequences of one token make the step full.
     assert (700, 64) in shapes.found
     assert (40, 256) in shapes.found  # a row of logits each
-    page = sum(backend.kv_layout().page_bytes() for backend in lm.engine.backends)
+    page = sum(backend.kv_layout().page_bytes() for backend in lm.engine.runner.backends)
     small = 40 + 44  # pages of that step's own cache, which are free again
     rest = 700 * MIB - 80 * MIB + small * page
     assert lm.engine.pool.num_pages == min(int(rest * 0.9) // page, 40 * 512 // 16)
@@ -131,7 +131,7 @@ def test_the_largest_step_is_run_and_the_rest_is_shared_out(llama: Path) -> None
 
 def test_a_fraction_steers_it(llama: Path) -> None:
     few, more = (loaded(llama, memory_fraction=f, max_step_tokens=64) for f in (0.01, 0.02))
-    page = sum(backend.kv_layout().page_bytes() for backend in few.engine.backends)
+    page = sum(backend.kv_layout().page_bytes() for backend in few.engine.runner.backends)
     assert few.engine.pool.num_pages > 100
     assert abs(more.engine.pool.num_pages - 2 * few.engine.pool.num_pages) <= 1
     assert few.engine.pool.num_pages * page <= 0.01 * 621 * MIB
@@ -201,7 +201,7 @@ def test_a_host_measures_a_part_of_a_step(llama: Path) -> None:
     (note,) = [n for n in explain(lm).notes if n.startswith("KV cache")]
     assert "within 0.001 of the " in note
     assert "and a step of 2048 tokens " in note
-    assert len(lm.engine.model.model.layers) == len(lm.engine.caches) == 3
+    assert len(lm.engine.model.model.layers) == len(lm.engine.runner.caches) == 3
     assert lm.generate([[1, 2, 3]], max_new_tokens=2)[0].finish_reason == "length"
 
 

@@ -96,14 +96,14 @@ def tokens(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
 
 
 def graphs(lm: LanguageModel) -> int:
-    assert lm.engine.compiled is not None
-    return lm.engine.compiled.graphs
+    assert lm.engine.runner.compiled is not None
+    return lm.engine.runner.compiled.graphs
 
 
 def test_every_kind_of_step_is_one_graph(tiny: Path, tmp_path: Path) -> None:
     """Whatever is one apart, sizes that happen to be equal at first are not taken for one."""
     plain, compiled = loaded(tiny), loaded(tiny, "aot_eager", cache_dir=tmp_path)
-    assert (graphs(compiled), plain.engine.compiled) == (0, None)
+    assert (graphs(compiled), plain.engine.runner.compiled) == (0, None)
 
     def both(prompts: list[list[int]], count: int, kinds: int) -> None:
         expected, found = (

@@ -168,13 +168,13 @@ def test_preempted_requests_keep_their_place(llama: Path, tiny: LanguageModel) -
     params = SamplingParams(constraint=Constraint.regex("([0-9]{3}[a-z]{2})+"), max_new_tokens=40)
     expected = tiny.generate(prompts, params)
     computed = []
-    forward = tight.engine.forward
+    forward = tight.engine.runner.forward
 
     def counted(batch: Any, *arguments: Any) -> torch.Tensor:
         computed.append(len(batch.token_ids))
         return forward(batch, *arguments)
 
-    tight.engine.forward = counted  # type: ignore[assignment, method-assign]
+    tight.engine.runner.forward = counted  # type: ignore[assignment, method-assign]
     found = tight.generate(prompts, params)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert all(re.fullmatch(r"([0-9]{3}[a-z]{2})+", one.text) for one in found)

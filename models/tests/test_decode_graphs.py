@@ -86,9 +86,9 @@ def test_greedy_tokens_are_equal_with_and_without_graphs(pair: tuple[Path, Any])
     assert tokens(found) == tokens(expected)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-5, rtol=1e-4)
-    assert TapePlatform.captured == len(graphed.engine.graphs or ()) == 3
+    assert TapePlatform.captured == len(graphed.engine.runner.graphs or ()) == 3
     assert TapePlatform.replayed == 19
-    assert plain.engine.graphs is None
+    assert plain.engine.runner.graphs is None
 
 
 def test_longer_sequences_get_wider_graphs(llama: Path) -> None:
@@ -96,8 +96,8 @@ def test_longer_sequences_get_wider_graphs(llama: Path) -> None:
         load(llama, config=config(graphs), cache_tokens=512, max_sequences=2)
         for graphs in ("off", "auto")
     )
-    assert graphed.engine.graphs is not None
-    assert graphed.engine.graphs.buckets.widths == (32,)
+    assert graphed.engine.runner.graphs is not None
+    assert graphed.engine.runner.graphs.buckets.widths == (32,)
     for length in (3, 300, 5):
         prompt = [[7, 3, 1] * (length // 3)]
         expected, found = (
@@ -153,7 +153,7 @@ def test_by_default_a_model_that_cannot_be_captured_runs_without(llama: Path) ->
     expected = tokens(loaded(llama, "off").generate(PROMPTS, max_new_tokens=4))
     with register(kernels(slow), "waits"):
         lm = loaded(llama)
-        assert lm.engine.graphs is None
+        assert lm.engine.runner.graphs is None
         assert tokens(lm.generate(PROMPTS, max_new_tokens=4)) == expected
         reason = (
             "cannot be captured: linear_waiting of waits for 'linear' does not promise to be "
@@ -163,7 +163,7 @@ def test_by_default_a_model_that_cannot_be_captured_runs_without(llama: Path) ->
         assert f"without graphs: {reason}" in str(explain(llama, config=config()))
         with pytest.raises(ConfigError, match=r"graphs='on' was asked for, but cannot be capt"):
             loaded(llama, "on")
-        assert loaded(llama, "on", require={"graph_safe"}).engine.graphs is not None
+        assert loaded(llama, "on", require={"graph_safe"}).engine.runner.graphs is not None
 
 
 def kernels(*records: Record) -> Any:
@@ -180,16 +180,16 @@ def test_a_replaced_layer_has_to_promise_for_its_code(llama: Path) -> None:
     safe = frozenset({"graph_safe"})
     entry = LayerEntry("rms_norm", "other", f"{__name__}:OtherNorm", properties=safe)
     with register(kernels(entry), "norms"):
-        assert loaded(llama, "on").engine.graphs is not None
+        assert loaded(llama, "on").engine.runner.graphs is not None
     with register(kernels(LayerEntry("rms_norm", "other", f"{__name__}:OtherNorm")), "norms"):
         lm = loaded(llama)
-        assert lm.engine.graphs is None
+        assert lm.engine.runner.graphs is None
         assert lm.graphs is not None
         assert lm.graphs.reason == (
             "cannot be captured: the layer other of norms for 'rms_norm' has code of its own, "
             "which does not promise to be graph_safe. Try: Config(layers={'rms_norm': 'standard'})"
         )
-        assert loaded(llama, "on", layers={"rms_norm": "standard"}).engine.graphs is not None
+        assert loaded(llama, "on", layers={"rms_norm": "standard"}).engine.runner.graphs is not None
 
 
 def test_all_that_costs_the_graphs_is_named_at_once(llama: Path) -> None:
@@ -236,13 +236,13 @@ def test_a_compiled_model_is_not_captured(llama: Path) -> None:
 def test_who_says_no_gets_none(llama: Path) -> None:
     assert "decode steps run as graphs" in str(explain(llama, config=config()))
     lm = loaded(llama, "off")
-    assert lm.engine.graphs is None
+    assert lm.engine.runner.graphs is None
     assert "decode steps run without graphs: Config(graphs='off') says so" in str(explain(lm))
 
 
 def test_where_the_platform_has_none_nothing_is_said(llama: Path) -> None:
     lm = loaded(llama, platform="plain")
-    assert lm.engine.graphs is None
+    assert lm.engine.runner.graphs is None
     assert lm.graphs is None
     assert "decode steps" not in str(explain(lm))
     with pytest.raises(ConfigError, match="'plain' does not provide 'capture_graph'"):

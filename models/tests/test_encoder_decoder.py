@@ -222,7 +222,7 @@ def spoil(lm: LanguageModel) -> None:
         advance(chunks)
         held = {page for s in scheduler.running for page in s.source_pages}
         free = torch.tensor(sorted({*range(pool.num_pages)} - held), dtype=torch.int64)
-        for cache, backend in zip(engine.caches, engine.backends, strict=True):
+        for cache, backend in zip(engine.runner.caches, engine.runner.backends, strict=True):
             if backend.spec.type == "encoder_decoder":
                 cache.index_fill_(backend.kv_layout().page_axis, free, torch.nan)
 
@@ -331,8 +331,8 @@ def test_steps_are_compiled(pairs: dict[str, Pair], references: dict[str, Langua
         for each in (lm, references["bart"])
     )
     assert found == expected
-    assert lm.engine.compiled is not None
-    assert lm.engine.compiled.graphs
+    assert lm.engine.runner.compiled is not None
+    assert lm.engine.runner.compiled.graphs
 
 
 def test_guesses_of_the_decoders_own_tokens_are_verified(
@@ -354,15 +354,15 @@ def test_the_budget_counts_sources(pairs: dict[str, Pair]) -> None:
     lm = loaded(pairs["t5gemma"][0], cache_tokens=1000, max_sequences=2, max_step_tokens=32)
     engine = lm.engine
     size = engine.pool.page_size
-    assert engine.sources is not None
+    assert engine.runner.sources is not None
     pages = -(-1000 // size)
-    assert engine.sources.pool.num_pages == engine.pool.num_pages == pages
+    assert engine.runner.sources.pool.num_pages == engine.pool.num_pages == pages
     (note,) = (n for n in explain(lm).notes if n.startswith("KV cache"))
     tokens = pages * size
     assert f"({tokens} in 1 layer that sees all, {tokens} in 3 layers that see the source" in note
     page = size * 2 * 2 * 16 * 4  # keys and values of 2 heads of 16 floats
     windowed = engine.pools[1].num_pages + 1
-    assert engine.cache_bytes == page * (pages + 3 * pages + 2 * windowed)
+    assert engine.runner.cache_bytes == page * (pages + 3 * pages + 2 * windowed)
     measured = load(
         pairs["t5gemma"][0], "float32", platform="cpu", memory_fraction=0.001, max_sequences=2
     )
@@ -436,7 +436,7 @@ def test_texts_are_read_scored_and_streamed(pairs: dict[str, Pair]) -> None:
     assert list(first) == pytest.approx(chosen, abs=1e-4)
     assert len(second) == 3
     assert lm.score(source, [lm.tokenizer.encode("of it")]) == [first]
-    assert lm.room(source) == lm.engine.longest - 2
+    assert lm.room(source) == lm.engine.runner.longest - 2
 
 
 def test_a_bias_of_logits_is_added(copied: Path, pairs: dict[str, Pair]) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from interposer import Config, explain, place
-from interposer_models._loader import Plan, plan
+from interposer_models._loader import plan
+from interposer_models._plan import Plan
 
 
 def kernels(planned: Plan, op: str) -> set[tuple[str, str]]:

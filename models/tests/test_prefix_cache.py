@@ -45,13 +45,13 @@ def test_a_common_beginning_is_computed_once(
     model: Path, plain: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm, computed = shared(model), []
-    forward = lm.engine.forward
+    forward = lm.engine.runner.forward
 
     def noted(batch: Any, *given: Any) -> torch.Tensor:
         computed.append(len(batch.token_ids))
         return forward(batch, *given)
 
-    monkeypatch.setattr(lm.engine, "forward", noted)
+    monkeypatch.setattr(lm.engine.runner, "forward", noted)
     first, second = tokens(200, 1), tokens(200, 1)[:180] + tokens(7, 2)
     for prompt, count in ((first, 200), (second, 187 - 176), (first, 200 - 192)):
         computed.clear()

@@ -255,14 +255,14 @@ def test_only_steps_with_prompts_have_prefixes(
 ) -> None:
     def told(path: Path) -> list[list[int] | None]:
         lm, found = load(path, "float32", cache_tokens=512), list[Any]()
-        forward = lm.engine.forward
+        forward = lm.engine.runner.forward
 
         def noted(batch: Any, *given: Any) -> torch.Tensor:
             prefixes = batch.attention.prefix_lens
             found.append(None if prefixes is None else prefixes.tolist())
             return forward(batch, *given)
 
-        monkeypatch.setattr(lm.engine, "forward", noted)
+        monkeypatch.setattr(lm.engine.runner, "forward", noted)
         lm.generate([[3, 1, 4], [1]], max_new_tokens=3)
         lm.generate([[5]], max_new_tokens=2)
         return found

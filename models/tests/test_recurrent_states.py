@@ -98,7 +98,7 @@ def test_states_are_part_of_the_budget(spaces: Path, mixed: Path) -> None:
     layouts = [layer.state_layout() for layer in lm.engine.model.state_layers]
     # 192 channels with 3 former inputs, and 8 heads of 16 x 16, of 3 sequences and one call.
     assert [layout.slot_bytes() for layout in layouts] == [4 * (192 * 3 + 8 * 16 * 16)] * 3
-    assert lm.engine.cache_bytes == 4 * sum(layout.slot_bytes() for layout in layouts)
+    assert lm.engine.runner.cache_bytes == 4 * sum(layout.slot_bytes() for layout in layouts)
     assert "0.0 MiB, beside 0.1 MiB of recurrent states" in budget
     with pytest.raises(ConfigError, match=r"states of sequences take .* smaller max_sequences"):
         load(spaces, max_sequences=2**40, cache_tokens=16)

@@ -50,7 +50,7 @@ def tokens(lm: LanguageModel) -> list[tuple[int, ...]]:
 
 def test_a_cache_is_there_once(lm: LanguageModel) -> None:
     model = lm.engine.model
-    assert len(model.attention_layers) == len(lm.engine.caches) == 3
+    assert len(model.attention_layers) == len(lm.engine.runner.caches) == 3
     # Of windows, without, with; the last of each kind that writes is read from then on.
     assert model.model.places == [0, 1, 2, 1, 2, 1]
     readers = [block.self_attn.attn for block in model.model.layers[3:]]
@@ -97,7 +97,7 @@ def test_a_backend_that_cannot_read_alone_is_not_chosen(
     with register(plugin):
         other = load(gemma4, "float32", config=Config(platform="cpu"), cache_tokens=256)
     assert tokens(other) == tokens(lm)
-    (backend,) = {type(backend) for backend in other.engine.backends}
+    (backend,) = {type(backend) for backend in other.engine.runner.backends}
     assert backend is not Unaware
     said = str(explain(other).why("decoder"))
     assert "unaware" in said

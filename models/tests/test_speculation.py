@@ -170,8 +170,8 @@ def test_unseeded_requests_are_drawn_from_the_distribution(
         draft = load(llama, "float32", cache_tokens=8192, max_step_tokens=8192)
         # Right now and then, as the model itself and one without a tie to it are not.
         noise = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 2
-        compute = draft.engine.compute
-        draft.engine.compute = lambda chunks: compute(chunks) + noise
+        compute = draft.engine.runner.compute
+        draft.engine.runner.compute = lambda chunks: compute(chunks) + noise
     # All prompts of a batch are computed in one step, so that the others have guesses.
     lm = load(llama, "float32", cache_tokens=8192, max_step_tokens=8192, speculation=always(draft))
     top_k, count = 3, 1280
@@ -250,13 +250,13 @@ def test_windows_keep_what_guesses_that_are_taken_back_need(
 
 def spoil_drafts(draft: LanguageModel) -> None:
     """Let a draft guess wrong every now and then, so that guesses are taken back."""
-    compute, calls = draft.engine.compute, itertools.count()
+    compute, calls = draft.engine.runner.compute, itertools.count()
 
     def spoilt(chunks: Any) -> torch.Tensor:
         logits = compute(chunks)
         return logits.flip(-1) if next(calls) % 5 == 3 else logits
 
-    draft.engine.compute = spoilt  # type: ignore[method-assign]
+    draft.engine.runner.compute = spoilt  # type: ignore[method-assign]
 
 
 def test_stop_texts_and_tokens_end_within_accepted_guesses(

@@ -28,7 +28,8 @@ from interposer.errors import CheckpointError
 from interposer_models import load
 from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._checkpoint.weights import Weights
-from interposer_models._loader import Plan, plan
+from interposer_models._loader import plan
+from interposer_models._plan import Plan
 from interposer_ops.layers.linear import Linear, MergedLinear
 
 Tensors = dict[str, torch.Tensor]

@@ -71,7 +71,7 @@ def spoil(lm: LanguageModel) -> None:
 
     def spoiled(chunks: Any) -> None:
         advance(chunks)
-        for cache, backend in zip(engine.caches, engine.backends, strict=True):
+        for cache, backend in zip(engine.runner.caches, engine.runner.backends, strict=True):
             (number,) = (
                 i for i, p in enumerate(engine.pools) if p.seen_tokens == backend.seen_tokens
             )
@@ -246,7 +246,7 @@ def test_a_model_of_windows_goes_on_beyond_its_cache(
 ) -> None:
     lm = loaded(paths["all"], 8, cache_tokens=48, max_step_tokens=64)
     pool = lm.engine.pool
-    assert (pool.num_pages, lm.engine.longest) == (6, 512)
+    assert (pool.num_pages, lm.engine.runner.longest) == (6, 512)
     spoil(lm)
     prompt = [(5 * i) % 256 for i in range(200)]
     sequence = lm.engine.add(prompt, SamplingParams(max_new_tokens=200, ignore_eos=True))
@@ -317,12 +317,12 @@ def test_graphs_have_pages_of_every_pool(
 def test_the_budget_counts_each_pool(paths: dict[str, Path]) -> None:
     sizes = {"max_sequences": 2, "max_step_tokens": 32}
     lm = loaded(paths["some"], 8, cache_tokens=1000, **sizes)
-    shape = CacheShape.of(lm.engine.backends, 8, **sizes)
+    shape = CacheShape.of(lm.engine.runner.backends, 8, **sizes)
     assert [(g.num_layers, g.seen_tokens) for g in shape.groups] == [(1, None), (5, 24)]
     assert [pool.num_pages for pool in lm.engine.pools] == [125, 2 * 5 + 4]
-    assert lm.engine.cache_bytes == shape.num_bytes(125)
+    assert lm.engine.runner.cache_bytes == shape.num_bytes(125)
     page = 8 * 2 * 2 * 16 * 4  # keys and values of 8 tokens, 2 heads of 16 floats
-    assert lm.engine.cache_bytes == page * (125 + 5 * (14 + 1))
+    assert lm.engine.runner.cache_bytes == page * (125 + 5 * (14 + 1))
     (note,) = (n for n in explain(lm).notes if n.startswith("KV cache"))
     assert "(1000 in 1 layer that sees all, 112 in 5 layers that see 24)" in note
     # The bytes of 100 tokens of all layers hold four times as many.

@@ -8,7 +8,7 @@ from interposer.errors import UnknownNameError
 from interposer.tooling import Plugins
 from interposer_ops import plugin
 from interposer_ops.layers.logit_edits import MOST_LIKELY, LogitEditor, LogitEdits
-from interposer_ops.layers.sampler import Sampler, SamplingBatch
+from interposer_ops.layers.sampler import Penalties, Sampler, SamplingBatch
 
 VOCAB_SIZE = 40
 CPU = Device("cpu", "cpu", "test", Capability("x86_64"))
@@ -80,12 +80,15 @@ def test_likely_tokens_are_of_the_distribution_of_the_log_probabilities() -> Non
         min_p=[0.0] * 4,
         seeds=[0] * 4,
         steps=[0] * 4,
-        repetition=[1.0, 2.0, 1.0, 1.0],
-        presence=[0.0, 0.0, 1.5, 0.0],
-        frequency=[0.0] * 4,
-        prompts=[[1, 2]] * 4,
-        outputs=[[int(row.argmax())] for row in logits],
-        vocab_size=VOCAB_SIZE,
+        penalties=Penalties.build(
+            repetition=[1.0, 2.0, 1.0, 1.0],
+            presence=[0.0, 0.0, 1.5, 0.0],
+            frequency=[0.0] * 4,
+            prompts=[[1, 2]] * 4,
+            outputs=[[int(row.argmax())] for row in logits],
+            vocab_size=VOCAB_SIZE,
+            device="cpu",
+        ),
         device="cpu",
     )
     for each in (batch, SamplingBatch.greedy(4, "cpu")):

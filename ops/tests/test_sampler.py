@@ -12,7 +12,7 @@ from interposer.hookspecs import hookimpl
 from interposer.records import Record
 from interposer.tooling import Plugins
 from interposer_ops import plugin
-from interposer_ops.layers.sampler import Sampler, SamplingBatch
+from interposer_ops.layers.sampler import Penalties, Sampler, SamplingBatch
 from interposer_ops.sampling import sample_tokens
 
 VOCAB_SIZE = 40
@@ -27,7 +27,7 @@ def sampler(dtype: torch.dtype = torch.float32, *records: Record) -> Sampler:
 
 
 def build(rows: int, **columns: Any) -> SamplingBatch:
-    """Return a batch of greedy requests without penalties, but for ``columns``."""
+    """Return a batch of greedy requests, but for ``columns``."""
     settings: dict[str, Any] = {
         "temperature": [0.0] * rows,
         "top_k": [0] * rows,
@@ -35,6 +35,14 @@ def build(rows: int, **columns: Any) -> SamplingBatch:
         "min_p": [0.0] * rows,
         "seeds": list(range(rows)),
         "steps": [0] * rows,
+        "device": "cpu",
+    }
+    return SamplingBatch.build(**{**settings, **columns})
+
+
+def penalties_of(rows: int, **columns: Any) -> Penalties:
+    """Return penalties that change nothing, but for ``columns``."""
+    settings: dict[str, Any] = {
         "repetition": [1.0] * rows,
         "presence": [0.0] * rows,
         "frequency": [0.0] * rows,
@@ -43,8 +51,7 @@ def build(rows: int, **columns: Any) -> SamplingBatch:
         "vocab_size": VOCAB_SIZE,
         "device": "cpu",
     }
-    assert set(columns) <= set(settings)
-    return SamplingBatch.build(**{**settings, **columns})
+    return Penalties.build(**{**settings, **columns})
 
 
 def normal(rows: int) -> torch.Tensor:
@@ -91,9 +98,8 @@ def test_seeds_and_top_k_keep_all_bits() -> None:
 @pytest.mark.parametrize("penalty", ["repetition", "presence", "frequency"])
 def test_one_penalty_brings_all(penalty: str) -> None:
     values = [1.0 if penalty == "repetition" else 0.0, 0.5]
-    batch = build(2, prompts=[[1, 1, 3], []], outputs=[[], [2, 2, 39]], **{penalty: values})
-    penalties = batch.penalties
-    assert penalties is not None
+    used = {"prompts": [[1, 1, 3], []], "outputs": [[], [2, 2, 39]]}
+    penalties = penalties_of(2, **used, **{penalty: values})
     assert penalties.prompt_mask.nonzero().tolist() == [[0, 1], [0, 3]]
     assert penalties.output_counts.nonzero().tolist() == [[1, 2], [1, 39]]
     assert penalties.output_counts[1, 2] == 2
@@ -103,8 +109,7 @@ def test_one_penalty_brings_all(penalty: str) -> None:
 
 
 def test_penalties_need_no_tokens_yet() -> None:
-    penalties = build(1, presence=[1.0]).penalties
-    assert penalties is not None
+    penalties = penalties_of(1, presence=[1.0])
     assert not penalties.prompt_mask.any()
     assert not penalties.output_counts.any()
 
@@ -112,7 +117,7 @@ def test_penalties_need_no_tokens_yet() -> None:
 @pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
 def test_tokens_outside_the_vocabulary_are_refused(token: int) -> None:
     with pytest.raises(RequestError, match=f"Token id {token} is outside the vocabulary of 40"):
-        build(2, presence=[1.0, 0.0], prompts=[[], [3, token]])
+        penalties_of(2, presence=[1.0, 0.0], prompts=[[], [3, token]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -148,7 +153,8 @@ def test_the_layer_computes_what_the_op_defines() -> None:
 def test_penalties_change_the_winner_of_their_row_only(dtype: torch.dtype) -> None:
     logits = torch.zeros(3, VOCAB_SIZE, dtype=dtype)
     logits[:, 4], logits[:, 9] = 3.0, 2.0
-    batch = build(3, presence=[0.0, 1.5, 1.5], prompts=[[4]] * 3, outputs=[[4], [4], [4, 9]])
+    used = {"prompts": [[4]] * 3, "outputs": [[4], [4], [4, 9]]}
+    batch = build(3, penalties=penalties_of(3, presence=[0.0, 1.5, 1.5], **used))
     tokens, logprobs = sampler(dtype)(logits, batch)
     assert tokens.tolist() == [4, 9, 4]
     penalized = logits.float()
@@ -165,17 +171,22 @@ def test_a_request_gets_the_same_tokens_alone_and_in_a_batch() -> None:
         "top_k": [0, 0, 5, 0, 0, 10],
         "top_p": [1.0, 1.0, 1.0, 0.8, 1.0, 0.9],
         "min_p": [0.0, 0.0, 0.0, 0.0, 0.1, 0.05],
+        "seeds": [3, 1, 4, 1, 5, 9],
+        "steps": [2, 0, 1, 1, 0, 1],
+    }
+    used: dict[str, list[Any]] = {
         "repetition": [1.0, 1.0, 1.0, 1.2, 1.0, 1.0],
         "frequency": [0.5, 0.0, 0.0, 0.0, 0.0, 0.0],
         "prompts": [[1, 2], [3], [4], [5], [6], [7]],
         "outputs": [[0, 0], [], [8], [9], [], [10]],
-        "seeds": [3, 1, 4, 1, 5, 9],
-        "steps": [2, 0, 1, 1, 0, 1],
     }
-    tokens, logprobs = layer(logits, build(6, **settings))
+    batch = build(6, **settings, penalties=penalties_of(6, **used))
+    tokens, logprobs = layer(logits, batch)
     for row in range(6):
         own = {name: column[row : row + 1] for name, column in settings.items()}
-        alone, logprob = layer(logits[row : row + 1], build(1, **own))
+        held = {name: column[row : row + 1] for name, column in used.items()}
+        batch = build(1, **own, penalties=penalties_of(1, **held))
+        alone, logprob = layer(logits[row : row + 1], batch)
         assert alone.tolist() == [tokens[row]]
         torch.testing.assert_close(logprob, logprobs[row : row + 1])
 
@@ -195,5 +206,5 @@ def test_a_kernel_of_one_dtype_is_not_given_penalised_logits() -> None:
     )
     layer, logits = sampler(torch.bfloat16, kernel), normal(2).bfloat16()
     assert layer(logits, build(2))[0].tolist() == [17, 17]
-    batch = build(2, frequency=[0.5, 0.5])
+    batch = build(2, penalties=penalties_of(2, frequency=[0.5, 0.5]))
     assert torch.equal(layer(logits, batch)[0], logits.argmax(-1))

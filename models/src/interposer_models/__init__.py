@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from interposer_models._encoder.encoder import Encoder, load_encoder
     from interposer_models._engine.sampling_params import SamplingParams
     from interposer_models._language_model import LanguageModel
-    from interposer_models._loader import Plan, load, plan
+    from interposer_models._loader import load, plan
+    from interposer_models._plan import Plan
     from interposer_models._quantizing.quantizer import quantize
     from interposer_models._speculation.settings import Speculation
     from interposer_models._stream import Completion, Delta, Stream
@@ -60,7 +61,8 @@ __getattr__ = lazy_attributes(
         "interposer_models._encoder.encoder": "Encoder load_encoder",
         "interposer_models._engine.sampling_params": "SamplingParams",
         "interposer_models._language_model": "LanguageModel",
-        "interposer_models._loader": "Plan load plan",
+        "interposer_models._loader": "load plan",
+        "interposer_models._plan": "Plan",
         "interposer_models._quantizing.quantizer": "quantize",
         "interposer_models._speculation.settings": "Speculation",
         "interposer_models._stream": "Completion Delta Stream",

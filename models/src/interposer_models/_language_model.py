@@ -67,7 +67,7 @@ class LanguageModel:
     @property
     def graphs(self) -> Verdict | None:
         """True if decode steps run as graphs; None where nobody asks for it."""
-        running = self.engine.graphs
+        running = self.engine.runner.graphs
         return self._graphs if running is None or running.compiled else running.compiled
 
     @property
@@ -188,7 +188,7 @@ class LanguageModel:
         """
         front = self.tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else prompt
         source: Sequence[int] | None = None
-        if self.engine.sources is not None:
+        if self.engine.runner.sources is not None:
             front, source = self.engine.start_token_ids, cast("Sequence[int]", front)
         scores = []
         for continuation in continuations:
@@ -275,14 +275,14 @@ class LanguageModel:
                 "values belong to the present ones. Try: finish or cancel them first"
             )
         items = tensors.items() if isinstance(tensors, Mapping) else tensors
-        with self.engine.numerics():
+        with self.engine.runner.numerics():
             moved = self.weights.update(items, f"update of {self.path}")
         self.engine.forget_prefixes()
         self._adapters.renew()
-        if moved and self.engine.graphs is not None:
-            self.engine.graphs.forget()
-        if moved and self.engine.compiled is not None:
-            self.engine.compiled.fix_sizes()
+        if moved and self.engine.runner.graphs is not None:
+            self.engine.runner.graphs.forget()
+        if moved and self.engine.runner.compiled is not None:
+            self.engine.runner.compiled.fix_sizes()
         return moved
 
     def start(self, prompt: Prompt, params: SamplingParams) -> Stream:
@@ -312,11 +312,11 @@ class LanguageModel:
 
     def room(self, token_ids: Sequence[int]) -> int:
         """Return how many tokens may follow a prompt; none or fewer where it is too long."""
-        return self.engine.longest - len(self._given(token_ids)[0])
+        return self.engine.runner.longest - len(self._given(token_ids)[0])
 
     def _given(self, prompt: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
         """Return what the decoder begins with, and what the encoder reads, if there is one."""
-        if self.engine.sources is None:
+        if self.engine.runner.sources is None:
             return prompt, None
         return self.engine.start_token_ids, prompt
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,7 @@ import torch
 
 from interposer import (
     CausalModel,
-    CheckpointFile,
     Config,
-    ModelFamily,
     Placement,
     Resolver,
     Rule,
@@ -30,7 +26,7 @@ from interposer.errors import ConfigError, UnknownNameError
 from interposer.tooling import default_store
 from interposer_models._adapters.files import read_adapters
 from interposer_models._adapters.room import AdapterRoom
-from interposer_models._checkpoint.checkpoint import Checkpoint
+from interposer_models._cache_size import cache_shape, check_fraction, measured_budget, state_bytes
 from interposer_models._checkpoint.files import (
     config_source,
     open_checkpoint,
@@ -41,71 +37,30 @@ from interposer_models._checkpoint.weights import Weights
 from interposer_models._dequantization.decision import dequantize_once
 from interposer_models._engine.cache_budget import (
     CacheBudget,
-    cache_budget,
     check_cache,
     check_sizes,
     is_host,
-    measured_step,
-    one_block_of_each_kind,
-    pages_of,
-    spare_pages_for,
 )
-from interposer_models._engine.cache_shape import CacheShape
-from interposer_models._engine.caches import slots_for
 from interposer_models._engine.compiled_artifacts import CompiledArtifacts, artifacts_key
 from interposer_models._engine.compiled_model import CompiledModel, backend_name, judge_compiler
 from interposer_models._engine.decode_graphs import Capture
 from interposer_models._engine.engine import Engine
+from interposer_models._engine.runner import Runner
 from interposer_models._engine.sources import reads_sources
 from interposer_models._family_choice import blamed_on_family, checked_model, choose_family
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
+from interposer_models._plan import Plan
 from interposer_models._speculation.settings import Speculation
 from interposer_models._tokenizer import start_tokens, stop_tokens
 from interposer_ops.attention import common_page_size
 from interposer_ops.devices.graphs import judge_graphs
 from interposer_ops.layers.sampler import Sampler
-from interposer_ops.layers.states import StateLayout
 
 DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLER = "sampler"
 _log = logging.getLogger("interposer")
 _Compiler = Callable[[CausalModel, list[torch.Tensor]], CompiledModel]
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """A model built on the meta device: every choice is made, no weight is read.
-
-    Attributes:
-        quantization: the method by which plain weights are quantized while they load, or its
-            settings, as asked for.
-        decoder: sizes and options of the model, by the family that was chosen for it.
-        page_size: number of tokens in a page of the cache, which all attention backends take.
-        graphs: whether decode steps become graphs; None where nobody asks for it.
-        compiled: whether torch.compile compiles steps, and by what; None where nobody asks for it.
-    """
-
-    checkpoint: Checkpoint | CheckpointFile
-    decoder: ModelFamily
-    quantization: str | Mapping[str, Any] | None
-    placement: Placement
-    dtype: torch.dtype
-    resolver: Resolver
-    page_size: int
-    model: CausalModel
-    sampler: Sampler
-    graphs: Verdict | None
-    compiled: Verdict | None
-
-    @property
-    def path(self) -> Path:
-        """The directory, or the file, of the checkpoint."""
-        return self.checkpoint.path
-
-    def numerics(self) -> AbstractContextManager[None]:
-        """Return a block in which products are as exact as the policy of this model says."""
-        return self.placement.platform.numerics(self.resolver.config.numerics)
 
 
 def plan(
@@ -162,6 +117,22 @@ def plan(
         graphs,
         judge_compiler(config, placement, graphs, [c for c, _ in resolver.choices.values()]),
     )
+
+
+def _dtype(wanted: str | torch.dtype, stored: str, placement: Placement) -> torch.dtype:
+    offered = placement.platform.dtypes(placement.device.torch_device)
+    name = str(wanted).removeprefix("torch.")
+    if name == "auto":
+        by_name = {str(dtype).removeprefix("torch."): dtype for dtype in offered}
+        return by_name.get(stored, offered[0])
+    if name not in DTYPES:
+        raise UnknownNameError("dtype", name, (*DTYPES, "auto"))
+    dtype: torch.dtype = getattr(torch, name)
+    if dtype not in offered:
+        listed = [str(d).removeprefix("torch.") for d in offered]
+        where = f"on platform {placement.platform.name!r}"
+        raise UnknownNameError("dtype", name, listed, where=where)
+    return dtype
 
 
 def load(
@@ -223,7 +194,7 @@ def load(
     """
     sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
     check_sizes(**sizes, cache_tokens=cache_tokens)
-    _check_fraction(memory_fraction, cache_tokens)
+    check_fraction(memory_fraction, cache_tokens)
     guesses = None if speculation is None else Speculation.of(speculation)
     start = time.time_ns()
     planned = plan(path, dtype, platform, config, quantization=quantization)
@@ -240,8 +211,8 @@ def load(
             planned.placement.device.torch_device
         ).free_bytes
         free_bytes -= room.num_bytes
-        states = _state_bytes(planned, max_sequences)
-        check_cache("load", free_bytes, _shape(planned, **sizes), cache_tokens, states)
+        states = state_bytes(planned, max_sequences)
+        check_cache("load", free_bytes, cache_shape(planned, **sizes), cache_tokens, states)
     required = planned.resolver.config.graphs == "on"
     if required and planned.graphs is not None and not planned.graphs:
         raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
@@ -285,28 +256,31 @@ def load(
     def engine_of(
         num_pages: int, capture: Capture | None = None, compiled: _Compiler | None = None
     ) -> Engine:
-        return Engine(
+        runner = Runner(
             planned.model,
-            planned.sampler,
             device,
-            stop_token_ids=stop_token_ids,
             page_size=planned.page_size,
             num_pages=num_pages,
             capture=capture,
             graphs_required=required,
             numerics=planned.numerics,
-            seed=policy.seed,
             compiled=compiled,
             prefix_cache=prefix_cache,
-            start_token_ids=starts,
             **sizes,
+        )
+        return Engine(
+            runner,
+            planned.sampler,
+            stop_token_ids=stop_token_ids,
+            seed=policy.seed,
+            start_token_ids=starts,
         )
 
     if cache_tokens is None:
-        budget = _budget(planned, engine_of, memory_fraction, room.num_bytes, **sizes)
+        budget = measured_budget(planned, engine_of, memory_fraction, room.num_bytes, **sizes)
     else:
-        states = _state_bytes(planned, max_sequences)
-        budget = CacheBudget.asked_for(device, _shape(planned, **sizes), cache_tokens, states)
+        states = state_bytes(planned, max_sequences)
+        budget = CacheBudget.asked_for(device, cache_shape(planned, **sizes), cache_tokens, states)
     planned.resolver.notes.append(str(budget))
     engine = engine_of(
         -(-budget.tokens // planned.page_size),
@@ -336,78 +310,3 @@ def _compiler(planned: Plan, verdict: Verdict) -> _Compiler:
     key = artifacts_key(resolver, backend, {"config": sizes, "dtype": str(planned.dtype)})
     artifacts = CompiledArtifacts(default_store(resolver.config), key)
     return lambda model, caches: CompiledModel(model, caches, backend, resolver, artifacts)
-
-
-def _dtype(wanted: str | torch.dtype, stored: str, placement: Placement) -> torch.dtype:
-    offered = placement.platform.dtypes(placement.device.torch_device)
-    name = str(wanted).removeprefix("torch.")
-    if name == "auto":
-        by_name = {str(dtype).removeprefix("torch."): dtype for dtype in offered}
-        return by_name.get(stored, offered[0])
-    if name not in DTYPES:
-        raise UnknownNameError("dtype", name, (*DTYPES, "auto"))
-    dtype: torch.dtype = getattr(torch, name)
-    if dtype not in offered:
-        listed = [str(d).removeprefix("torch.") for d in offered]
-        where = f"on platform {placement.platform.name!r}"
-        raise UnknownNameError("dtype", name, listed, where=where)
-    return dtype
-
-
-def _budget(
-    planned: Plan,
-    engine_of: Callable[[int], Engine],
-    fraction: float | None,
-    adapter_bytes: int,
-    max_sequences: int,
-    max_step_tokens: int,
-) -> CacheBudget:
-    """Return the cache that fits beside the largest step, which is run, and adapters."""
-    placement, page_size = planned.placement, planned.page_size
-    device = placement.device.torch_device
-    on_host = is_host(placement.platform)
-    with one_block_of_each_kind(planned.model) if on_host else nullcontext():
-        engine = engine_of(pages_of(max_sequences, max_step_tokens, page_size))
-        memory = measured_step(placement.platform, engine, max_sequences, max_step_tokens)
-        # What the small cache of that step took is free again once the engine is.
-        taken = engine.cache_bytes
-    del engine
-    free_bytes = memory.free_bytes - adapter_bytes
-    memory = replace(memory, free_bytes=free_bytes if on_host else free_bytes + taken)
-    return cache_budget(
-        memory,
-        device,
-        _shape(planned, max_sequences, max_step_tokens),
-        wanted_tokens=max_sequences * planned.decoder.max_position_embeddings,
-        fraction=fraction,
-        state_bytes=_state_bytes(planned, max_sequences),
-    )
-
-
-def _shape(planned: Plan, max_sequences: int, max_step_tokens: int) -> CacheShape:
-    """Return the pools of a model's cache, and what their pages take."""
-    size = planned.page_size
-    spare = spare_pages_for(max_sequences, size) if planned.graphs else 0
-    backends = [layer.backend for layer in planned.model.attention_layers]
-    return CacheShape.of(backends, size, max_sequences, max_step_tokens, spare)
-
-
-def _state_bytes(planned: Plan, max_sequences: int) -> int:
-    """Return the bytes of what layers keep of so many sequences besides pages."""
-    layouts: list[StateLayout] = [layer.state_layout() for layer in planned.model.state_layers]
-    return slots_for(max_sequences) * sum(layout.slot_bytes() for layout in layouts)
-
-
-def _check_fraction(memory_fraction: float | None, cache_tokens: int | None) -> None:
-    if memory_fraction is None:
-        return
-    is_number = isinstance(memory_fraction, int | float) and not isinstance(memory_fraction, bool)
-    if not (is_number and 0 < memory_fraction <= 1):
-        raise ConfigError(
-            f"memory_fraction is {memory_fraction!r}, must be a number above 0 and at most 1"
-        )
-    if cache_tokens is not None:
-        raise ConfigError(
-            f"memory_fraction is {memory_fraction!r} and cache_tokens {cache_tokens}, which say "
-            "the size of the cache twice. Try: leave one out"
-        )

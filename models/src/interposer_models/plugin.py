@@ -14,7 +14,7 @@ from interposer.records import AttentionEntry, ModelEntry, Record
 
 if TYPE_CHECKING:
     from interposer import Config, Placement
-    from interposer_models._loader import Plan
+    from interposer_models._plan import Plan
 
 INTERPOSER_API = ">=1.0,<2"
 

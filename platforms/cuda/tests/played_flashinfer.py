@@ -14,6 +14,7 @@ class Paged:
         buffers=None,
     ):  # fmt: skip
         assert float_workspace_buffer.numel() >= 128 * 2**20
+        self._float_workspace_buffer = float_workspace_buffer
         assert kv_layout == "NHD"
         assert use_cuda_graph == bool(buffers)
         self.backend, self.buffers = backend, buffers
@@ -107,6 +108,7 @@ class BatchMLAPagedAttentionWrapper:
         kv_indices=None, kv_len_arr=None, backend="auto",
     ):  # fmt: skip
         assert float_workspace_buffer.numel() >= 128 * 2**20
+        self._float_workspace_buffer = float_workspace_buffer
         assert backend in ("fa2", "fa3")
         self.buffers = (qo_indptr, kv_indptr, kv_indices, kv_len_arr) if use_cuda_graph else ()
         whole(*self.buffers)

@@ -118,7 +118,7 @@ def test_graphs_of_them_decode_the_same_tokens(
             canary="off",
         )
         lm = load(path, config=config, cache_tokens=1024, max_sequences=4)
-        assert {type(b) for b in lm.engine.backends} < {*BACKENDS, *LATENT}
+        assert {type(b) for b in lm.engine.runner.backends} < {*BACKENDS, *LATENT}
         # Sequences end one after the other, so that rows become padding while others grow.
         params = [{"max_new_tokens": n, "ignore_eos": True} for n in (14, 5, 9)]
         requests = [lm.engine.add(p, _params(**q)) for p, q in zip(PROMPTS, params, strict=True)]
@@ -173,6 +173,22 @@ def test_a_fixed_plan_stays_where_it_is(packages: None, kind: type[AttentionBack
         assert torch.equal(cache, own)
         assert torch.equal(fixed.forward(query, key, value, cache, plan), out)
         assert [t.data_ptr() for t in (*buffers, plan.slots)] == addresses
+
+
+def test_backends_of_a_model_share_a_workspace(packages: None) -> None:
+    held = decoding([1, 1, 1], 4, 6)
+
+    def workspace(kind: type[AttentionBackend], of: Any) -> int:
+        backend = kind(replace(asked(kind), page_size=4), of)
+        address: int = backend.plan_fixed(held).wrapper._float_workspace_buffer.data_ptr()
+        return address
+
+    one, other = site(torch.bfloat16), site(torch.bfloat16)
+    kinds = FlashInferBackend, FlashInferLatentBackend, FlashInferBackend
+    of_one = {workspace(kind, one) for kind in kinds}
+    assert len(of_one) == 1
+    # Another model may run at the same time.
+    assert workspace(FlashInferBackend, other) not in of_one
 
 
 def test_flash_mla_is_captured_and_replayed_with_other_lengths(packages: None) -> None:

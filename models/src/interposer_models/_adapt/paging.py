@@ -30,6 +30,7 @@ from interposer_models._engine.cache_budget import (
 )
 from interposer_models._engine.cache_shape import CacheShape
 from interposer_models._engine.engine import Engine
+from interposer_models._engine.runner import Runner
 from interposer_models._language_model import LanguageModel
 from interposer_models._tokenizer import MissingTokenizer, TextTokenizer
 from interposer_ops.layers.sampler import Sampler
@@ -104,16 +105,19 @@ def language_model(
         check_cache("language_model", platform.memory(device).free_bytes, shape, cache_tokens)
         budget = CacheBudget.asked_for(device, shape, cache_tokens)
     remark(adapted, str(budget))
-    engine = Engine(
+    runner = Runner(
         paged,
-        Sampler(Site(plan.resolver, _SAMPLER, model.dtype), paged.config.vocab_size),
         device,
-        stop_token_ids=_stop_tokens(model),
         page_size=size,
         num_pages=-(-budget.tokens // size),
         max_sequences=max_sequences,
         max_step_tokens=max_step_tokens,
         numerics=plan.numerics,
+    )
+    engine = Engine(
+        runner,
+        Sampler(Site(plan.resolver, _SAMPLER, model.dtype), paged.config.vocab_size),
+        stop_token_ids=_stop_tokens(model),
         seed=plan.resolver.config.seed,
     )
     return LanguageModel(engine, _tokenizer(tokenizer, plan.path), plan, None)

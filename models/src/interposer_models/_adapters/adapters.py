@@ -72,7 +72,7 @@ class Adapters:
                 "An adapted model takes adapters where it was made. "
                 "Try: PeftModel.from_pretrained(model, folder) of PEFT, then adapt()"
             )
-        if self._engine.sources is not None:
+        if self._engine.runner.sources is not None:
             raise ConfigError(
                 "A model with an encoder takes no adapters: its encoder computes tokens that no "
                 "adapter is told of. Try: merge_and_unload() of PEFT, and load what it saves"
@@ -81,7 +81,7 @@ class Adapters:
             raise ConfigError(
                 f"There is an adapter {name!r} already. Try: replace=True, or another name"
             )
-        if self._engine.compiled is not None:
+        if self._engine.runner.compiled is not None:
             raise ConfigError(
                 "A compiled model takes no adapters: its graphs were made without them. "
                 "Try: Config(compile='off')"
@@ -132,7 +132,7 @@ class Adapters:
         held_by |= {*current.values()}
         adapters = {version: each for version, each in adapters.items() if version in held_by}
         engine = self._engine
-        graphs = engine.graphs
+        graphs = engine.runner.graphs
         most = engine.scheduler.max_step_tokens
         if graphs is not None:
             most = max(most, graphs.buckets.sizes[-1])
@@ -158,7 +158,7 @@ class Adapters:
         ]
         self._loaded = dict(zip(adapters, held, strict=True))
         self._current = dict(current)
-        engine.adapters = step if adapters else None
+        engine.runner.adapters = step if adapters else None
         if graphs is not None:
             graphs.forget()
 

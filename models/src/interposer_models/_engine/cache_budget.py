@@ -263,8 +263,8 @@ def _run(engine: Engine, lengths: list[int], greedy: bool) -> None:
     started = []
     for length in lengths:
         tokens, source = [t % vocabulary for t in range(length)], None
-        if engine.sources is not None:
-            source = tokens[: engine.sources.longest]
+        if engine.runner.sources is not None:
+            source = tokens[: engine.runner.sources.longest]
         started.append(engine.add(tokens, params, source))
     try:
         engine.step()

@@ -10,6 +10,7 @@ import torch
 from interposer.errors import RequestError
 from interposer_models._engine.constraints import Constraints, Matcher
 from interposer_models._engine.sampling_params import SamplingParams
+from interposer_models._engine.sampling_state import Kept
 from interposer_models._engine.sequence import Sequence
 from interposer_ops.layers.logit_edits import LogitEdits
 from interposer_ops.layers.sampler import Sampler, SamplingBatch
@@ -27,6 +28,8 @@ class RequestEdits:
         self._vocab_size = vocab_size
         self._stop_token_ids = stop_token_ids
         self._device = device
+        self._biases: Kept[tuple[torch.Tensor, torch.Tensor]] = Kept()
+        self._leasts: Kept[tuple[torch.Tensor, torch.Tensor]] = Kept()
 
     def check(self, params: SamplingParams, constraints: Constraints | None) -> None:
         """Raise RequestError where the engine cannot do what parameters ask for."""
@@ -57,16 +60,19 @@ class RequestEdits:
         )
         return None if params.constraint is None else self._matcher(params, constraints)
 
-    def edit(self, sequences: list[Sequence], logits: torch.Tensor) -> torch.Tensor:
+    def edit(
+        self, sequences: list[Sequence], logits: torch.Tensor, batch: SamplingBatch
+    ) -> torch.Tensor:
         """Return the logits ``[B, V]`` from which the next tokens are drawn."""
         params = [sequence.params for sequence in sequences]
         if not any(p.edits_logits for p in params):
             return logits
-        edits = LogitEdits(
-            bias=self._bias(params) if any(p.logit_bias for p in params) else None,
-            least=self._least(sequences) if any(p.min_tokens for p in params) else None,
-            bitmask=self._bitmask(sequences),
-        )
+        bias = least = None
+        if any(p.logit_bias for p in params):
+            bias = self._biases.of(sequences, lambda: self._bias(params))
+        if any(p.min_tokens for p in params):
+            least = batch.steps, *self._leasts.of(sequences, lambda: self._least(params))
+        edits = LogitEdits(bias, least, self._bitmask(sequences))
         return self._sampler.editor.edit(logits, edits)
 
     def tell(
@@ -108,14 +114,10 @@ class RequestEdits:
             values[row, : len(p.logit_bias)] = torch.tensor([*p.logit_bias.values()])
         return tokens.to(self._device), values.to(self._device)
 
-    def _least(self, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        stops = [
-            [*self._stops(s.params)] if len(s.output) < s.params.min_tokens else []
-            for s in sequences
-        ]
-        steps = torch.tensor([len(s.output) for s in sequences], device=self._device)
-        least = torch.tensor([s.params.min_tokens for s in sequences], device=self._device)
-        return steps, least, self._listed(stops).to(self._device)
+    def _least(self, params: list[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
+        stops = [[*self._stops(p)] if p.min_tokens else [] for p in params]
+        least = torch.tensor([p.min_tokens for p in params], device=self._device)
+        return least, self._listed(stops).to(self._device)
 
     def _bitmask(self, sequences: list[Sequence]) -> torch.Tensor | None:
         matchers = [sequence.matcher for sequence in sequences]

@@ -9,7 +9,7 @@ from typing import Any
 from interposer.errors import RequestError
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.sequence import Sequence
-from interposer_ops.layers.sampler import SamplingBatch
+from interposer_ops.layers.sampler import Penalties, SamplingBatch
 
 
 def checked_tokens(token_ids: Items[int], vocab_size: int) -> list[int]:
@@ -53,7 +53,7 @@ def chosen_params(
 def sampling_batch(
     sequences: Items[Sequence], vocab_size: int, device: str, ahead: Items[int] | None = None
 ) -> SamplingBatch:
-    """Return the parameters of a row of logits for each of ``sequences``.
+    """Return the parameters of a row of logits for each of ``sequences``, without penalties.
 
     Args:
         ahead: how many tokens the row of each lies behind its next one; None is 0 for all.
@@ -71,6 +71,14 @@ def sampling_batch(
         min_p=[p.min_p for p in params],
         seeds=[sequence.seed for sequence in sequences],
         steps=steps,
+        device=device,
+    )
+
+
+def penalties_of(sequences: Items[Sequence], vocab_size: int, device: str) -> Penalties:
+    """Return the penalties of ``sequences``, with the tokens that these have used."""
+    params = [sequence.params for sequence in sequences]
+    return Penalties.build(
         repetition=[p.repetition_penalty for p in params],
         presence=[p.presence_penalty for p in params],
         frequency=[p.frequency_penalty for p in params],

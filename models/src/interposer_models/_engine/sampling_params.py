@@ -108,9 +108,12 @@ class SamplingParams(BaseModel):
     @cached_property
     def takes_logits_alone(self) -> bool:
         """True if tokens depend on the model's logits alone, and nothing else is told of them."""
-        penalties = self.presence_penalty, self.frequency_penalty
-        penalised = self.repetition_penalty != 1 or any(penalties)
-        return not (penalised or self.edits_logits or self.top_logprobs)
+        return not (self.is_penalised or self.edits_logits or self.top_logprobs)
+
+    @cached_property
+    def is_penalised(self) -> bool:
+        """True if tokens that were used are less likely, or likelier, than the logits say."""
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
 
     @cached_property
     def edits_logits(self) -> bool:

@@ -21,7 +21,7 @@ from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.scheduler import Chunk
 from interposer_models._engine.sequence import Sequence as Request
-from interposer_models._loader import Plan
+from interposer_models._plan import Plan
 from interposer_models._quantizing.tensor_source import TensorSource
 from interposer_ops.devices.host_memory import cache_memory
 from interposer_ops.layers.attention import Attention

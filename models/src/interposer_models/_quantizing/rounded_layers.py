@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from interposer.errors import CheckpointError
-from interposer_models._loader import Plan
+from interposer_models._plan import Plan
 from interposer_models._quantizing.calibrated_blocks import CalibratedBlocks, decoder_of
 from interposer_models._quantizing.layer_selection import Layer, layers_of
 from interposer_models._quantizing.shard_file import DTYPE_NAMES, layout_bytes, write_shard

@@ -68,7 +68,7 @@ class ModelProposer:
                         drawn.append(place)
             if not chunks:
                 break
-            logits = self._draft.compute(chunks)
+            logits = self._draft.runner.compute(chunks)
             if confirmed:
                 scheduler.advance(chunks)
             else:
@@ -98,7 +98,7 @@ class ModelProposer:
         """Say whether the draft can compute a sequence: a vocabulary may be padded differently."""
         size = self._draft.model.config.vocab_size
         pending = follower.tokens(follower.num_computed, len(follower))
-        return len(follower) + count <= self._draft.longest and max(pending) < size
+        return len(follower) + count <= self._draft.runner.longest and max(pending) < size
 
     def _follower(self, sequence: Sequence) -> Sequence:
         """Return the draft's sequence with the tokens of ``sequence``, of which some are cached."""

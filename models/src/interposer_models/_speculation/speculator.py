@@ -128,7 +128,7 @@ class Speculator:
     def _verified(self, rows: list[_Row]) -> list[Event]:
         engine, scheduler = self._engine, self._engine.scheduler
         chunks = [row.chunk for row in rows]
-        logits = engine.compute(chunks)
+        logits = engine.runner.compute(chunks)
         scheduler.advance(chunks)
         events: list[Event] = []
         kinds: dict[Callable[[list[_Row], Tensor], list[list[int]]] | None, list[_Row]] = {}

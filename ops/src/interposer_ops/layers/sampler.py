@@ -31,6 +31,32 @@ class Penalties:
     presence: Tensor
     frequency: Tensor
 
+    @classmethod
+    def build(
+        cls,
+        *,
+        repetition: Sequence[float],
+        presence: Sequence[float],
+        frequency: Sequence[float],
+        prompts: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        vocab_size: int,
+        device: str,
+    ) -> Penalties:
+        """Return the penalties of B requests, from one item of each list per request.
+
+        Args:
+            repetition: up to ``frequency``, as ``apply_penalties`` takes them as tensors.
+            prompts: token ids.
+            outputs: token ids that were generated so far.
+        Raises: RequestError: a token id is not in the vocabulary.
+        """
+        return cls(
+            _counts(prompts, vocab_size, device) > 0,
+            _counts(outputs, vocab_size, device),
+            *_columns([repetition, presence, frequency], torch.float32, device),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
@@ -73,44 +99,28 @@ class SamplingBatch:
         min_p: Sequence[float],
         seeds: Sequence[int],
         steps: Sequence[int],
-        repetition: Sequence[float],
-        presence: Sequence[float],
-        frequency: Sequence[float],
-        prompts: Sequence[Sequence[int]],
-        outputs: Sequence[Sequence[int]],
-        vocab_size: int,
         device: str,
+        penalties: Penalties | None = None,
     ) -> SamplingBatch:
-        """Return the batch of B requests, from one item of each argument per request.
+        """Return the batch of B requests, from one item of each list per request.
 
-        Args:
-            temperature: up to ``frequency``, as the ops define them.
-            prompts: token ids; read only if a request has a penalty.
-            outputs: token ids that were generated so far; read likewise.
-        Raises: RequestError: a token id that is read is not in the vocabulary.
+        The lists are what ``sample_tokens`` takes as tensors.
         """
         random = [value > 0 for value in temperature]
 
-        def truncation(
-            values: Sequence[float], neutral: float, dtype: torch.dtype = torch.float32
-        ) -> Tensor | None:
-            used = any(row and value != neutral for row, value in zip(random, values, strict=True))
-            return torch.tensor(values, dtype=dtype, device=device) if used else None
+        def used(values: Sequence[float], neutral: float) -> bool:
+            return any(row and value != neutral for row, value in zip(random, values, strict=True))
 
-        penalties = None
-        if any(r != 1 for r in repetition) or any(presence) or any(frequency):
-            penalties = Penalties(
-                _counts(prompts, vocab_size, device) > 0,
-                _counts(outputs, vocab_size, device),
-                *(_floats(values, device) for values in (repetition, presence, frequency)),
-            )
+        # Two tensors, of which the columns are parts: a device is sent two things, not six.
+        floats = _columns([temperature, top_p, min_p], torch.float32, device)
+        integers = _columns([top_k, seeds, steps], torch.int64, device)
         return cls(
-            temperature=_floats(temperature, device) if any(random) else None,
-            top_k=truncation(top_k, 0, torch.int64),
-            top_p=truncation(top_p, 1),
-            min_p=truncation(min_p, 0),
-            seeds=torch.tensor(seeds, dtype=torch.int64, device=device),
-            steps=torch.tensor(steps, dtype=torch.int64, device=device),
+            temperature=floats[0] if any(random) else None,
+            top_k=integers[0] if used(top_k, 0) else None,
+            top_p=floats[1] if used(top_p, 1) else None,
+            min_p=floats[2] if used(min_p, 0) else None,
+            seeds=integers[1],
+            steps=integers[2],
             penalties=penalties,
         )
 
@@ -170,8 +180,10 @@ class Sampler(PluggableLayer):
         return self.editor.top(logits, tokens)[1:]
 
 
-def _floats(values: Sequence[float], device: str) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)
+def _columns(
+    lists: Sequence[Sequence[float]], dtype: torch.dtype, device: str
+) -> tuple[Tensor, ...]:
+    return torch.tensor(lists, dtype=dtype, device=device).unbind(0)
 
 
 def _counts(sequences: Sequence[Sequence[int]], vocab_size: int, device: str) -> Tensor:

@@ -54,7 +54,7 @@ class FlashInferBackend(AttentionBackend):
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
         self._writer = CacheWriter(spec, site)
-        self._wrappers = FlashInferWrappers()
+        self._wrappers = FlashInferWrappers(site)
         self._sizes = (spec.num_heads, spec.num_kv_heads, spec.head_size, spec.page_size)
         self._facts = {
             "sm_scale": spec.scale,

@@ -44,7 +44,7 @@ class FlashInferLatentBackend(LatentBackend):
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
-        self._wrappers = FlashInferWrappers()
+        self._wrappers = FlashInferWrappers(site)
         self._facts = {
             "num_heads": spec.num_heads,
             "head_dim_ckv": spec.latent_size,

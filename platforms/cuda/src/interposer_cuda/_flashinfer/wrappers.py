@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
-from interposer import AttentionBatch
+from interposer import AttentionBatch, Site
 from interposer.errors import RequestError
 from interposer_cuda._flashinfer.pages import FlashInferPages
 
@@ -38,12 +39,16 @@ class FlashInferPlan(NamedTuple):
     number: int | None
 
 
-class FlashInferWrappers:
-    """The wrappers of one backend, which share a workspace, as steps follow each other."""
+# Of each model, since its layers run one after the other. Two models may run at the same time.
+_workspaces: WeakKeyDictionary[Any, dict[torch.device, torch.Tensor]] = WeakKeyDictionary()
 
-    def __init__(self) -> None:
+
+class FlashInferWrappers:
+    """The wrappers of one backend; those of a model share a workspace."""
+
+    def __init__(self, site: Site) -> None:
         self._kept: dict[str, Any] = {}
-        self._workspace: torch.Tensor | None = None
+        self._model = site.resolver
         self._number = 0
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
@@ -54,10 +59,11 @@ class FlashInferWrappers:
 
     def workspace(self, device: torch.device) -> torch.Tensor:
         """Return the memory that each of them is made with."""
-        if self._workspace is None:
+        held = _workspaces.setdefault(self._model, {})
+        if device not in held:
             # Some of its kernels count in it, from 0 on.
-            self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        return self._workspace
+            held[device] = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return held[device]
 
     def planned(self, slots: torch.Tensor, wrapper: Any) -> FlashInferPlan:
         """Return the newest plan, after which older ones are refused."""

@@ -1,0 +1,83 @@
+"""The size of the cache of a model that is loaded: as asked for, or what memory is left for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+
+from interposer.errors import ConfigError
+from interposer_models._engine.cache_budget import (
+    CacheBudget,
+    cache_budget,
+    is_host,
+    measured_step,
+    one_block_of_each_kind,
+    pages_of,
+    spare_pages_for,
+)
+from interposer_models._engine.cache_shape import CacheShape
+from interposer_models._engine.caches import slots_for
+from interposer_models._engine.engine import Engine
+from interposer_models._plan import Plan
+from interposer_ops.layers.states import StateLayout
+
+
+def check_fraction(memory_fraction: float | None, cache_tokens: int | None) -> None:
+    """Raise ConfigError for what is no fraction, or says the size of the cache twice."""
+    if memory_fraction is None:
+        return
+    is_number = isinstance(memory_fraction, int | float) and not isinstance(memory_fraction, bool)
+    if not (is_number and 0 < memory_fraction <= 1):
+        raise ConfigError(
+            f"memory_fraction is {memory_fraction!r}, must be a number above 0 and at most 1"
+        )
+    if cache_tokens is not None:
+        raise ConfigError(
+            f"memory_fraction is {memory_fraction!r} and cache_tokens {cache_tokens}, which say "
+            "the size of the cache twice. Try: leave one out"
+        )
+
+
+def measured_budget(
+    planned: Plan,
+    engine_of: Callable[[int], Engine],
+    fraction: float | None,
+    adapter_bytes: int,
+    max_sequences: int,
+    max_step_tokens: int,
+) -> CacheBudget:
+    """Return the cache that fits beside the largest step, which is run, and adapters."""
+    placement, page_size = planned.placement, planned.page_size
+    device = placement.device.torch_device
+    on_host = is_host(placement.platform)
+    with one_block_of_each_kind(planned.model) if on_host else nullcontext():
+        engine = engine_of(pages_of(max_sequences, max_step_tokens, page_size))
+        memory = measured_step(placement.platform, engine, max_sequences, max_step_tokens)
+        # What the small cache of that step took is free again once the engine is.
+        taken = engine.runner.cache_bytes
+    del engine
+    free_bytes = memory.free_bytes - adapter_bytes
+    memory = replace(memory, free_bytes=free_bytes if on_host else free_bytes + taken)
+    return cache_budget(
+        memory,
+        device,
+        cache_shape(planned, max_sequences, max_step_tokens),
+        wanted_tokens=max_sequences * planned.decoder.max_position_embeddings,
+        fraction=fraction,
+        state_bytes=state_bytes(planned, max_sequences),
+    )
+
+
+def cache_shape(planned: Plan, max_sequences: int, max_step_tokens: int) -> CacheShape:
+    """Return the pools of a model's cache, and what their pages take."""
+    size = planned.page_size
+    spare = spare_pages_for(max_sequences, size) if planned.graphs else 0
+    backends = [layer.backend for layer in planned.model.attention_layers]
+    return CacheShape.of(backends, size, max_sequences, max_step_tokens, spare)
+
+
+def state_bytes(planned: Plan, max_sequences: int) -> int:
+    """Return the bytes of what layers keep of so many sequences besides pages."""
+    layouts: list[StateLayout] = [layer.state_layout() for layer in planned.model.state_layers]
+    return slots_for(max_sequences) * sum(layout.slot_bytes() for layout in layouts)
