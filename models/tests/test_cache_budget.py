@@ -138,11 +138,11 @@ def test_a_fraction_steers_it(llama: Path) -> None:
 
 
 def test_adapters_come_before_the_cache(llama: Path, tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "wide", {"lm_head": (256, 64)}, rank=320)
+    folder = write_adapter(tmp_path / "wide", {"lm_head": (256, 64)}, rank=2000)
     how: dict[str, Any] = {"memory_fraction": 0.02, "max_step_tokens": 64}
     plain, adapted = loaded(llama, **how), loaded(llama, **how, adapters={"wide": folder})
-    page = sum(backend.kv_layout().page_bytes() for backend in plain.engine.backends)
-    room = 2 * 320 * (256 + 64) * 4  # the present matrices, and those that may replace them
+    page = sum(backend.kv_layout().page_bytes() for backend in plain.engine.runner.backends)
+    room = 2 * 2000 * (256 + 64) * 4  # the present matrices, and those that may replace them
     missing = plain.engine.pool.num_pages - adapted.engine.pool.num_pages
     assert missing == pytest.approx(0.02 * room / page, abs=1)
     assert missing >= 2
