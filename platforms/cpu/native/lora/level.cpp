@@ -58,6 +58,10 @@ INTERPOSER_INLINE void by_adapter(const int64_t* ids, int64_t first, int64_t las
   }
 }
 
+// Of ranks or outputs of one adapter, before another one's turn: each begins to be read anew then,
+// and those of many tokens come from the second-level cache.
+constexpr int64_t kBlocks = 8;
+
 // How far ahead of a stream its lines are asked for, in bytes.
 constexpr int64_t kAhead = 2048;
 
@@ -133,16 +137,21 @@ void shrink_tokens(const interposer_lora_shrink& call, const int64_t* tokens, in
 
 template <int32_t kType>
 void shrink_type(const interposer_lora_shrink& call, int64_t first, int64_t last) {
-  for (int64_t part = first; part < last; ++part) {
-    const int64_t row = part % blocks_of(call) * kLoraRanks;
-    const int64_t end = least(row + kLoraRanks, call.rank);
+  for (int64_t part = first, count; part < last; part += count) {
+    const int64_t block = part % blocks_of(call), row = block * kLoraRanks;
+    count = least(kBlocks, least(blocks_of(call) - block, last - part));
+    const int64_t end = least(row + count * kLoraRanks, call.rank);
     const int64_t token = part / blocks_of(call) * kLoraTokens;
     by_adapter(call.ids, token, least(token + kLoraTokens, call.tokens),
-               [&](const int64_t* tokens, auto count) INTERPOSER_LAMBDA {
+               [&](const int64_t* tokens, auto alike) INTERPOSER_LAMBDA {
                  if (call.ids[tokens[0]] >= 0) {
-                   return shrink_tokens<kType, decltype(count)::value>(call, tokens, row, end);
+                   for (int64_t r = row; r < end; r += kLoraRanks) {
+                     shrink_tokens<kType, decltype(alike)::value>(call, tokens, r,
+                                                                  least(r + kLoraRanks, end));
+                   }
+                   return;
                  }
-                 for (int t = 0; t < count.value; ++t) {
+                 for (int t = 0; t < alike.value; ++t) {
                    float* y = call.y + tokens[t] * call.rank;
                    for (int64_t r = row; r < end; ++r) y[r] = 0;
                  }
@@ -259,17 +268,18 @@ void expand_panel(const interposer_lora_expand& call, const int64_t* tokens, con
 
 template <int32_t kType, int32_t kOut>
 void expand_type(const interposer_lora_expand& call, int64_t first, int64_t last) {
-  for (int64_t part = first; part < last; ++part) {
-    const int64_t begin = part % blocks_of(call) * kLoraOutputs;
-    const int64_t end = least(begin + kLoraOutputs, call.outputs);
+  for (int64_t part = first, count; part < last; part += count) {
+    const int64_t block = part % blocks_of(call), begin = block * kLoraOutputs;
+    count = least(kBlocks, least(blocks_of(call) - block, last - part));
+    const int64_t end = least(begin + count * kLoraOutputs, call.outputs);
     const int64_t token = part / blocks_of(call) * kLoraTokens;
     by_adapter(call.ids, token, least(token + kLoraTokens, call.tokens),
-               [&](const int64_t* tokens, auto count) INTERPOSER_LAMBDA {
+               [&](const int64_t* tokens, auto alike) INTERPOSER_LAMBDA {
                  const int64_t adapter = call.ids[tokens[0]];
                  if (adapter < 0) return;
                  for (int64_t output = begin; output < end; output += kLoraPanel) {
                    const int64_t panel = (adapter * call.outputs + output) * call.rank;
-                   expand_panel<kType, kOut, decltype(count)::value>(
+                   expand_panel<kType, kOut, decltype(alike)::value>(
                        call, tokens, element<kType>(call.b, panel), output);
                  }
                });

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import nn
@@ -64,13 +64,15 @@ class Added(NamedTuple):
 class ProductHooks:
     """The hooks of a fused call: of its projections, which may add, and of all else in it."""
 
-    __slots__ = ("_nothing", "_others", "_own", "projections")
+    __slots__ = ("_known", "_nothing", "_others", "_own", "projections")
 
     def __init__(self, projections: Iterable[nn.Module], others: Iterable[nn.Module]) -> None:
         self.projections = tuple(projections)
         self._others = ForwardHooks(others, before=self.projections)
         self._own: tuple[Any, ...] = tuple(m._forward_hooks for m in self.projections)
         self._nothing = Added((0,) * len(self._own), None)
+        # References to hooks with their places, and what was read of them.
+        self._known: tuple[tuple[Any, ...], Any] = ((), None)
 
     def __reduce__(self) -> tuple[type[ProductHooks], tuple[Any, ...]]:
         """Let a copy look at the copies of the modules."""
@@ -82,37 +84,41 @@ class ProductHooks:
             return None
         if not any(self._own):
             return self._nothing
-        addresses = []
-        user = None
+        hooks = [(place, hook) for place, own in enumerate(self._own) for hook in own.values()]
+        known, held = self._known
+        if len(known) != len(hooks) or not all(map(_is_known, known, hooks)):
+            held = self._read()
+            self._known = tuple((place, _reference(hook)) for place, hook in hooks), held
+        return None if held is None else Added(held[0], hooks[0][1])
+
+    def _read(self) -> tuple[tuple[int, ...], list[torch.Tensor]] | None:
+        """Return addresses, and the memory that they are of; None where a hook does more."""
+        addresses, memory = [], []
         for hooks in self._own:
-            address = 0
-            if hooks:
-                (hook, *more) = hooks.values()
-                if more or not (address := _address_of(hook)):
-                    return None
-                user = hook
-            addresses.append(address)
-        return Added(tuple(addresses), user)
+            words = [_words_of(hook) for hook in hooks.values()]
+            if len(words) > 1 or any(one is None for one in words):
+                return None
+            memory += words
+            addresses.append(words[0].data_ptr() if words else 0)  # type: ignore[union-attr]
+        return tuple(addresses), memory  # type: ignore[return-value]
 
 
-# As long as the hooks are there.
-_WORDS: WeakKeyDictionary[Any, torch.Tensor | None] = WeakKeyDictionary()
+def _reference(hook: Any) -> Callable[[], Any]:
+    """Return a call that returns a hook as long as it is there."""
+    try:
+        return ref(hook)
+    except TypeError:  # such as a function that is built in
+        return lambda: None
 
 
-def _address_of(hook: Any) -> int:
-    """Return the address of an interposer_low_rank, 0 where a hook states none that is known."""
+def _is_known(known: tuple[int, Callable[[], Any]], found: tuple[int, Any]) -> bool:
+    return known[0] == found[0] and known[1]() is found[1]
+
+
+def _words_of(hook: Any) -> torch.Tensor | None:
+    """Return an interposer_low_rank, None where a hook states none of the library's kernels."""
     low_rank: LowRankSum | None = getattr(hook, "low_rank", None)
-    if low_rank is None:
-        return 0
-    if hook not in _WORDS:
-        _WORDS[hook] = _words_of(low_rank)
-    words = _WORDS[hook]
-    return 0 if words is None else words.data_ptr()
-
-
-def _words_of(low_rank: LowRankSum) -> torch.Tensor | None:
-    """Return an interposer_low_rank, None where kernels are not those of the library."""
-    if not is_declared(low_rank.shrink, "lora_shrink"):
+    if low_rank is None or not is_declared(low_rank.shrink, "lora_shrink"):
         return None
     first, parts = low_rank.first, low_rank.expansions
     if len(parts) > _MOST_PARTS:
