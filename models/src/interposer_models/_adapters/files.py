@@ -138,7 +138,7 @@ def read_adapter(
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where matrices of a module belong.
+    """The place that matrices of a module belong to.
 
     Attributes:
         name: by which settings know it.

@@ -21,7 +21,7 @@ NONE = -1
 
 
 class Attachable(Protocol):
-    """What computes a layer with adapters."""
+    """Computes a layer with adapters."""
 
     def attach(self, layer: nn.Module) -> Handle:
         """Compute with adapters from now on, until the handle is removed."""
@@ -29,7 +29,7 @@ class Attachable(Protocol):
 
 
 class Handle(Protocol):
-    """What ``Attachable`` did to a layer."""
+    """A change of a layer by ``Attachable``."""
 
     def remove(self) -> None:
         """Undo it."""
@@ -37,7 +37,7 @@ class Handle(Protocol):
 
 
 class StepHooks:
-    """What layers have adapters by, which is there in steps that have a use for it."""
+    """Hooks and forwards of layers with adapters, there in steps that have a use for them."""
 
     def __init__(self, hooks: Mapping[Any, Attachable]) -> None:
         self._hooks = dict(hooks)
