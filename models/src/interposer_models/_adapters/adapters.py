@@ -186,7 +186,7 @@ class Adapters:
         }
 
     def _hook(
-        self, layer: Adaptable, adapters: Mapping[str, Adapter], step: StepAdapters
+        self, layer: Adaptable, adapters: Mapping[int, Adapter], step: StepAdapters
     ) -> LowRank | AdaptedExperts:
         members = [
             {place: m for place, m in adapter.items() if place.layer is layer}

@@ -65,9 +65,20 @@ class Parts(Protocol):
             come first.
     """
 
-    dispatcher: ExpertDispatcher
-    activate: Callable[[Tensor], Tensor]
-    interleaves: bool
+    @property
+    def dispatcher(self) -> ExpertDispatcher:
+        """Return what sorts rows."""
+        ...
+
+    @property
+    def activate(self) -> Callable[[Tensor], Tensor]:
+        """Return what comes between the products."""
+        ...
+
+    @property
+    def interleaves(self) -> bool:
+        """Say how outputs of the first product stand."""
+        ...
 
     def first(self, rows: Tensor, starts: Tensor) -> Tensor:
         """Return ``[M, 2 I]`` of ``[M, H]``."""

@@ -58,9 +58,13 @@ INTERPOSER_INLINE void by_adapter(const int64_t* ids, int64_t first, int64_t las
   }
 }
 
-// Of ranks or outputs of one adapter, before another one's turn: each begins to be read anew then,
-// and those of many tokens come from the second-level cache.
-constexpr int64_t kBlocks = 8;
+// Blocks of one adapter before another one's turn, which begins to be read anew then: as many as
+// the second-level cache still has for further tokens.
+constexpr int64_t kOutputBlocks = 8, kRankNumbers = 1 << 15;
+INTERPOSER_INLINE int64_t blocks_in_turn(const interposer_lora_shrink& call) {
+  const int64_t count = kRankNumbers / (kLoraRanks * (call.inputs + 1));
+  return count < 1 ? 1 : count;
+}
 
 // How far ahead of a stream its lines are asked for, in bytes.
 constexpr int64_t kAhead = 2048;
@@ -139,7 +143,7 @@ template <int32_t kType>
 void shrink_type(const interposer_lora_shrink& call, int64_t first, int64_t last) {
   for (int64_t part = first, count; part < last; part += count) {
     const int64_t block = part % blocks_of(call), row = block * kLoraRanks;
-    count = least(kBlocks, least(blocks_of(call) - block, last - part));
+    count = least(blocks_in_turn(call), least(blocks_of(call) - block, last - part));
     const int64_t end = least(row + count * kLoraRanks, call.rank);
     const int64_t token = part / blocks_of(call) * kLoraTokens;
     by_adapter(call.ids, token, least(token + kLoraTokens, call.tokens),
@@ -270,7 +274,7 @@ template <int32_t kType, int32_t kOut>
 void expand_type(const interposer_lora_expand& call, int64_t first, int64_t last) {
   for (int64_t part = first, count; part < last; part += count) {
     const int64_t block = part % blocks_of(call), begin = block * kLoraOutputs;
-    count = least(kBlocks, least(blocks_of(call) - block, last - part));
+    count = least(kOutputBlocks, least(blocks_of(call) - block, last - part));
     const int64_t end = least(begin + count * kLoraOutputs, call.outputs);
     const int64_t token = part / blocks_of(call) * kLoraTokens;
     by_adapter(call.ids, token, least(token + kLoraTokens, call.tokens),
