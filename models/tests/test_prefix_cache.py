@@ -204,7 +204,7 @@ def test_guesses_and_shared_pages_go_together(model: Path, plain: LanguageModel)
     assert lm.speculation.drafted_steps
 
 
-def test_new_weights_and_adapters_forget(model: Path) -> None:
+def test_new_weights_forget(model: Path) -> None:
     lm, prompt = shared(model), tokens(64, 4)
     lm.generate([prompt], max_new_tokens=2)
     name = "model.norm.weight"

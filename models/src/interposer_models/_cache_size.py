@@ -45,10 +45,11 @@ def measured_budget(
     engine_of: Callable[[int], Engine],
     fraction: float | None,
     states: int,
+    adapter_bytes: int,
     max_sequences: int,
     max_step_tokens: int,
 ) -> CacheBudget:
-    """Return the cache that fits beside the largest step, which is run.
+    """Return the cache that fits beside the largest step, which is run, and adapters.
 
     Args:
         states: of ``state_bytes``.
@@ -62,8 +63,8 @@ def measured_budget(
         # What the small cache of that step took is free again once the engine is.
         taken = engine.runner.cache_bytes
     del engine
-    if not on_host:
-        memory = replace(memory, free_bytes=memory.free_bytes + taken)
+    free_bytes = memory.free_bytes - adapter_bytes
+    memory = replace(memory, free_bytes=free_bytes if on_host else free_bytes + taken)
     return cache_budget(
         memory,
         device,

@@ -11,6 +11,7 @@ import torch
 from interposer import Planned, Resolver, Verdict
 from interposer.errors import ConfigError, RequestError
 from interposer_models._adapters.adapters import Adapters
+from interposer_models._adapters.files import Adapter
 from interposer_models._chat import Message
 from interposer_models._checkpoint.checkpoint import read_json
 from interposer_models._checkpoint.weights import Weights
@@ -34,7 +35,12 @@ class LanguageModel:
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: TextTokenizer, plan: Planned, weights: Weights | None
+        self,
+        engine: Engine,
+        tokenizer: TextTokenizer,
+        plan: Planned,
+        weights: Weights | None,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         self.engine = engine
         engine.constraints = Constraints(tokenizer, engine.model.config.vocab_size)
@@ -47,6 +53,7 @@ class LanguageModel:
         self._graphs: Verdict | None = getattr(plan, "graphs", None)
         self.compiled: Verdict | None = getattr(plan, "compiled", None)
         self._adapters = Adapters(engine, plan, takes_none=weights is None)
+        self._adapters.start(adapters or {})
 
     @property
     def resolver(self) -> Resolver:
@@ -227,19 +234,21 @@ class LanguageModel:
         """The names of the adapters that are loaded."""
         return self._adapters.names
 
-    def load_adapter(self, name: str, path: str | Path) -> None:
+    def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> None:
         """Load a LoRA adapter, which requests name by ``SamplingParams(adapter=name)``.
 
-        It joins between two steps; requests that run keep what they have.
+        It joins between two steps; requests that were started keep what they have.
 
         Args:
             path: a folder that PEFT saved, or ``"namespace/name"`` on the hub.
+            replace: it may take the place of an adapter of this name. Requests that have that one
+                keep it, and its memory is freed when the last of them has ended.
         Raises:
             CheckpointError: it is incomplete, of another model, or asks for what is not computed.
-            ConfigError: the name is taken, or the model is compiled or an adapted one, or what
-                computes adapters cannot be captured.
+            ConfigError: the name is taken and ``replace`` is not said, or the model is compiled or
+                an adapted one, or what computes adapters cannot be captured.
         """
-        self._adapters.load(name, path)
+        self._adapters.load(name, path, replace)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter and free its memory.
@@ -283,6 +292,7 @@ class LanguageModel:
         with self.engine.runner.numerics():
             moved = self.weights.update(items, f"update of {self.path}")
         self.engine.forget_prefixes()
+        self._adapters.renew()
         if moved and self.engine.runner.graphs is not None:
             self.engine.runner.graphs.forget()
         if moved and self.engine.runner.compiled is not None:

@@ -24,6 +24,8 @@ from interposer import (
 )
 from interposer.errors import ConfigError, UnknownNameError
 from interposer.tooling import default_store
+from interposer_models._adapters.files import read_adapters
+from interposer_models._adapters.room import AdapterRoom
 from interposer_models._cache_size import (
     cache_shape,
     check_fraction,
@@ -43,6 +45,7 @@ from interposer_models._engine.cache_budget import (
     CacheBudget,
     check_cache,
     check_sizes,
+    is_host,
 )
 from interposer_models._engine.compiled_artifacts import CompiledArtifacts, artifacts_key
 from interposer_models._engine.compiled_model import CompiledModel, backend_name, judge_compiler
@@ -153,6 +156,7 @@ def load(
     max_sequences: int = 64,
     max_step_tokens: int = 2048,
     prefix_cache: bool | PrefixCache = False,
+    adapters: Mapping[str, str | Path] | None = None,
     speculation: str | Path | Speculation | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageModel:
@@ -180,6 +184,9 @@ def load(
         prefix_cache: prompts that begin alike share what is computed of their common beginning,
             which stays in the cache until its room is wanted; ``PrefixCache(...)`` says how much
             memory it has besides. Not for prefix-LMs, nor for models with an encoder.
+        adapters: LoRA adapters to load, by the names that requests have for them; see
+            ``LanguageModel.load_adapter``. Their memory, and that of replacing one, is taken before
+            the cache is settled.
         speculation: what guesses tokens that steps verify: ``"ngram"``, ``"heads"``, the path of
             a head or of a draft model, or ``Speculation(...)``.
         progress: told ``(bytes done, bytes in all)`` while weights load.
@@ -206,10 +213,17 @@ def load(
     if shared is not None:
         shared.check(planned.placement.platform)
     states = state_bytes(planned, max_sequences, shared)
+    read = read_adapters(adapters or {}, planned.model, planned.dtype, "cpu")
+    room = AdapterRoom.of(
+        read.values(), planned.dtype.itemsize, is_host(planned.placement.platform)
+    )
+    if read:
+        planned.resolver.notes.append(str(room))
     if cache_tokens is not None:
         free_bytes = planned.placement.platform.memory(
             planned.placement.device.torch_device
         ).free_bytes
+        free_bytes -= room.num_bytes
         check_cache("load", free_bytes, cache_shape(planned, **sizes), cache_tokens, states)
     required = planned.resolver.config.graphs == "on"
     if required and planned.graphs is not None and not planned.graphs:
@@ -280,7 +294,9 @@ def load(
         )
 
     if cache_tokens is None:
-        budget = measured_budget(planned, engine_of, memory_fraction, states, **sizes)
+        budget = measured_budget(
+            planned, engine_of, memory_fraction, states, room.num_bytes, **sizes
+        )
     else:
         budget = CacheBudget.asked_for(device, cache_shape(planned, **sizes), cache_tokens, states)
     planned.resolver.notes.append(str(budget))
@@ -302,7 +318,7 @@ def load(
         end_ns=time.time_ns(),
         facts={"bytes": total, "device": device, "dtype": str(planned.dtype)},
     )
-    return LanguageModel(engine, tokenizer, planned, weights)
+    return LanguageModel(engine, tokenizer, planned, weights, read)
 
 
 def _compiler(planned: Plan, verdict: Verdict) -> _Compiler:

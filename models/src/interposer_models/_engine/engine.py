@@ -232,7 +232,10 @@ class Engine:
         """Return a sequence that nobody queued; ``tokens`` are not checked."""
         pages: list[list[int]] = [[] for _ in self.pools]
         read = self.checked_source(source)
-        return Sequence(next(self._ids), tokens, params, seed, pages=pages, source=read)
+        sequence = Sequence(next(self._ids), tokens, params, seed, pages=pages, source=read)
+        if self.runner.adapters is not None:
+            sequence.adapter = self.runner.adapters.version(params.adapter)
+        return sequence
 
     def checked_source(self, source: Items[int] | None) -> list[int]:
         """Return the ids of a source as plain integers, none where the model has no encoder.
@@ -284,5 +287,7 @@ class Engine:
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
         self.scheduler.remove(sequence)
+        if self.runner.adapters is not None:
+            self.runner.adapters.leave(sequence)
         if self.speculation is not None:
             self.speculation.forget(sequence)

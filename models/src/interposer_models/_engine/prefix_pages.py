@@ -108,7 +108,7 @@ def page_keys(sequence: Sequence, count: int, page_size: int) -> list[bytes]:
     """
     keys = sequence.page_keys
     if not keys:
-        keys.append(repr(sequence.params.adapter).encode())
+        keys.append(repr(sequence.adapter).encode())
     while len(keys) <= count:
         start = (len(keys) - 1) * page_size
         keys.append(page_key(keys[-1], sequence.tokens(start, start + page_size)))

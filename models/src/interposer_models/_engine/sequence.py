@@ -45,6 +45,7 @@ class Sequence:
         source: tokens that an encoder reads; none where the model has no encoder.
         source_pages: of the cache, with what layers read of the source.
         state_slot: row of the states that it holds; -1 while it has none.
+        adapter: the version of its adapter, as ``StepAdapters`` counts them; None without one.
         matcher: of its constraint, which is where its output is; None without one.
         top_logprobs: of each token of the output, where the parameters ask for them.
         prompt_logprobs: of the prompt from its second token on, as far as they are known; likewise.
@@ -65,6 +66,7 @@ class Sequence:
     source: list[int] = field(default_factory=list)
     source_pages: list[int] = field(default_factory=list)
     state_slot: int = -1
+    adapter: int | None = None
     finish_reason: FinishReason | None = None
     matcher: Matcher | None = None
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
