@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for model in MODELS:
         tensors = load_file(folder / model / "model.safetensors")
         adapted = {
-            name.removesuffix(".weight"): tuple(tensor.shape)
+            name.removesuffix(".weight"): (tensor.shape[0], tensor.shape[1])
             for name, tensor in tensors.items()
             if name.startswith(("lm_head", *ADAPTED))
         }
