@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from interposer_vllm._seam import Seam
-from interposer_vllm._seams import linear
+from interposer_vllm._seams import linear, report
 
 __all__ = ["SEAMS"]
 
-SEAMS: tuple[Seam, ...] = (linear.SEAM,)
+SEAMS: tuple[Seam, ...] = (linear.SEAM, report.SEAM)
