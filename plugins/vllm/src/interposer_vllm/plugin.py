@@ -45,13 +45,15 @@ def _on_processors() -> list[Record]:
         _on_processor("quantize_int8_static", "quantizers", "static_int8", hidden),
         _on_processor("quantize_int8_per_token", "quantizers", "dynamic_int8", hidden),
         _on_processor("quantize_int8_per_token_asymmetric", "quantizers", "dynamic_int8", hidden),
+        # Of float16 it ends the process where the processor cannot multiply matrices of it.
         Kernel(
             "linear",
             "linear_vllm",
             f"{_OPS}.linear:linear",
             "cpu",
             Requires(
-                dtypes=("bfloat16", "float16"),
+                frozenset({"avx512_bf16"}),
+                dtypes=("bfloat16",),
                 dims={"in_features": Dim(multiple_of=32), "out_features": Dim(multiple_of=32)},
             ),
             predicate=f"{_OPS}.judges:judge_packed_linear",

@@ -1,4 +1,7 @@
-"""Quantizers of activations to int8 by vLLM's ops. H hidden size."""
+"""Quantizers of activations to int8 by vLLM's ops. H hidden size.
+
+The ops end the process where rows are no matrix.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,11 @@ import torch
 
 from interposer_vllm._ops.library import op
 
-__all__ = ["quantize_int8_static"]
+__all__ = [
+    "quantize_int8_per_token",
+    "quantize_int8_per_token_asymmetric",
+    "quantize_int8_static",
+]
 
 
 def quantize_int8_static(
@@ -16,7 +23,7 @@ def quantize_int8_static(
     rows = x.contiguous()
     out = torch.empty(rows.shape, dtype=torch.int8, device=x.device)
     if rows.numel():
-        op("_C::static_scaled_int8_quant")(out, rows, scale, zero_point)
+        op("_C::static_scaled_int8_quant")(_matrix(out), _matrix(rows), scale, zero_point)
     return out
 
 
@@ -26,7 +33,7 @@ def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     out = torch.empty(rows.shape, dtype=torch.int8, device=x.device)
     scale = torch.empty((*rows.shape[:-1], 1), dtype=torch.float32, device=x.device)
     if rows.numel():
-        op("_C::dynamic_scaled_int8_quant")(out, rows, scale, None)
+        op("_C::dynamic_scaled_int8_quant")(_matrix(out), _matrix(rows), _matrix(scale), None)
     return out, scale
 
 
@@ -40,5 +47,9 @@ def quantize_int8_per_token_asymmetric(
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     zero_point = torch.empty(shape, dtype=torch.int32, device=x.device)
     if rows.numel():
-        op("_C::dynamic_scaled_int8_quant")(out, rows, scale, zero_point)
+        op("_C::dynamic_scaled_int8_quant")(*map(_matrix, (out, rows, scale, zero_point)))
     return out, scale, zero_point
+
+
+def _matrix(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(-1, rows.shape[-1])
