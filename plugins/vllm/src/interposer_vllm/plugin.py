@@ -32,6 +32,7 @@ def interposer_records() -> list[Record]:
 
 def _on_processors() -> list[Record]:
     hidden, inner = {"hidden_size": _VECTOR}, {"intermediate_size": _VECTOR}
+    symmetric = {**hidden, "asymmetric": Dim(one_of=(False,))}
     tanh = {**inner, "approximate": Dim(one_of=("tanh",))}
     return [
         _on_processor("rms_norm", "elementwise", "rms_norm", hidden),
@@ -42,9 +43,9 @@ def _on_processors() -> list[Record]:
         _on_processor("quick_gelu", "elementwise", "quick_gelu", inner),
         _on_processor("rotary_embedding", "rotary", "rotary", {}, ("float32",)),
         _on_processor("rotary_embedding_interleaved", "rotary", "rotary", {}, ("float32",)),
-        _on_processor("quantize_int8_static", "quantizers", "static_int8", hidden),
+        # A zero point is added before the quotient is rounded, which makes another code of a tie.
+        _on_processor("quantize_int8_static", "quantizers", "static_int8", symmetric),
         _on_processor("quantize_int8_per_token", "quantizers", "dynamic_int8", hidden),
-        _on_processor("quantize_int8_per_token_asymmetric", "quantizers", "dynamic_int8", hidden),
         # Of float16 it ends the process where the processor cannot multiply matrices of it.
         Kernel(
             "linear",
