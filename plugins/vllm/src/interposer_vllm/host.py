@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -85,4 +88,17 @@ def _alone() -> Iterator[None]:
     from vllm.config import VllmConfig, set_current_vllm_config
 
     with set_current_vllm_config(VllmConfig()), closed_session():
+        _form_group()
         yield
+
+
+@cache
+def _form_group() -> None:
+    """Make this process the only one of its group, of which layers ask their rank."""
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    # A file that all processes of the group meet at; this one has met itself when it is removed.
+    with TemporaryDirectory() as folder:
+        place = f"file://{Path(folder, 'group')}"
+        init_distributed_environment(1, 0, place, local_rank=0, backend="gloo")
+        initialize_model_parallel()
