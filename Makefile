@@ -11,7 +11,7 @@ DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platf
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help install demo test quick test-slow test-foreign test-torch test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench clean
+.PHONY: FORCE help install demo test quick test-slow test-vllm test-foreign test-torch test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -26,10 +26,10 @@ test: $(INSTALLED) ## Run the linters and every test that needs neither long, no
 	@$(MAKE) --no-print-directory --jobs=2 lint quick
 
 quick: $(INSTALLED)
-	$(PYTEST) -m "not slow and not gpu and not foreign and not versions"
+	$(PYTEST) -m "not slow and not gpu and not foreign and not versions and not vllm"
 
 test-slow: $(INSTALLED) ## Run the slow tests.
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu and not vllm"
 
 # Other architectures want packages of the system, which the tests name where they miss them.
 test-foreign: $(INSTALLED) ## Build llama.cpp and compare with it; run kernels of ARM and s390x in emulators. An hour.
@@ -41,6 +41,10 @@ test-torch: $(INSTALLED) ## Install every version of torch that is declared, one
 
 test-hub: $(INSTALLED) ## Install a transformers that takes the installed kernels, aside, and run a model with both.
 	$(BIN)/python -m pytest tests/test_hub_kernels.py -m versions -s
+
+test-vllm: $(INSTALLED) ## Install vLLM for CPUs into .vllm-env, 4 GB, and run models on it with and without interposer.
+	$(BIN)/python benchmarks/vllm_environment.py .vllm-env
+	$(BIN)/python -m pytest -m vllm plugins/vllm/tests -s
 
 test-libraries: $(INSTALLED) ## Install libraries, 400 MB, that run adapted models or ask the server.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group libraries

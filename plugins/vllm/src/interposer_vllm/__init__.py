@@ -1,0 +1,1 @@
+"""The kernels that interposer selects, inside vLLM."""

@@ -1,0 +1,61 @@
+"""Ops that stand for bound kernels where torch's compiler traces a model.
+
+Prepared weights are no tensors that a compiler could look into, and a kernel may be no Python at
+all. So the compiler sees one op with the name of a place; what is not compiled calls the kernel
+itself, without anything in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["look_up", "multiply", "place_call"]
+
+_CALLS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]] = {}
+_NAMESPACE = "interposer_vllm"
+
+
+def place_call(place: str, kernel: Callable[..., Tensor], operands: tuple[Any, ...]) -> None:
+    """Let the ops find at ``place`` what to call; again, it replaces what was there."""
+    _CALLS[place] = kernel, operands
+
+
+def multiply(x: Tensor, place: str, out_features: int) -> Tensor:
+    """Return the product of ``x`` ``[..., I]`` at ``place``, ``[..., O]``, as an op."""
+    product: Tensor = torch.ops.interposer_vllm.multiply(x, place, out_features)
+    return product
+
+
+def look_up(token_ids: Tensor, place: str, hidden_size: int, dtype: torch.dtype) -> Tensor:
+    """Return the rows of ``token_ids`` ``[T]`` at ``place``, ``[T, H]``, as an op."""
+    rows: Tensor = torch.ops.interposer_vllm.look_up(token_ids, place, hidden_size, dtype)
+    return rows
+
+
+def _call(x: Tensor, place: str, *_: Any) -> Tensor:
+    kernel, operands = _CALLS[place]
+    return kernel(x, *operands)
+
+
+def _fake_product(x: Tensor, place: str, out_features: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def _fake_rows(x: Tensor, place: str, hidden_size: int, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((*x.shape, hidden_size), dtype=dtype)
+
+
+# One for the process: what it defines is gone with it.
+_LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
+for _schema, _fake in (
+    ("multiply(Tensor x, str place, int out_features) -> Tensor", _fake_product),
+    ("look_up(Tensor x, str place, int hidden_size, ScalarType dtype) -> Tensor", _fake_rows),
+):
+    _LIBRARY.define(_schema)
+    _name = f"{_NAMESPACE}::{_schema.partition('(')[0]}"
+    torch.library.impl(_name, ("cpu", "cuda", "xpu"), _call, lib=_LIBRARY)
+    torch.library.register_fake(_name, _fake, lib=_LIBRARY)

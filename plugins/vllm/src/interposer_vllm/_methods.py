@@ -1,0 +1,117 @@
+"""Quantization methods of vLLM's layers that ask a chosen kernel for the product.
+
+The method of a layer is replaced by one of a subclass of its own class, so that whatever asks what
+kind of method a layer has finds what it looks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from interposer.errors import (
+    InterposerError,
+    NoCandidateError,
+    PlatformUnavailableError,
+    UnknownNameError,
+)
+from interposer_vllm._adoption import Adoption
+from interposer_vllm._session import session
+
+__all__ = ["adopt", "checkpoint_settings", "keep", "with_method"]
+
+
+def adopt(layer: Any) -> None:
+    """Let a linear layer of vLLM, which is built and not loaded, use what is chosen here.
+
+    A layer that cannot stays vLLM's own, with the reason in the report.
+
+    Raises: NoCandidateError, UnknownNameError: the user pinned or required what cannot be had.
+    """
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    plain = isinstance(layer.quant_method, UnquantizedLinearMethod)
+    try:
+        adoption = Adoption(
+            session(), layer, None if plain else checkpoint_settings(), _fused_names(layer)
+        )
+    except InterposerError as error:
+        keep(layer.prefix, error)
+        return
+    with_method(layer, _AdoptedLinear, adoption=adoption)
+
+
+def with_method(layer: Any, mixin: type, **attributes: object) -> None:
+    """Replace the method of ``layer`` by one of its own class with ``mixin`` before it."""
+    own = layer.quant_method
+    kind = _class(mixin, type(own))
+    replaced = kind.__new__(kind)
+    vars(replaced).update(vars(own), own=own, **attributes)
+    layer.quant_method = replaced
+
+
+@cache
+def _class(mixin: type, own: type) -> type:
+    # Under the same name: vLLM looks some of its methods up by it.
+    return type(own.__name__, (mixin, own), {"__module__": __name__})
+
+
+class _AdoptedLinear:
+    """Part of a method that asks ``adoption`` for the product, and ``own`` where it fails."""
+
+    adoption: Adoption
+    own: Any
+    # What was prepared by another process is in the form of vLLM's own kernels.
+    supports_pre_processed_weights = False
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Prepare the weights for the chosen kernel; those of a form unknown stay vLLM's own."""
+        prefix: str = layer.prefix  # type: ignore[assignment]
+        try:
+            self.adoption.finalize(layer)
+        except InterposerError as error:
+            keep(prefix, error)
+            layer.quant_method = self.own
+            self.own.process_weights_after_loading(layer)
+            return
+        session().taken.append(prefix)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the product of ``x``."""
+        return self.adoption(x, bias)
+
+
+def keep(prefix: str, why: InterposerError | str) -> None:
+    """Write down why a layer stays vLLM's own.
+
+    Raises: NoCandidateError, UnknownNameError: the user asked for what cannot be had, by a pin, a
+        requirement or a name.
+    """
+    if isinstance(why, NoCandidateError | UnknownNameError) and not isinstance(
+        why, PlatformUnavailableError
+    ):
+        raise why
+    # Where there is no session, whoever opened it has said so, for all layers.
+    with suppress(InterposerError):
+        session().kept[prefix] = str(why)
+
+
+def checkpoint_settings() -> Mapping[str, Any]:
+    """Return the ``quantization_config`` of the model that is being built."""
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config().model_config.hf_config
+    for name in ("quantization_config", "compression_config"):
+        found = getattr(config, name, None) or getattr(config.get_text_config(), name, None)
+        if found is not None:
+            return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
+    return {"quant_method": None}
+
+
+def _fused_names(layer: Any) -> Mapping[str, list[str]]:
+    """Return the names of the checkpoint's layers that are fused, by the last part of a prefix."""
+    return getattr(layer.quant_config, "packed_modules_mapping", None) or {}

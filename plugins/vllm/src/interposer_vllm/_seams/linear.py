@@ -1,0 +1,41 @@
+"""Linear layers: out-of-tree classes in the place of vLLM's, which are built by name."""
+
+from __future__ import annotations
+
+from interposer import Verdict
+from interposer_vllm._methods import adopt
+from interposer_vllm._replacement import replace_layers
+from interposer_vllm._seam import Member, Seam
+
+__all__ = ["SEAM"]
+
+_LINEAR = "vllm.model_executor.layers.linear"
+_NAMES = (
+    "ReplicatedLinear",
+    "ColumnParallelLinear",
+    "MergedColumnParallelLinear",
+    "QKVParallelLinear",
+    "RowParallelLinear",
+)
+
+
+def _take() -> Verdict:
+    return replace_layers(_LINEAR, dict.fromkeys(_NAMES, adopt))
+
+
+SEAM = Seam(
+    name="linear",
+    members=(
+        Member(
+            "vllm.model_executor.custom_op:PluggableLayer.register_oot",
+            "(_decorated_layer_cls=None, name=None)",
+        ),
+        Member(f"{_LINEAR}:UnquantizedLinearMethod.apply", "(self, layer, x, bias=None)"),
+        Member(f"{_LINEAR}:UnquantizedLinearMethod.process_weights_after_loading", "(self, layer)"),
+        Member(f"{_LINEAR}:RowParallelLinear.forward", "(self, input_)"),
+        Member(f"{_LINEAR}:ColumnParallelLinear.forward", "(self, input_)"),
+        Member("vllm.config:get_current_vllm_config", "()"),
+    ),
+    take=_take,
+    stays="Linear layers",
+)

@@ -1,0 +1,55 @@
+"""The end of loading, where a worker writes down and logs what was chosen."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from interposer import Verdict
+from interposer.errors import InterposerError
+from interposer_vllm._seam import Member, Seam
+from interposer_vllm._session import session
+
+__all__ = ["SEAM"]
+
+_LOADER = Member(
+    "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
+    "(self, vllm_config, model_config, prefix='')",
+)
+_log = logging.getLogger("vllm.interposer")
+
+
+def _take() -> Verdict:
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    own = BaseModelLoader.load_model
+
+    @functools.wraps(own)
+    def load_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+        model = own(self, vllm_config, model_config, prefix)
+        _tell()
+        return model
+
+    BaseModelLoader.load_model = load_model
+    return Verdict.accept()
+
+
+def _tell() -> None:
+    """Write the report of this worker, and log where it lies."""
+    try:
+        report = session().report()
+        path = report.write()
+    except InterposerError as error:
+        _log.warning("interposer: no report is written: %s", error)
+        return
+    _log.info(
+        "interposer: %d layers run on kernels that were chosen here, %d stay vLLM's own. "
+        "Why: interposer vllm-report %s",
+        len(report.taken),
+        len(report.kept),
+        path,
+    )
+
+
+SEAM = Seam(name="report", members=(_LOADER,), take=_take, stays="Log lines")

@@ -1,0 +1,106 @@
+"""The selection of one worker: the resolver that all of its layers ask."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from interposer import Config, QuantizationScheme, Resolver, Site, place
+from interposer.errors import ConfigError, InterposerError, UnknownNameError
+from interposer_vllm._report import Report
+
+__all__ = ["Session", "closed_session", "session"]
+
+_log = logging.getLogger("vllm.interposer")
+
+
+class Session:
+    """The resolver of this process, and what it took over or could not.
+
+    Attributes:
+        taken: places whose weights are held in the form of a kernel that was chosen here.
+        kept: what stays vLLM's own, by place, with the reason.
+
+    Args:
+        device_type: where vLLM computes, as torch names it.
+    Raises:
+        PlatformUnavailableError: no platform can be used.
+        ConfigError: the one in force is for other hardware than vLLM's.
+    """
+
+    def __init__(self, device_type: str, config: Config | None = None) -> None:
+        self.placement = place(config)
+        device = torch.device(self.placement.device.torch_device)
+        if device.type != device_type:
+            raise ConfigError(
+                f"vLLM computes on {device_type!r}, the platform in force is "
+                f"{self.placement.platform.name!r} for {device.type!r}. Try: INTERPOSER_PLATFORM "
+                f"with the name of one for {device_type!r}"
+            )
+        self.resolver = Resolver.at(self.placement, config)
+        self.taken: list[str] = []
+        self.kept: dict[str, str] = {}
+        self._schemes: dict[str, QuantizationScheme | ConfigError] = {}
+
+    def site(self, prefix: str, dtype: torch.dtype) -> Site:
+        """Return the site of a layer at ``prefix``."""
+        return Site(self.resolver, prefix, dtype)
+
+    def scheme(self, settings: Mapping[str, Any]) -> QuantizationScheme:
+        """Return the scheme for a checkpoint's ``quantization_config``; asking again is cheap.
+
+        Raises: UnknownNameError, ConfigError: see ``Resolver.choose_scheme``.
+        """
+        key = json.dumps(settings, sort_keys=True, default=str)
+        if key not in self._schemes:
+            try:
+                self.resolver.choose_scheme(settings)
+                self._schemes[key] = self.resolver.scheme
+            except (ConfigError, UnknownNameError) as error:
+                self._schemes[key] = error
+        found = self._schemes[key]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def report(self) -> Report:
+        """Return what was taken over in this process up to now, and why the rest was not."""
+        return Report.of(self)
+
+
+@cache
+def _opened() -> Session | InterposerError:
+    from vllm.platforms import current_platform
+
+    try:
+        return Session(current_platform.device_type)
+    except InterposerError as error:
+        _log.warning("interposer: nothing is taken over: %s", error)
+        return error
+
+
+def session() -> Session:
+    """Return the session of this process, which the first layer opens.
+
+    Raises: PlatformUnavailableError, ConfigError: see ``Session``; said in the log once.
+    """
+    found = _opened()
+    if isinstance(found, InterposerError):
+        raise found
+    return found
+
+
+@contextmanager
+def closed_session() -> Iterator[None]:
+    """Let the first layer inside open a session of its own, which ends with the block."""
+    _opened.cache_clear()
+    try:
+        yield
+    finally:
+        _opened.cache_clear()
