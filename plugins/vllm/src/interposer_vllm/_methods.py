@@ -7,8 +7,8 @@ kind of method a layer has finds what it looks for.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -23,9 +23,7 @@ from interposer.errors import (
 from interposer_vllm._adoption import Adoption
 from interposer_vllm._session import session
 
-__all__ = ["adopt", "checkpoint_settings", "is_wanted", "with_method"]
-
-_log = logging.getLogger("vllm.interposer")
+__all__ = ["adopt", "checkpoint_settings", "keep", "with_method"]
 
 
 def adopt(layer: Any) -> None:
@@ -43,7 +41,7 @@ def adopt(layer: Any) -> None:
             session(), layer, None if plain else checkpoint_settings(), _fused_names(layer)
         )
     except InterposerError as error:
-        _keep(layer.prefix, error)
+        keep(layer.prefix, error)
         return
     with_method(layer, _AdoptedLinear, adoption=adoption)
 
@@ -51,9 +49,10 @@ def adopt(layer: Any) -> None:
 def with_method(layer: Any, mixin: type, **attributes: object) -> None:
     """Replace the method of ``layer`` by one of its own class with ``mixin`` before it."""
     own = layer.quant_method
-    replaced = copy.copy(own)
-    replaced.__class__ = _class(mixin, type(own))
-    vars(replaced).update(attributes, own=own)
+    # Not by copying: an instance cannot be given a class of another layout.
+    kind = _class(mixin, type(own))
+    replaced = kind.__new__(kind)
+    vars(replaced).update(vars(own) | attributes, own=own)
     layer.quant_method = replaced
 
 
@@ -77,7 +76,7 @@ class _AdoptedLinear:
         try:
             self.adoption.finalize(layer)
         except InterposerError as error:
-            _keep(prefix, error)
+            keep(prefix, error)
             layer.quant_method = self.own
             self.own.process_weights_after_loading(layer)
             return
@@ -88,21 +87,19 @@ class _AdoptedLinear:
         return self.adoption(x, bias)
 
 
-def is_wanted(error: InterposerError) -> bool:
-    """Say whether the user asked for what cannot be had, by a pin or a requirement."""
-    return isinstance(error, NoCandidateError | UnknownNameError) and not isinstance(
-        error, PlatformUnavailableError
-    )
+def keep(prefix: str, why: InterposerError | str) -> None:
+    """Write down why a layer stays vLLM's own.
 
-
-def _keep(prefix: str, error: InterposerError) -> None:
-    if is_wanted(error):
-        raise error
-    try:
-        session().kept[prefix] = str(error)
-    except InterposerError:
-        # The session itself is refused: that is said once, by whoever opens it.
-        return
+    Raises: NoCandidateError, UnknownNameError: the user asked for what cannot be had, by a pin, a
+        requirement or a name.
+    """
+    if isinstance(why, NoCandidateError | UnknownNameError) and not isinstance(
+        why, PlatformUnavailableError
+    ):
+        raise why
+    # Where there is no session, whoever opened it has said so, for all layers.
+    with suppress(InterposerError):
+        session().kept[prefix] = str(why)
 
 
 def checkpoint_settings() -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from interposer import Verdict
@@ -11,22 +11,23 @@ from interposer import Verdict
 __all__ = ["replace_layers"]
 
 
-def replace_layers(module: str, names: Iterable[str], built: Callable[[Any], None]) -> Verdict:
-    """Register subclasses of vLLM's layers that call ``built`` at the end of their ``__init__``.
+def replace_layers(module: str, layers: Mapping[str, Callable[[Any], None]]) -> Verdict:
+    """Register subclasses of vLLM's layers that are handed to a function once they are built.
 
     A class that another plugin has replaced stays with that.
 
+    Args:
+        layers: the functions by the name of a class in ``module``.
     Returns: refused, where all were replaced by others; accepted with the names of those that are.
     """
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 
-    names = tuple(names)
-    others = [name for name in names if name in op_registry_oot]
-    for name in names:
+    others = [name for name in layers if name in op_registry_oot]
+    for name, built in layers.items():
         if name not in others:
             layer = getattr(importlib.import_module(module), name)
             PluggableLayer.register_oot(_subclass(layer, built), name=name)
-    if len(others) == len(names):
+    if len(others) == len(layers):
         return Verdict.refuse(f"another plugin has replaced {', '.join(others)}")
     return Verdict.accept(f"except {', '.join(others)} of another plugin" if others else "")
 

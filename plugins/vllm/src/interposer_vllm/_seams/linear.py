@@ -20,7 +20,7 @@ _NAMES = (
 
 
 def _take() -> Verdict:
-    return replace_layers(_LINEAR, _NAMES, adopt)
+    return replace_layers(_LINEAR, dict.fromkeys(_NAMES, adopt))
 
 
 SEAM = Seam(

@@ -1,0 +1,158 @@
+"""The table of embeddings and the head of vLLM, on chosen kernels; tied ones share one form.
+
+Dimensions: T tokens, V vocabulary of this worker with its padding, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interposer import BoundKernel
+from interposer.errors import InterposerError
+from interposer_ops.embedding import embedding
+from interposer_ops.linear import linear
+from interposer_vllm._adoption import emptied, named_place
+from interposer_vllm._graph_ops import look_up, multiply, place_call
+from interposer_vllm._methods import keep, with_method
+from interposer_vllm._session import session
+
+__all__ = ["adopt_head", "adopt_table"]
+
+
+class _Call:
+    """A bound kernel with its operands, and the op that stands for it in graphs."""
+
+    def __init__(self, prefix: str) -> None:
+        self.place = named_place(prefix)
+        self.kernel: Callable[..., Tensor] | None = None
+        self.operands: tuple[Any, ...] = ()
+
+    def bind(self, kernel: Callable[..., Tensor], operands: tuple[Any, ...]) -> None:
+        self.kernel, self.operands = kernel, operands
+        place_call(self.place, kernel, operands)
+
+
+def adopt_table(layer: Any) -> None:
+    """Let a table of vLLM be looked up by a chosen kernel, if a head shares it.
+
+    One that is alone stays vLLM's own: a lookup of stored rows has nothing to gain.
+    """
+    if _is_plain(layer):
+        with_method(layer, _AdoptedTable, lookup=_Call(layer.prefix), is_tied=False)
+
+
+def adopt_head(layer: Any) -> None:
+    """Let a head of vLLM use what is chosen here for the product."""
+    if _is_plain(layer):
+        with_method(layer, _AdoptedHead, product=_Call(layer.prefix), table=())
+
+
+def _is_plain(layer: Any) -> bool:
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    if type(layer.quant_method) is UnquantizedEmbeddingMethod:
+        return True
+    keep(layer.prefix, f"{type(layer.quant_method).__name__} of vLLM stores it")
+    return False
+
+
+class _AdoptedTable:
+    """Part of a method that looks rows up by ``lookup``, once a head has bound it."""
+
+    lookup: _Call
+    is_tied: bool
+    own: Any
+    supports_pre_processed_weights = False
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Do nothing where a head shares the table: that binds both."""
+        if not self.is_tied:
+            self.own.process_weights_after_loading(layer)
+
+    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
+        """Return the rows ``[T, H]`` of ``input_`` ``[T]``."""
+        if self.lookup.kernel is None:
+            rows: Tensor = self.own.embedding(layer, input_)
+            return rows
+        if torch.compiler.is_compiling():
+            return look_up(input_, self.lookup.place, layer.embedding_dim, layer.params_dtype)
+        return self.lookup.kernel(input_, *self.lookup.operands)
+
+
+class _AdoptedHead:
+    """Part of a method that multiplies by ``product``, with the table that it shares if any."""
+
+    product: _Call
+    table: tuple[Any, ...]
+    own: Any
+    supports_pre_processed_weights = False
+
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+        """Share the table of ``embed_tokens``."""
+        if isinstance(embed_tokens.quant_method, _AdoptedTable):
+            # In a tuple, so that nothing takes it for a part of the head.
+            self.table = (embed_tokens,)
+            embed_tokens.quant_method.is_tied = True
+        return self.own.tie_weights(layer, embed_tokens)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Prepare the weight, once for both where it is shared."""
+        try:
+            bind_tied(layer, self.table[0]) if self.table else bind_alone(layer)
+        except InterposerError as error:
+            keep(layer.prefix, error)
+            for module in (layer, *self.table):
+                module.quant_method = module.quant_method.own
+                module.quant_method.process_weights_after_loading(module)
+            return
+        session().taken.append(layer.prefix)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the logits ``[T, V]`` of ``x`` ``[T, H]``."""
+        if torch.compiler.is_compiling():
+            logits = multiply(x, self.product.place, layer.num_embeddings_per_partition)
+        else:
+            logits = self.product.kernel(x, *self.product.operands)  # type: ignore[misc]
+        return logits if bias is None else logits + bias
+
+
+def bind_alone(head: Any) -> None:
+    """Bind the product of a head whose weight is its own."""
+    site = session().site(head.prefix, head.params_dtype)
+    _bind_product(head, site.bind_kernel(linear, **_sizes(head)), head.weight.data)
+    emptied(head, head.quant_method.product.operands, keep=("bias",))
+
+
+def bind_tied(head: Any, table: Any) -> None:
+    """Bind a lookup and a product that read one form of the table, which is held once."""
+    site = session().site(table.prefix, table.params_dtype)
+    rows, hidden = table.num_embeddings_per_partition, table.embedding_dim
+    lookup, product = site.bind_table(
+        embedding,
+        {"vocab_size": rows, "hidden_size": hidden},
+        linear,
+        _sizes(head),
+        session().site(head.prefix, head.params_dtype),
+    )
+    assert product is not None  # there is a head
+    weight = table.weight.data
+    looked_up = lookup.prepared(weight=weight)["weight"]
+    _bind_product(head, product, weight)
+    table.quant_method.lookup.bind(lookup.function, (looked_up,))
+    operands = (looked_up, *head.quant_method.product.operands)
+    emptied(head, operands, keep=("bias",))
+    emptied(table, operands)
+
+
+def _sizes(head: Any) -> dict[str, int | float | str | bool]:
+    rows = head.num_embeddings_per_partition
+    return {"in_features": head.embedding_dim, "out_features": rows, "biased": False}
+
+
+def _bind_product(head: Any, bound: BoundKernel[..., Tensor], weight: Tensor) -> None:
+    prepared = bound.prepared(weight=weight, bias=None)
+    head.quant_method.product.bind(bound.function, (prepared["weight"], prepared["bias"]))

@@ -1,0 +1,69 @@
+"""Runs models on vLLM in this process and prints what they generated, as JSON.
+
+Arguments: a JSON list of runs, each with ``model``, arguments of ``vllm.LLM`` under ``options``,
+``prompts`` of token ids, ``together``: whether they are one batch, and ``tokens`` to generate.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def run(llm: Any, prompts: list[list[int]], together: bool, tokens: int) -> list[list[int]]:
+    import vllm
+
+    params = vllm.SamplingParams(
+        temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+    )
+    batches = [prompts] if together else [[prompt] for prompt in prompts]
+    return [
+        list(output.outputs[0].token_ids)
+        for batch in batches
+        for output in llm.generate(
+            [{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False
+        )
+    ]
+
+
+def main() -> None:
+    import vllm
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    found = []
+    for asked in json.loads(sys.argv[1]):
+        options = {
+            "skip_tokenizer_init": True,
+            "max_num_seqs": 4,
+            "max_model_len": 512,
+            "max_num_batched_tokens": 512,
+            "enable_prefix_caching": False,
+            **asked["options"],
+        }
+        llm = vllm.LLM(model=asked["model"], **options)
+        outputs = [
+            run(llm, asked["prompts"], together, asked["tokens"]) for together in (False, True)
+        ]
+        result: dict[str, Any] = {"alone": outputs[0], "batch": outputs[1]}
+        if "interposer_vllm._session" in sys.modules:
+            from interposer_vllm._session import session
+
+            result["report"] = json.loads(session().report().to_json())
+        found.append(result)
+        del llm
+        cleanup_dist_env_and_memory()
+    print("RESULT" + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

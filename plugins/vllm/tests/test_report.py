@@ -1,0 +1,69 @@
+"""A report holds what a worker took over, and says the same as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from interposer import Config
+from interposer.errors import ConfigError, StorageError
+from interposer_ops.linear import linear
+from interposer_vllm._report import Report
+from interposer_vllm._session import Session
+
+
+@pytest.fixture
+def session(no_policy: None) -> Session:
+    made = Session("cpu", Config(kernels={"linear": "reference"}))
+    site = made.site("model.layers.0.mlp.down_proj", torch.float32)
+    site.bind_kernel(linear, in_features=8, out_features=4, biased=False)
+    made.taken.append("model.layers.0.mlp.down_proj")
+    for number in range(5):
+        made.kept[f"model.layers.{number}.self_attn.kv_b_proj"] = "vLLM reads its weight itself"
+    return made
+
+
+def test_a_report_is_read_as_it_was_written(session: Session) -> None:
+    report = session.report()
+    path = report.write()
+    assert Report.read(path) == report
+    assert json.loads(path.read_text(encoding="utf-8")) == json.loads(report.to_json())
+    assert path.stat().st_mode & 0o077 == 0 or path.parent.stat().st_mode & 0o077 == 0
+
+
+def test_the_text_names_choices_and_reasons(session: Session) -> None:
+    text = str(session.report())
+    for part in (
+        "layers on kernels of interposer: 1",
+        "layers that stay vLLM's own: 5",
+        "model.layers.0.self_attn.kv_b_proj",
+        "and 2 more: vLLM reads its weight itself",
+        "kernel linear float32",
+        "reference (interposer-ops): pinned",
+    ):
+        assert part in text
+
+
+def test_the_explanation_is_that_of_every_other_model(session: Session) -> None:
+    (choice,) = (
+        choice for choice in session.report().explanation["choices"] if choice["name"] == "linear"
+    )
+    assert choice["chosen"] == "reference"
+    assert choice["places"] == ["model.layers.0.mlp.down_proj"]
+    assert choice["refused"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"version": 99}', "{}"])
+def test_what_is_no_report_is_refused_with_its_path(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "worker.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(StorageError, match=r"worker\.json"):
+        Report.read(path)
+
+
+def test_a_platform_for_other_hardware_is_refused(no_policy: None) -> None:
+    with pytest.raises(ConfigError, match="vLLM computes on 'cuda'"):
+        Session("cuda", Config(platform="cpu"))

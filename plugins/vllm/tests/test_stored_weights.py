@@ -1,0 +1,137 @@
+"""What vLLM loaded is put into the parameters of a method, or refused by name and shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from interposer import Config, Resolver, Site, current_registry, place
+from interposer.errors import ConfigError
+from interposer_vllm._stored_weights import fill, parts_of
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "strategy": "group",
+                "group_size": 32,
+                "symmetric": True,
+            },
+        }
+    },
+}
+PARTS = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
+IN, OUT = 64, 64
+
+
+def created(settings: dict[str, Any], parts: dict[str, int] = PARTS) -> tuple[Any, nn.Module]:
+    """Return a method and a module with its parameters, without memory."""
+    resolver = Resolver(current_registry(), place().device, Config())
+    resolver.choose_scheme(settings)
+    prefix = "model.layers.0.self_attn.qkv_proj"
+    method = resolver.scheme.linear_method(prefix, tuple(parts))  # type: ignore[union-attr]
+    assert method is not None
+    holder = nn.Module()
+    holder.parts = parts  # type: ignore[assignment]
+    with torch.device("meta"):
+        method.create_weights(
+            holder, Site(resolver, prefix, torch.float32), IN, sum(parts.values()), False
+        )
+    return method, holder
+
+
+def gptq_weights() -> dict[str, Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31 - 1, (IN // 8, OUT), generator=generator)
+    return {
+        "qweight": words.to(torch.int32),
+        "qzeros": torch.full((IN // 32, OUT // 8), 0x77777777, dtype=torch.int32),
+        "scales": torch.rand(IN // 32, OUT, generator=generator).to(torch.bfloat16),
+        "bias": None,
+    }
+
+
+def test_words_of_gptq_are_multiplied_as_they_are_defined() -> None:
+    method, holder = created(GPTQ)
+    loaded = gptq_weights()
+    fill(holder, loaded)
+    # Groups follow each other, and vLLM holds no g_idx at all.
+    words, scales = loaded["qweight"], loaded["scales"]
+    assert words is not None
+    assert scales is not None
+    codes = torch.stack([words >> 4 * n & 15 for n in range(8)], 1).reshape(IN, OUT)
+    expected = (codes.double() - 8) * scales.double().repeat_interleave(32, 0)
+    weight = method.dequantized(holder)
+    assert torch.equal(weight, expected.T)
+    kernel, operands = method.finalize(holder)
+    x = torch.randn(3, IN, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(
+        kernel(x, *operands), (x.double() @ weight.T).float(), rtol=1e-4, atol=1e-3
+    )
+
+
+def test_the_shape_of_packed_weights_is_that_of_what_is_held() -> None:
+    _, holder = created(PACKED)
+    fill(
+        holder,
+        {
+            "weight_packed": torch.zeros(OUT, IN // 8, dtype=torch.int32),
+            "weight_scale": torch.ones(OUT, IN // 32, dtype=torch.bfloat16),
+            # That of the last of three, as vLLM loads it.
+            "weight_shape": torch.tensor([16, IN]),
+        },
+    )
+    assert holder.get_parameter("weight_shape").view(-1, 2).tolist() == [
+        [size, IN] for size in PARTS.values()
+    ]
+
+
+def test_nothing_is_copied_that_has_the_right_form() -> None:
+    _, holder = created(GPTQ)
+    loaded = gptq_weights()
+    fill(holder, loaded)
+    held = loaded["qweight"]
+    assert held is not None
+    assert holder.get_parameter("qweight").data_ptr() == held.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            {"qweight": torch.zeros(4, OUT, dtype=torch.int32)},
+            r"qweight as \[4, 64\], not \[8, 64\]",
+        ),
+        ({"qweight": torch.zeros(IN // 8, OUT)}, r"qweight as torch\.float32, not torch\.int32"),
+        ({"scales": None}, "holds no scales"),
+        ({"exponents": torch.zeros(3)}, "holds exponents besides"),
+    ],
+)
+def test_another_form_is_refused(change: dict[str, Tensor | None], reason: str) -> None:
+    _, holder = created(GPTQ)
+    with pytest.raises(ConfigError, match=reason):
+        fill(holder, gptq_weights() | change)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fused", "expected"),
+    [
+        ([32, 16, 16], {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}, PARTS),
+        ([32, 16, 16], {}, {"qkv_proj": 64}),
+        ([32, 16, 16], {"qkv_proj": ["qkv_proj"]}, {"qkv_proj": 64}),
+        ([64], {"gate_up_proj": ["gate_proj", "up_proj"]}, {"qkv_proj": 64}),
+    ],
+)
+def test_fused_layers_are_named_as_in_the_checkpoint(
+    sizes: list[int], fused: dict[str, list[str]], expected: dict[str, int]
+) -> None:
+    assert parts_of("model.layers.0.self_attn.qkv_proj", sizes, fused) == expected
