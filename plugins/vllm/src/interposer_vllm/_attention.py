@@ -10,6 +10,7 @@ Dimensions: T tokens, N heads, K kv heads, D head size, P blocks, S block size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ from interposer import AttentionBackend, AttentionBatch
 from interposer.errors import ConfigError, InterposerError
 from interposer_vllm._attention_request import spec_of
 from interposer_vllm._block_views import View, view_for
-from interposer_vllm._methods import is_wanted
+from interposer_vllm._methods import keep
 from interposer_vllm._session import session
 
 __all__ = ["Backend", "Builder", "Impl", "Metadata"]
@@ -81,7 +82,7 @@ class Impl(CPUAttentionBackendImpl):  # type: ignore[misc]
             found.taken.append(name)
         except InterposerError as error:
             self.chosen = None
-            _keep(name, error)
+            keep(name, error)
 
     def _bound(self, backend: AttentionBackend, layer: Any) -> Callable[..., Tensor]:
         spec = backend.spec
@@ -167,16 +168,6 @@ class Impl(CPUAttentionBackendImpl):  # type: ignore[misc]
         self.do_kv_cache_update(layer, key, value, kv_cache, slots)
 
 
-def _keep(name: str, error: InterposerError) -> None:
-    if is_wanted(error):
-        raise error
-    try:
-        session().kept[name] = str(error)
-    except InterposerError:
-        # The session itself is refused: that was said when it was opened.
-        return
-
-
 class Builder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     """Describe each step to vLLM's kernels, to backends here, or to both."""
 
@@ -191,7 +182,9 @@ class Builder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         if layers:
             _write_report()
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
         """Return the metadata of a step.
 
         Raises: ConfigError: a step that is not causal, of layers that were chosen for as such.
@@ -238,11 +231,9 @@ def _batch(step: Any, page_size: int) -> AttentionBatch:
 
 def _write_report() -> None:
     """Write the report again: attention is chosen for after the weights are loaded."""
-    try:
+    # That none can be written was said when the weights were loaded.
+    with suppress(InterposerError):
         session().report().write()
-    except InterposerError:
-        # That no report can be written was said when the weights were loaded.
-        return
 
 
 class Backend(CPUAttentionBackend):  # type: ignore[misc]

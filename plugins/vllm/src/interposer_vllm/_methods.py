@@ -6,7 +6,6 @@ kind of method a layer has finds what it looks for.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
