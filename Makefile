@@ -29,7 +29,7 @@ quick: $(INSTALLED)
 	$(PYTEST) -m "not slow and not gpu and not foreign and not versions and not vllm"
 
 test-slow: $(INSTALLED) ## Run the slow tests.
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu and not vllm"
 
 # Other architectures want packages of the system, which the tests name where they miss them.
 test-foreign: $(INSTALLED) ## Build llama.cpp and compare with it; run kernels of ARM and s390x in emulators. An hour.
@@ -42,9 +42,9 @@ test-torch: $(INSTALLED) ## Install every version of torch that is declared, one
 test-hub: $(INSTALLED) ## Install a transformers that takes the installed kernels, aside, and run a model with both.
 	$(BIN)/python -m pytest tests/test_hub_kernels.py -m versions -s
 
-test-vllm: $(INSTALLED) ## Install vLLM for CPUs aside, 4 GB, and run models on it. Half an hour.
-	$(BIN)/python benchmarks/cpu_peers.py vllm --ours
-	$$($(BIN)/python benchmarks/cpu_peers.py vllm --python) -m pytest -m vllm plugins/vllm/tests -s
+test-vllm: $(INSTALLED) ## Install vLLM for CPUs into .vllm-env, 4 GB, and run models on it with and without interposer.
+	$(BIN)/python benchmarks/vllm_environment.py .vllm-env
+	$(BIN)/python -m pytest -m vllm plugins/vllm/tests -s
 
 test-libraries: $(INSTALLED) ## Install libraries, 400 MB, that run adapted models or ask the server.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group libraries

@@ -36,33 +36,37 @@ def run(llm: Any, prompts: list[list[int]], together: bool, tokens: int) -> list
     ]
 
 
-def main() -> None:
+def attempt(asked: dict[str, Any]) -> dict[str, Any]:
     import vllm
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    found = []
-    for asked in json.loads(sys.argv[1]):
-        options = {
-            "skip_tokenizer_init": True,
-            "max_num_seqs": 4,
-            "max_model_len": 512,
-            "max_num_batched_tokens": 512,
-            "enable_prefix_caching": False,
-            **asked["options"],
-        }
+    options = {
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 4,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 512,
+        "enable_prefix_caching": False,
+        **asked["options"],
+    }
+    try:
         llm = vllm.LLM(model=asked["model"], **options)
-        outputs = [
+        alone, batch = (
             run(llm, asked["prompts"], together, asked["tokens"]) for together in (False, True)
-        ]
-        result: dict[str, Any] = {"alone": outputs[0], "batch": outputs[1]}
-        if "interposer_vllm._session" in sys.modules:
-            from interposer_vllm._session import session
-
-            result["report"] = json.loads(session().report().to_json())
-        found.append(result)
-        del llm
+        )
+    except Exception as error:  # noqa: BLE001 - whatever stops a run is its result
+        return {"error": repr(error)}
+    finally:
         cleanup_dist_env_and_memory()
-    print("RESULT" + json.dumps(found))
+    result: dict[str, Any] = {"alone": alone, "batch": batch}
+    if "interposer_vllm._session" in sys.modules:
+        from interposer_vllm._session import session
+
+        result["report"] = json.loads(session().report().to_json())
+    return result
+
+
+def main() -> None:
+    print("RESULT" + json.dumps([attempt(asked) for asked in json.loads(sys.argv[1])]))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, 
 PACKED = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
+    "quantization_status": "compressed",
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],

@@ -48,10 +48,9 @@ def adopt(layer: Any) -> None:
 def with_method(layer: Any, mixin: type, **attributes: object) -> None:
     """Replace the method of ``layer`` by one of its own class with ``mixin`` before it."""
     own = layer.quant_method
-    # Not by copying: an instance cannot be given a class of another layout.
     kind = _class(mixin, type(own))
     replaced = kind.__new__(kind)
-    vars(replaced).update(vars(own) | attributes, own=own)
+    vars(replaced).update(vars(own), own=own, **attributes)
     layer.quant_method = replaced
 
 
