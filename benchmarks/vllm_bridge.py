@@ -56,7 +56,8 @@ class Pair:
 
     def table(self) -> str:
         """Return Markdown: a row per label, and the seconds of loading."""
-        lines = [f"{self.source}:", "", "| tokens/s | plain | bridge | ratio |", "|---|---|---|---|"]
+        head = "| tokens/s | plain | bridge | ratio |"
+        lines = [f"{self.source}:", "", head, "|---|---|---|---|"]
         for label, found in self.rates.items():
             cells = [_cell(found.get(option, [])) for option in PLUGINS]
             lines.append(f"| {label} | {' | '.join(cells)} | {_ratio(found)} |")
