@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpu_contenders.contract import MAX_BATCH, MAX_CONTEXT, MAX_STEP_TOKENS
+from cpu_contenders.contract import MAX_BATCH, MAX_CONTEXT, MAX_STEP_TOKENS, Settings
 from cpu_peers import (
     CONTENDERS,
     ENVIRONMENTS,
@@ -34,12 +34,15 @@ from cpu_peers import (
     environment_python,
 )
 from cpu_processes import Worker, available_mib
-from cpu_work import ModelWork
+from interposer_models import plan
+from interposer_models.roofline import ModelWork
 
 ROOFS = Path(__file__).with_name("cpu_roofs.py")
 # What the largest contender takes while it loads a model of 0.6 billion parameters.
 ROOM_MIB = 4096
 OURS = "interposer:"
+# Bytes of a weight as the formats store it, with 16 bits of scale for 32 codes of 4 bits.
+MODEL_WEIGHTS = {16: 2.0, 8: 1.0, 4: 0.5625}
 
 
 @dataclass(frozen=True)
@@ -120,11 +123,23 @@ def measured_group(
             worker.end()
 
 
-def loaded(contender: Contender, threads: int, options: argparse.Namespace) -> Worker:
+def loaded(
+    contender: Contender,
+    threads: int,
+    options: argparse.Namespace,
+    folder: Path | None = None,
+    settings: Settings | None = None,
+) -> Worker:
+    """Return the process of a contender, with the model of ``options`` or another folder.
+
+    Raises: Unavailable: it cannot be installed or loaded, or no memory is left for it.
+    """
     python = environment_python(ENVIRONMENTS[contender.environment], options.environments)
     if available_mib() < options.room_mib:
         raise Unavailable(f"only {available_mib()} MiB of memory left. Try: fewer contenders")
-    return Worker(contender, python, options.model_dir, threads, options.timeout)
+    return Worker(
+        contender, python, folder or options.model_dir, threads, options.timeout, settings
+    )
 
 
 def run_row(
@@ -138,7 +153,7 @@ def run_row(
             "context": row.context,
             "new_tokens": row.new_tokens,
             "seed": index,
-            "vocab_size": options.work.config["vocab_size"],
+            "vocab_size": options.vocab_size,
         }
         try:
             found = workers[name].run(command)
@@ -151,6 +166,11 @@ def run_row(
         if index:
             for label, rate in row.rates(found).items():
                 group.rates.setdefault(name, {}).setdefault(label, []).append(rate)
+
+
+def decode_bytes(work: ModelWork, bits: int, batch: int, context: float) -> float:
+    """Return what a step reads: each asked weight once, and the cache of each request."""
+    return work.weights_read(batch) * MODEL_WEIGHTS[bits] + batch * work.context_bytes(context)
 
 
 def report(group: Group, rows: list[Row], work: ModelWork) -> Iterator[str]:
@@ -170,10 +190,10 @@ def report(group: Group, rows: list[Row], work: ModelWork) -> Iterator[str]:
         for phase in row.shown:
             label = row.labels[phase]
             if phase == "prefill":
-                ceiling = row.context * peak / work.prefill_flops(row.context)
+                ceiling = row.context * peak / work.operations(row.context)
             else:
                 middle = row.context + row.new_tokens / 2
-                ceiling = row.batch * bandwidth / work.decode_bytes(group.bits, row.batch, middle)
+                ceiling = row.batch * bandwidth / decode_bytes(work, group.bits, row.batch, middle)
             rates = {name: group.rates[name][label] for name in names}
             if names:
                 cells = (cell(name, rates, ceiling) for name in names)
@@ -193,15 +213,23 @@ def report(group: Group, rows: list[Row], work: ModelWork) -> Iterator[str]:
 
 def cell(name: str, rates: dict[str, list[float]], ceiling: float) -> str:
     """Return the median with its spread, and for ours the ratio to the best peer."""
-    values = rates[name]
-    middle = statistics.median(values)
-    text = f"{middle:.1f} ({min(values):.1f}-{max(values):.1f}), {middle / ceiling:.0%}"
+    share = statistics.median(rates[name]) / ceiling
+    return f"{spread(rates[name])}, {share:.0%}{ratio_to_best(name, rates)}"
+
+
+def spread(values: list[float]) -> str:
+    """Return the median with the lowest and the highest."""
+    return f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})"
+
+
+def ratio_to_best(name: str, rates: dict[str, list[float]]) -> str:
+    """Return the median of our ratios to the best peer, round by round; nothing for peers."""
     peers = {peer: found for peer, found in rates.items() if not peer.startswith(OURS)}
-    if name.startswith(OURS) and peers:
-        best = max(peers, key=lambda peer: statistics.median(peers[peer]))
-        pairs = zip(values, peers[best], strict=True)
-        text += f", x{statistics.median(ours / theirs for ours, theirs in pairs):.2f} {best}"
-    return text
+    if not name.startswith(OURS) or not peers:
+        return ""
+    best = max(peers, key=lambda peer: statistics.median(peers[peer]))
+    pairs = zip(rates[name], peers[best], strict=True)
+    return f", x{statistics.median(ours / theirs for ours, theirs in pairs):.2f} {best}"
 
 
 def note(text: str) -> None:
@@ -248,7 +276,8 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     options = parsed()
-    options.work = ModelWork.of(options.model_dir / "hf")
+    planned = plan(options.model_dir / "hf", platform="cpu")
+    options.work, options.vocab_size = ModelWork.of(planned.model), planned.decoder.vocab_size
     contenders, rows = chosen_contenders(options.peers), rows_of(options)
     groups = []
     for threads in options.threads:

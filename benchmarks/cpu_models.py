@@ -1,10 +1,12 @@
 """Write a model of random weights, and the same weights as each of the peers reads them.
 
-    python benchmarks/cpu_models.py qwen3-0.6b DIR [--formats hf gguf openvino onnx]
+    python benchmarks/cpu_models.py qwen3-0.6b DIR [--formats hf gguf openvino onnx adapters]
 
 DIR/hf is the model directory; beside it stand GGUF files and folders for OpenVINO and
-onnxruntime-genai, whose converters run in the peers' environments, which are made if need be. What
-is there already stays, and what cannot be made is reported with its reason.
+onnxruntime-genai, whose converters run in the peers' environments, which are made if need be, and
+in adapters four of rank 16 for all products of blocks, as PEFT and as llama.cpp have them. The
+shape stdlib-lm is the model that this repository ships. What is there already stays, and what
+cannot be made is reported with its reason.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from cpu_peers import ENVIRONMENTS, Unavailable, cache_folder, environment_python, source_tree
+from interposer_models import Checkpoint
 from random_model import SHAPES
 
 # Small enough for a smoke test; sizes are multiples of what each of the formats has for a block.
@@ -38,6 +42,9 @@ TINY = {
     "vocab_size": 1024,
     "max_position_embeddings": 2048,
 }
+
+SHIPPED = Path(__file__).parents[1] / "examples" / "models" / "stdlib-lm"
+ADAPTERS, RANK = 4, 16
 
 # As enum llama_ftype of llama.h numbers them; "pure" is all tensors alike, the embedding too.
 LLAMA_TYPES = {"f16": (1, False), "q8_0": (7, False), "q4_0": (2, True), "q4_k_m": (15, False)}
@@ -94,6 +101,34 @@ def write_bf16_gguf(source: Path, target: Path, environments: Path) -> None:
     _run([sys.executable, Path(__file__).with_name("gguf_conversion.py"), tree, source, target])
 
 
+def write_adapters(source: Path, target: Path, environments: Path) -> None:
+    """Write adapters of random matrices in the files of PEFT, and let llama.cpp convert them."""
+    sizes = {
+        name.removesuffix(".weight"): tensor.shape
+        for name, tensor in Checkpoint.open(source).stream()
+        if name.endswith("_proj.weight")
+    }
+    tree = source_tree(ENVIRONMENTS["llama_cpp"], environments) / "vendor" / "llama.cpp"
+    for number in range(ADAPTERS):
+        folder = target / str(number)
+        folder.mkdir(parents=True)
+        generator = torch.Generator().manual_seed(number)
+        tensors = {
+            f"base_model.model.{name}.lora_{side}.weight": (
+                0.02 * torch.randn(shape, generator=generator)
+            ).bfloat16()
+            for name, (outputs, inputs) in sizes.items()
+            for side, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK)))
+        }
+        save_file(tensors, folder / "adapter_model.safetensors")
+        kinds = sorted({name.rpartition(".")[2] for name in sizes})
+        settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": kinds}
+        (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        program = tree / "convert_lora_to_gguf.py"
+        options = ["--base", source, "--outfile", folder.with_suffix(".gguf"), "--outtype", "bf16"]
+        _run([sys.executable, program, *options, folder])
+
+
 def write_llama_cpp(source: Path, target: Path, kind: str, environments: Path) -> None:
     """Let llama.cpp quantize a GGUF file."""
     number, pure = LLAMA_TYPES[kind]
@@ -140,9 +175,12 @@ def _run(command: list[Any]) -> None:
 def made(shape: str, folder: Path, formats: list[str], environments: Path) -> Iterator[str]:
     """Make the missing models; yield a line for each part, with the reason of a failure."""
     plain = folder / "hf"
+    write: Callable[[Path], object] = partial(shutil.copytree, SHIPPED)
+    if shape != SHIPPED.name:
+        write = partial(write_hugging_face, config_of(shape))
     bf16 = folder / "bf16.gguf"
-    parts: list[tuple[str, Path, Callable[[Path], None]]] = [
-        ("hf", plain, partial(write_hugging_face, config_of(shape))),
+    parts: list[tuple[str, Path, Callable[[Path], object]]] = [
+        ("hf", plain, write),
         ("gguf", bf16, partial(write_bf16_gguf, plain, environments=environments)),
         *(
             (
@@ -168,6 +206,11 @@ def made(shape: str, folder: Path, formats: list[str], environments: Path) -> It
             )
             for kind in ONNX
         ),
+        (
+            "adapters",
+            folder / "adapters",
+            partial(write_adapters, plain, environments=environments),
+        ),
     ]
     folder.mkdir(parents=True, exist_ok=True)
     for name, target, write in parts:
@@ -189,10 +232,10 @@ def made(shape: str, folder: Path, formats: list[str], environments: Path) -> It
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("shape", choices=[*sorted(SHAPES), "tiny"])
+    parser.add_argument("shape", choices=[*sorted(SHAPES), "tiny", SHIPPED.name])
     parser.add_argument("directory", type=Path)
-    known = ["hf", "gguf", "openvino", "onnx"]
-    parser.add_argument("--formats", nargs="+", choices=known, default=known)
+    known = ["hf", "gguf", "openvino", "onnx", "adapters"]
+    parser.add_argument("--formats", nargs="+", choices=known, default=known[:-1])
     parser.add_argument("--environments", type=Path, default=cache_folder())
     arguments = parser.parse_args()
     folder, environments = arguments.directory.absolute(), arguments.environments.absolute()

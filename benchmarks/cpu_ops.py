@@ -24,11 +24,12 @@ from typing import Any
 import torch
 
 from cpu_attention import CACHES, attention_requests
-from cpu_roofs import READ_BYTES, Roofs, measured_roofs
+from cpu_roofs import READ_BYTES, roofs_of
 from interposer import CustomOp, Kernel, Registry, Request, current_registry
 from interposer.errors import described, foreign_errors
 from interposer.records import load_target
 from interposer_cpu import CPUPlatform
+from interposer_models.roofline import Roofs
 
 Call = Callable[[], object]
 ROWS = (1, 2, 4, 8, 32, 512)
@@ -264,7 +265,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     options = parsed()
-    roofs = [measured_roofs(n, options.rounds, options.read_mib << 20) for n in options.threads]
+    roofs = [roofs_of(n, options.rounds, options.read_mib << 20) for n in options.threads]
     for roof in roofs:
         print(
             f"{roof.threads} threads: reading {roof.bytes_per_s / 1e9:.1f} GB/s by {roof.read_by}, "

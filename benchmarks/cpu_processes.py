@@ -10,9 +10,12 @@ import signal
 import subprocess
 import tempfile
 import threading
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from cpu_contenders.contract import Settings
 from cpu_peers import Contender, Unavailable
 
 __all__ = ["Worker", "available_mib"]
@@ -27,7 +30,13 @@ class Worker:
     """
 
     def __init__(
-        self, contender: Contender, python: Path, folder: Path, threads: int, timeout_s: float
+        self,
+        contender: Contender,
+        python: Path,
+        folder: Path,
+        threads: int,
+        timeout_s: float,
+        settings: Settings | None = None,
     ) -> None:
         self.contender = contender
         self.timeout_s = timeout_s
@@ -36,8 +45,9 @@ class Worker:
             raise Unavailable(f"{source} is missing. Try: benchmarks/cpu_models.py")
         self.log = tempfile.NamedTemporaryFile(mode="w+b", suffix=".log")  # noqa: SIM115 - see end
         number = str(threads)
+        more = [] if settings is None else [json.dumps(asdict(settings))]
         self.process = subprocess.Popen(
-            [python, WORKER, contender.module, source, contender.option, number],
+            [python, WORKER, contender.module, source, contender.option, number, *more],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -52,7 +62,7 @@ class Worker:
         self.loaded = self._answer()
         self._signal(signal.SIGSTOP)
 
-    def run(self, row: dict[str, int]) -> dict[str, float]:
+    def run(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the process measured.
 
         Raises: Unavailable: it failed or took too long; it is ended then.
@@ -64,7 +74,7 @@ class Worker:
             self.process.stdin.flush()
         except BrokenPipeError:
             raise Unavailable(self._last_words()) from None
-        found: dict[str, float] = self._answer()
+        found = self._answer()
         self._signal(signal.SIGSTOP)
         return found
 

@@ -1,6 +1,8 @@
-"""A contender of ``cpu_decode.py`` in a process of its own; that script starts it.
+"""A contender of ``cpu_decode.py`` or ``batch_kinds.py`` in a process of its own.
 
-    python cpu_worker.py MODULE PATH OPTION THREADS
+    python cpu_worker.py MODULE PATH OPTION THREADS [SETTINGS]
+
+These scripts start it; SETTINGS is JSON of what ``cpu_contenders/contract.py`` calls so.
 
 Loads the model, then runs what comes in on stdin, a line of JSON for each run, and answers each
 with one on what was stdout. Whatever the libraries print goes to stderr. It runs in the
@@ -20,7 +22,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from cpu_contenders.contract import Contender
+from cpu_contenders.contract import BatchContender, Contender, Settings
+from cpu_contenders.kinds import run as run_kind
 
 MIB = 2**20
 
@@ -92,13 +95,16 @@ def answer(out: IO[str], **fields: Any) -> None:
 
 
 def main() -> None:
-    module, path, option, threads = sys.argv[1:]
+    module, path, option, threads, *more = sys.argv[1:]
+    settings = [Settings.of(json.loads(text)) for text in more]
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     start = time.perf_counter()
     library = importlib.import_module(f"cpu_contenders.{module}")
     with AnonymousPeak() as peak:
-        contender: Contender = library.open_contender(Path(path), option, int(threads))
+        contender: BatchContender = library.open_contender(
+            Path(path), option, int(threads), *settings
+        )
         seconds = time.perf_counter() - start
     answer(
         out,
@@ -107,7 +113,9 @@ def main() -> None:
         facts=contender.facts(),
     )
     for line in sys.stdin:
-        answer(out, **run(contender, json.loads(line)))
+        row = json.loads(line)
+        # A row without a kind is one of those that every contender runs.
+        answer(out, **(run_kind(contender, row) if "kind" in row else run(contender, row)))
 
 
 if __name__ == "__main__":

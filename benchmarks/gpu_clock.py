@@ -5,45 +5,28 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 
 import torch
 
 from interposer import Config, Placement, place
+from interposer_models.roofline import Roofs, measured_roofs
 
 __all__ = [
     "Call",
     "Clock",
     "EventClock",
     "HostClock",
-    "Roofs",
     "accelerator_placement",
     "clock_of",
-    "measured_roofs",
     "placement_of",
+    "roofs_by",
 ]
 
 Call = Callable[[], object]
 
 # More than the largest last-level cache that is described, of 256 MiB, holds.
 _FLUSH_NUMBERS = 128 << 20
-_COPIED_BYTES = 1 << 30
-_MATRIX_SIDE = 8192
-
-
-@dataclass(frozen=True)
-class Roofs:
-    """The measured roofs of the device."""
-
-    bytes_per_s: float
-    flops_per_s: float
-
-    def __str__(self) -> str:
-        return (
-            f"copy {self.bytes_per_s / 1e9:.0f} GB/s, matrix product in bfloat16 "
-            f"{self.flops_per_s / 1e12:.0f} TFLOP/s"
-        )
 
 
 def accelerator_placement(platform: str = "") -> Placement:
@@ -123,12 +106,12 @@ def clock_of(device: str, tiny: bool) -> Clock:
     return EventClock(device, 2 if tiny else 30)
 
 
-def measured_roofs(clock: Clock, tiny: bool = False) -> Roofs:
-    """Return the bandwidth of a copy, read and written, and the rate of a large product."""
-    side = 64 if tiny else _MATRIX_SIDE
-    source = torch.ones(side**2 if tiny else _COPIED_BYTES, dtype=torch.int8, device=clock.device)
-    target = torch.empty_like(source)
-    shape = (side, side)
-    left, right = (torch.randn(shape, device=clock.device, dtype=torch.bfloat16) for _ in range(2))
-    copied, multiplied = clock.time([lambda: target.copy_(source), lambda: left @ right])
-    return Roofs(2 * source.numel() / copied, 2 * side**3 / multiplied)
+def roofs_by(clock: Clock, placement: Placement, tiny: bool = False) -> Roofs:
+    """Return the roofs of the device by its own clock; those of a rehearsal are small."""
+    side = 64 if tiny else None
+    return measured_roofs(
+        placement,
+        seconds=lambda calls: clock.time([*calls]),
+        read_bytes=side and side**2,
+        side=side,
+    )

@@ -28,10 +28,11 @@ from pathlib import Path
 import torch
 
 from evidence.record import Deadline, Record, add_step_options
-from gpu_clock import Roofs, clock_of, measured_roofs, placement_of
+from gpu_clock import clock_of, placement_of, roofs_by
 from gpu_contenders import Contender, InterposerEngine, TransformersModel
 from interposer import Placement
 from interposer_models.families import DecoderFamily
+from interposer_models.roofline import Roofs
 from random_model import SHAPES, write_model
 
 # Bits of a weight of the blocks, with its scales, and of the head, by precision.
@@ -74,7 +75,7 @@ def main() -> None:
     placement = placement_of(options.platform, options.tiny)
     record, deadline = Record(options.json), Deadline(options.seconds)
     clock = clock_of(placement.device.torch_device, options.tiny)
-    roofs = measured_roofs(clock, options.tiny)
+    roofs = roofs_by(clock, placement, options.tiny)
     del clock
     record.facts |= {"device": placement.device.name, "torch": torch.__version__}
     record.facts["roofs"] = asdict(roofs)

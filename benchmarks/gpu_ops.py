@@ -24,11 +24,12 @@ import torch
 from torch.utils import _pytree
 
 from evidence.record import Deadline, Record, add_step_options
-from gpu_clock import Call, Clock, Roofs, clock_of, measured_roofs, placement_of
+from gpu_clock import Call, Clock, clock_of, placement_of, roofs_by
 from gpu_workload import Item, items_of_model, items_of_others, moved_bytes, num_flops
 from interposer import CustomOp, Device, Kernel, Registry, Request, current_registry
 from interposer.errors import described, foreign_errors
 from interposer.records import load_target
+from interposer_models.roofline import Roofs
 
 METHODS = {"bf16": None, "fp8": "fp8", "int4": "int4", "w4a8": "w4a8"}
 _TINY_OPS = ("silu_and_mul", "rms_norm", "relu2")
@@ -64,7 +65,7 @@ def main() -> None:
     record, deadline = Record(options.json), Deadline(options.seconds)
     device, dtype = placement.device, getattr(torch, options.dtype)
     clock = clock_of(device.torch_device, options.tiny)
-    roofs = measured_roofs(clock, options.tiny)
+    roofs = roofs_by(clock, placement, options.tiny)
     record.facts |= {"device": device.name, "torch": torch.__version__, "dtype": options.dtype}
     record.facts["roofs"] = asdict(roofs)
     record.say(f"{device.name} ({device.capability.architecture}); {roofs}")

@@ -12,19 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.adapter_files import write_adapter
 
 from interposer import current_registry
+from interposer_models.roofline import Mixing, ModelWork, Roofs, Weights
 
+SHIPPED = Path(__file__).parents[1] / "examples" / "models" / "stdlib-lm"
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-QWEN3 = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
 # Parameters of Qwen3-0.6B, without the 65,536 of its norms.
 QWEN3_WEIGHTS = 596_049_920 - 65_536
 HEAD = 1024 * 151936
@@ -136,36 +130,17 @@ def test_a_missing_file_is_named() -> None:
         processes.Worker(contender, Path(sys.executable), Path("nowhere"), 1, 60.0)
 
 
-def test_work_is_counted_from_sizes() -> None:
-    work = qwen3_work()
-    assert work.weights_read(1) == QWEN3_WEIGHTS
-    # 28 layers, keys and values, 8 heads of 128, two bytes each.
-    assert work.state_bytes(1) == 28 * 2 * 8 * 128 * 2
-    assert work.decode_bytes(16, 8, 100) == 2 * QWEN3_WEIGHTS + 800 * work.state_bytes(1)
-    scores = 28 * 2 * 16 * 128 * 100**2 / 2
-    assert work.prefill_flops(100) == 2 * (100 * (QWEN3_WEIGHTS - HEAD) + scores + HEAD)
+def qwen3_work() -> ModelWork:
+    # 28 layers, keys and values, 8 heads of 128, two bytes each; scores and sums of 16 heads.
+    layers = (Mixing(2 * 8 * 128 * 2, 2 * 16 * 128),) * 28
+    return ModelWork((Weights(QWEN3_WEIGHTS - HEAD),), Weights(HEAD), layers)
 
 
-def test_asked_experts_windows_and_states_are_counted(tmp_path: Path) -> None:
-    shape = module("cpu_models").config_of(
-        "qwen3-next-cut", hidden_size=64, num_experts=8, num_experts_per_tok=2, vocab_size=256
-    )
-    module("cpu_models").write_hugging_face(shape, tmp_path)
-    work = module("cpu_work").ModelWork.of(tmp_path)
-    experts = 8 * 8 * 3 * 64 * 512
-    assert (work.routed, work.head) == (experts, 64 * 256)
-    assert work.weights_read(1) == work.dense + experts / 4 + work.head
-    # Of two tokens with two of eight experts each, a quarter of those of the second were asked.
-    assert work.weights_read(2) == work.dense + experts * 7 / 16 + work.head
-    states, kept = 6 * 32 * 128 * 128, 2 * 2 * 2 * 256
-    assert work.state_bytes(10) == 2 * 4 * states + 10 * kept * 2
-    layer = module("cpu_work").Mixing(numbers=3, products=5, window=4)
-    assert (layer.kept(3), layer.kept(30)) == (9, 12)
-    assert (layer.mixed(4), layer.mixed(6)) == (5 * 8, 5 * 16)
-
-
-def qwen3_work() -> Any:
-    return module("cpu_work").ModelWork(QWEN3, {"layers.weight": QWEN3_WEIGHTS - HEAD})
+def test_a_step_reads_weights_of_so_many_bits_and_the_cache() -> None:
+    decode_bytes, work = module("cpu_decode").decode_bytes, qwen3_work()
+    cache = 28 * 2 * 8 * 128 * 2
+    assert decode_bytes(work, 16, 8, 100) == 2 * QWEN3_WEIGHTS + 800 * cache
+    assert decode_bytes(work, 4, 1, 10) == 0.5625 * QWEN3_WEIGHTS + 10 * cache
 
 
 def test_ratios_are_those_within_a_round_to_the_best_peer() -> None:
@@ -188,7 +163,7 @@ def test_ratios_are_those_within_a_round_to_the_best_peer() -> None:
     options = Namespace(contexts=[128], prefill=[], new_tokens=0, batch=1)
     rows, work = decode.rows_of(options), qwen3_work()
     lines = list(decode.report(group, rows, work))
-    ceiling = 32e9 / work.decode_bytes(16, 1, 128)
+    ceiling = 32e9 / decode.decode_bytes(work, 16, 1, 128)
     (line,) = [line for line in lines if line.startswith(f"| {label}")]
     assert f"| {ceiling:.0f} | 20.0 (10.0-30.0), {20 / ceiling:.0%}, x2.00 llama_cpp:bf16 |" in line
     assert "- onnx:int4: NOT RUN: not installed" in lines
@@ -210,12 +185,12 @@ def test_rows_are_run_once_for_what_they_share() -> None:
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4-g32", "w4a8-g32", "mxfp4"])
 def test_every_kernel_that_accepts_is_timed(name: str) -> None:
-    ops, roofs = module("cpu_ops"), module("cpu_roofs")
+    ops = module("cpu_ops")
     work = list(ops.linear_work(current_registry(), name, (64, 32), [1, 3], 5000))
     assert [each.what for each in work] == ["64 to 32, 1 rows", "64 to 32, 3 rows"]
     with torch.inference_mode():
         for each in work:
-            found = list(ops.measured(each, roofs.Roofs(1e9, "", 1e9, 1), 1))
+            found = list(ops.measured(each, Roofs(1e9, "", 1e9, 1), 1))
             assert [measure.kernel for measure in found] == list(each.calls)
             assert "reference" in each.calls
             assert all(measure.gb_per_s > 0 for measure in found)
@@ -259,3 +234,141 @@ def test_sums_of_matrices_stay_in_registers() -> None:
             for loop in own:
                 assert not any("[sp" in text for text in loop.instructions), (name, loop)
                 assert len(loop.instructions) <= 2.5 * loop.products["bfmmla"], (name, loop)
+
+
+class Kinds(Counting):
+    """A contender that knows the kinds of batch, and gives two tokens a step where it guesses."""
+
+    def __init__(self, given: int, adapters: int = 4) -> None:
+        super().__init__(given)
+        self.adapters = adapters
+
+    def extend(self, prompt: list[int], known: int) -> list[int]:
+        self.steps.append(f"extend {len(prompt)} behind {known}")
+        return [0]
+
+    def join(self, prompt: list[int]) -> None:
+        self.steps.append(f"join {len(prompt)}")
+
+    def several(self) -> list[list[int]]:
+        return [[0, 0] for _ in self.step()]
+
+    def draw(self, temperature: float, seed: int) -> None:
+        self.steps.append(f"draw at {temperature} by {seed}")
+
+    def use_adapters(self, numbers: list[int | None]) -> None:
+        if len({*numbers}) > self.adapters:
+            raise module("cpu_contenders.contract").Unsupported("one adapter for all requests")
+        self.steps.append(f"adapters {numbers}")
+
+
+def test_kinds_of_batch_are_runs_of_one_contract() -> None:
+    kinds = module("cpu_contenders.kinds")
+
+    def steps(given: int, **row: Any) -> tuple[list[str], dict[str, Any]]:
+        contender = Kinds(given)
+        found = kinds.run(contender, {"seed": 1, "vocab_size": 7, **row})
+        assert all(value > 0 for value in found.values())
+        return contender.steps, found
+
+    run, found = steps(1, kind="extend", context=6, new_tokens=4)
+    assert run == ["reserve 1 x 12", "prefill 1 x 6", "end", "extend 10 behind 6", "end"]
+    assert set(found) == {"new", "known"}
+    run, _ = steps(1, kind="shared", context=30)
+    assert run == ["reserve 1 x 52", "prefill 1 x 50", "end", "extend 50 behind 30", "end"]
+    run, found = steps(4, kind="mixed", batch=4, context=3, new_tokens=17, joining=5)
+    assert run[2:12] == ["join 5", *["step"] * 8, "join 5"]
+    assert set(found) == {"tokens", "gap_ms"}
+    run, found = steps(2, kind="decode", batch=2, context=3, new_tokens=1, adapters=[0, 1])
+    assert run[1:3] == ["adapters [0, 1]", "prefill 2 x 3"]
+    assert run[-1] == "adapters []"
+    run, found = steps(1, kind="guesses", prompt=[1, 2, 1, 2], new_tokens=5, temperature=1.0)
+    assert run[1:3] == ["draw at 1.0 by 1", "prefill 1 x 4"]
+    assert run.count("step") == 3  # of two tokens each
+    assert set(found) == {"tokens"}
+
+
+def test_both_prompts_share_their_beginning_and_no_round_has_it_again() -> None:
+    kinds, seen = module("cpu_contenders.kinds"), []
+
+    class Keeping(Kinds):
+        def prefill(self, prompts: list[list[int]], new_tokens: int) -> list[int]:
+            seen.append(prompts[0])
+            return [0]
+
+        def extend(self, prompt: list[int], known: int) -> list[int]:
+            seen.append(prompt)
+            return [0]
+
+    for seed in (1, 2):
+        kinds.run(Keeping(1), {"kind": "shared", "context": 30, "seed": seed, "vocab_size": 999})
+    first, second, other, _ = seen
+    assert first[:30] == second[:30] != other[:30]
+    assert first[30:] != second[30:]
+
+
+def test_what_a_library_does_not_do_is_told_and_the_rest_goes_on() -> None:
+    kinds, contender = module("cpu_contenders.kinds"), Kinds(2, adapters=1)
+    row = {"kind": "decode", "batch": 2, "context": 3, "new_tokens": 1, "seed": 0, "vocab_size": 7}
+    told = kinds.run(contender, {**row, "adapters": [0, 1]})
+    assert told == {"unsupported": "one adapter for all requests"}
+    assert "decode" in kinds.run(contender, {**row, "adapters": [0, 0]})
+    with pytest.raises(RuntimeError, match=r"gave \[3\] tokens instead of 2"):
+        kinds.run(Kinds(3), row)
+
+
+def test_ratios_of_kinds_are_those_within_a_round(tmp_path: Path) -> None:
+    kinds = module("batch_kinds")
+    rates = {
+        "plain": {"interposer:bf16": [10.0, 20.0, 30.0], "llama_cpp:bf16": [10.0, 10.0, 10.0]},
+        "with": {"interposer:bf16": [10.0, 40.0, 90.0]},
+        "gap": {"interposer:bf16": [2.0, 4.0, 8.0], "llama_cpp:bf16": [4.0, 4.0, 4.0]},
+    }
+    rows = (
+        kinds.Row({}, {"tokens": "plain", "gap_ms": "gap"}),
+        kinds.Row({}, {"tokens": "with"}),
+    )
+    suite = kinds.Suite(tmp_path, {}, rows, (("with", "plain"),))
+    figures = kinds.Figures(rates, {"llama_cpp:bf16: with": "one adapter for all requests"})
+    peers = ["interposer:bf16", "llama_cpp:bf16"]
+    lines = list(kinds.report("x", suite, figures, Namespace(threads=2, peers=peers)))
+    assert "| plain | 20.0 (10.0-30.0), x2.00 llama_cpp:bf16 | 10.0 (10.0-10.0) |" in lines
+    # Fewer milliseconds are better.
+    assert "| gap | 4.0 (2.0-8.0), x1.00 llama_cpp:bf16 | 4.0 (4.0-4.0) |" in lines
+    assert "| with | 40.0 (10.0-90.0) | - |" in lines
+    assert "| with / plain | x2.00 | - |" in lines
+    assert "- llama_cpp:bf16: with: NOT RUN: one adapter for all requests" in lines
+
+
+def test_our_engine_is_a_contender_of_every_kind(tmp_path: Path) -> None:
+    contract, kinds = module("cpu_contenders.contract"), module("cpu_contenders.kinds")
+    models = module("cpu_models")
+    shape = models.config_of("tiny", hidden_size=64, intermediate_size=64, vocab_size=256)
+    models.write_hugging_face(shape, tmp_path / "hf")
+    sizes = {f"model.layers.{n}.mlp.up_proj": (64, 64) for n in range(2)}
+    adapters = tuple(str(write_adapter(tmp_path / str(n), sizes, seed=n)) for n in range(2))
+    engine = module("cpu_contenders.interposer_engine")
+    settings = contract.Settings(512, prefixes=True, adapters=adapters)
+    contender = engine.open_contender(tmp_path / "hf", "bf16", 1, settings)
+    for row in (
+        {"kind": "extend", "context": 64, "new_tokens": 32},
+        {"kind": "shared", "context": 128},
+        {"kind": "mixed", "batch": 4, "context": 8, "new_tokens": 17, "joining": 32},
+        {"kind": "decode", "batch": 4, "context": 8, "new_tokens": 2, "adapters": [0, None, 1, 0]},
+    ):
+        found = kinds.run(contender, {"seed": 1, "vocab_size": 256, **row})
+        assert all(value > 0 for value in found.values())
+    assert contender.lm.adapters == ()
+    # Of both second prompts whole pages are found again.
+    assert contender.lm.engine.prefixes.shared_tokens >= 64 + 128 - 2 * 16
+
+
+def test_our_engine_guesses_what_repeats_itself() -> None:
+    contract, kinds = module("cpu_contenders.contract"), module("cpu_contenders.kinds")
+    rows = module("batch_kinds").guessed_rows(Namespace(scale=4, new_tokens=4))
+    engine = module("cpu_contenders.interposer_engine")
+    settings = contract.Settings(512, guesses=True)
+    contender = engine.open_contender(SHIPPED, "bf16", 1, settings)
+    for row in rows:
+        assert kinds.run(contender, {**row.command, "seed": 1})["tokens"] > 0
+    assert contender.lm.speculation.drafted_tokens > 0

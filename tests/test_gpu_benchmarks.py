@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 from interposer import Capability, Config, Device, Kernel, current_registry, hookimpl, register
 from interposer.records import load_target
 from interposer_models.families import Llama
+from interposer_models.roofline import Roofs
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SHAPE: dict[str, Any] = {
@@ -71,7 +72,7 @@ def measured_by(ops: Any, clock: Any, item: Any) -> tuple[Any, Any]:
     """Return the figures of an item in float32 on this processor, and the record."""
     record = module("evidence.record").Record()
     device = Device("cpu", "cpu", "here", Capability("any"))
-    roofs = clock.Roofs(1e9, 1e12)
+    roofs = Roofs(1e9, "a copy", 1e12, 1)
     registry = current_registry(Config(isolation="off"))
     bench = ops.Bench(registry, device, torch.float32, clock.clock_of("cpu", True), roofs, record)
     bench.measure(item)

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from cpu_contenders.contract import MAX_BATCH, MAX_STEP_TOKENS, Contender
+from cpu_contenders.contract import MAX_BATCH, MAX_STEP_TOKENS, BatchContender, Settings
 
 __all__ = ["open_contender", "settings_of"]
 
@@ -16,44 +16,78 @@ _HEADS = {"int4": "int4", "w4a8": "int4", "int8": "int8", "fp8": "int8"}
 class Engine:
     """Requests of the engine that run as one batch."""
 
-    def __init__(self, path: Path, option: str, threads: int) -> None:
+    def __init__(self, path: Path, option: str, threads: int, settings: Settings) -> None:
         import torch
 
         torch.set_num_threads(threads)
         models = importlib.import_module("interposer_models")
         config: Any = importlib.import_module("interposer").Config
-        settings = settings_of(option)
         # The kernels of the example would win where they are installed, by their score.
         disabled = importlib.util.find_spec("interposer_example_norm") is not None
         self.lm = models.load(
             path,
             config=config(disable=("interposer-example-norm",) if disabled else ()),
             dtype="bfloat16",
-            quantization=settings,
-            cache_tokens=MAX_STEP_TOKENS,
+            quantization=settings_of(option),
+            cache_tokens=settings.cache_tokens,
             max_sequences=MAX_BATCH,
             max_step_tokens=MAX_STEP_TOKENS,
+            prefix_cache=settings.prefixes,
+            speculation=models.Speculation(tokens=4) if settings.guesses else None,
         )
         self.params: Any = models.SamplingParams
+        self.adapters = settings.adapters
         self.sequences: list[Any] = []
+        self.joined: list[Any] = []
+        self.named: list[int | None] = []
+        self.drawing: dict[str, Any] = {"temperature": 0.0}
 
     def reserve(self, batch: int, tokens: int) -> None:
         """Do nothing: the cache is made when the model loads."""
 
     def prefill(self, prompts: list[list[int]], new_tokens: int) -> list[int]:
+        numbers = self.named or [None] * len(prompts)
         # A token more than is asked for, so that the last step is like all others.
-        params = self.params(temperature=0.0, max_new_tokens=new_tokens + 1, ignore_eos=True)
-        self.sequences = [self.lm.engine.add(prompt, params) for prompt in prompts]
+        self.sequences = [
+            self._add(prompt, new_tokens + 1, number)
+            for prompt, number in zip(prompts, numbers, strict=True)
+        ]
         while not all(sequence.output for sequence in self.sequences):
             self.lm.engine.step()
         return [sequence.output[0] for sequence in self.sequences]
 
     def step(self) -> list[int]:
-        return [event.token_id for event in self.lm.engine.step()]
+        return [tokens[-1] for tokens in self.several()]
+
+    def extend(self, prompt: list[int], known: int) -> list[int]:
+        # The pages of the request before this one are found by their tokens.
+        return self.prefill([prompt], 1)
+
+    def join(self, prompt: list[int]) -> None:
+        self.joined.append(self._add(prompt, 1, None))
+
+    def several(self) -> list[list[int]]:
+        found: dict[int, list[int]] = {id(sequence): [] for sequence in self.sequences}
+        while not all(found.values()):
+            for event in self.lm.engine.step():
+                found.get(id(event.sequence), []).append(event.token_id)
+        return list(found.values())
+
+    def draw(self, temperature: float, seed: int) -> None:
+        self.drawing = {"temperature": temperature, "seed": seed}
+
+    def use_adapters(self, numbers: list[int | None]) -> None:
+        wanted = sorted({number for number in numbers if number is not None})
+        for name in self.lm.adapters:
+            self.lm.remove_adapter(name)
+        for number in wanted:
+            self.lm.load_adapter(str(number), self.adapters[number])
+        self.named = numbers
 
     def end(self) -> None:
-        for sequence in self.sequences:
+        for sequence in (*self.sequences, *self.joined):
             self.lm.engine.cancel(sequence)
+        self.joined = []
 
     def facts(self) -> dict[str, object]:
         import torch
@@ -70,6 +104,13 @@ class Engine:
             "cache_mib": round(self.lm.engine.runner.cache_bytes / 2**20),
             "chosen": sorted(choices),
         }
+
+    def _add(self, prompt: list[int], new_tokens: int, adapter: int | None) -> Any:
+        name = None if adapter is None else str(adapter)
+        params = self.params(
+            max_new_tokens=new_tokens, ignore_eos=True, adapter=name, **self.drawing
+        )
+        return self.lm.engine.add(prompt, params)
 
 
 def settings_of(option: str) -> dict[str, Any] | None:
@@ -91,6 +132,8 @@ def settings_of(option: str) -> dict[str, Any] | None:
     return None if method == "bf16" else settings | {"head_activations": inputs}
 
 
-def open_contender(path: Path, option: str, threads: int) -> Contender:
+def open_contender(
+    path: Path, option: str, threads: int, settings: Settings | None = None
+) -> BatchContender:
     """Load the model in bfloat16, or quantized by the method ``option``, such as int4-g32."""
-    return Engine(path, option, threads)
+    return Engine(path, option, threads, settings or Settings())

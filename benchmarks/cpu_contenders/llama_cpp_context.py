@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from pathlib import Path
 from typing import Any
 
-from cpu_contenders.contract import MAX_STEP_TOKENS, Contender
+from cpu_contenders.contract import (
+    MAX_STEP_TOKENS,
+    BatchContender,
+    Settings,
+    Unsupported,
+)
 
 __all__ = ["open_contender"]
+
+_GUESSES = 4
+_NGRAM = 3
 
 
 class Context:
     """A context as large as the requests, made anew when they become larger or smaller."""
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, settings: Settings) -> None:
         self.lib: Any = importlib.import_module("llama_cpp")
         self.numpy: Any = importlib.import_module("numpy")
         self.threads = threads
@@ -32,6 +41,13 @@ class Context:
         self.batch = self.lib.llama_batch_init(MAX_STEP_TOKENS, 0, 1)
         self.tokens: list[int] = []
         self.position = 0
+        self.joining: list[list[int]] = []
+        self.texts: list[list[int]] = []
+        self.guess: Any = None
+        if settings.guesses:
+            speculative: Any = importlib.import_module("llama_cpp.llama_speculative")
+            self.guess = speculative.LlamaPromptLookupDecoding(_NGRAM, _GUESSES)
+        self.adapters = [self._adapter(Path(folder)) for folder in settings.adapters]
 
     def reserve(self, batch: int, tokens: int) -> None:
         shape = (batch, -(-tokens // 256) * 256)
@@ -47,8 +63,7 @@ class Context:
             if not self.context:
                 raise RuntimeError(f"llama.cpp makes no context of {shape}")
             self.shape = shape
-        memory = self.lib.llama_get_memory(self.context)
-        self.lib.llama_memory_clear(memory, False)
+        self.lib.llama_memory_clear(self._memory, False)
 
     def prefill(self, prompts: list[list[int]], new_tokens: int) -> list[int]:
         size = len(prompts[0])
@@ -58,41 +73,112 @@ class Context:
             for place, token in enumerate(prompt)
         ]
         self.position = size
-        return self._decode(rows)
+        self.tokens = self._decode(rows)
+        self.texts = [[*p, token] for p, token in zip(prompts, self.tokens, strict=True)]
+        return self.tokens
 
     def step(self) -> list[int]:
         rows = [(token, self.position, number, True) for number, token in enumerate(self.tokens)]
+        count = len(rows)
+        for number, prompt in enumerate(self.joining):
+            last = len(prompt) - 1
+            rows += [(t, place, count + number, place == last) for place, t in enumerate(prompt)]
         self.position += 1
-        return self._decode(rows)
+        self.tokens = self._decode(rows)[:count]
+        for number, _ in enumerate(self.joining):
+            self.lib.llama_memory_seq_rm(self._memory, count + number, -1, -1)
+        self.joining = []
+        return self.tokens
+
+    def extend(self, prompt: list[int], known: int) -> list[int]:
+        self.lib.llama_memory_seq_rm(self._memory, 0, known, -1)
+        last = len(prompt) - 1
+        rows = [(t, place, 0, place == last) for place, t in enumerate(prompt) if place >= known]
+        self.position, self.tokens = len(prompt), self._decode(rows)
+        return self.tokens
+
+    def join(self, prompt: list[int]) -> None:
+        self.joining.append(prompt)
+
+    def several(self) -> list[list[int]]:
+        """Verify what the library's own prompt lookup found, in one batch, as its ``Llama`` does.
+
+        That class also copies the logits of every token; this takes those of guesses alone.
+        """
+        if self.guess is None:
+            return [[token] for token in self.step()]
+        (text,) = self.texts
+        guessed = [int(t) for t in self.guess(self.numpy.array(text, dtype=self.numpy.intc))]
+        rows = [(t, self.position + n, 0, True) for n, t in enumerate([text[-1], *guessed])]
+        drawn = self._decode(rows)
+        wrong = (n for n, token in enumerate(guessed) if drawn[n] != token)
+        found = drawn[: next(wrong, len(guessed)) + 1]
+        self.position += len(found)
+        self.lib.llama_memory_seq_rm(self._memory, 0, self.position, -1)
+        text += found
+        self.tokens = found[-1:]
+        return [found]
+
+    def draw(self, temperature: float, seed: int) -> None:
+        if temperature:
+            raise Unsupported("guesses of llama-cpp-python are verified greedily here")
+
+    def use_adapters(self, numbers: list[int | None]) -> None:
+        """Set the adapter of the context, which is that of all of its requests."""
+        wanted = {*numbers}
+        if len(wanted) > 1:
+            raise Unsupported("a context of llama.cpp has one adapter for all requests")
+        chosen = [self.adapters[n] for n in wanted if n is not None]
+        pointers = (self.lib.llama_adapter_lora_p_ctypes * len(chosen))(*chosen)
+        scales = (ctypes.c_float * len(chosen))(*[1.0] * len(chosen))
+        if self.lib.llama_set_adapters_lora(self.context, pointers, len(chosen), scales):
+            raise RuntimeError("llama.cpp does not set the adapter")
 
     def end(self) -> None:
-        self.tokens = []
+        self.tokens, self.joining, self.texts = [], [], []
 
     def facts(self) -> dict[str, object]:
         return {"llama-cpp-python": self.lib.__version__}
 
+    @property
+    def _memory(self) -> Any:
+        return self.lib.llama_get_memory(self.context)
+
+    def _adapter(self, folder: Path) -> Any:
+        file = folder.with_suffix(".gguf")
+        found = self.lib.llama_adapter_lora_init(self.model, str(file).encode())
+        if not found:
+            raise RuntimeError(f"llama.cpp does not load the adapter {file}")
+        return found
+
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
+        """Compute rows of a token, its place, its sequence and whether its logits are wanted."""
         batch = self.batch
-        batch.n_tokens = len(rows)
-        for at, (token, place, sequence, wanted) in enumerate(rows):
-            batch.token[at] = token
-            batch.pos[at] = place
-            batch.n_seq_id[at] = 1
-            batch.seq_id[at][0] = sequence
-            batch.logits[at] = wanted
-        status = self.lib.llama_decode(self.context, batch)
-        if status:
-            raise RuntimeError(f"llama_decode returned {status}")
-        self.tokens = [
-            int(self.numpy.argmax(self._logits(at))) for at, row in enumerate(rows) if row[3]
-        ]
-        return self.tokens
+        drawn: list[int] = []
+        for start in range(0, len(rows), MAX_STEP_TOKENS):
+            part = rows[start : start + MAX_STEP_TOKENS]
+            batch.n_tokens = len(part)
+            for at, (token, place, sequence, wanted) in enumerate(part):
+                batch.token[at] = token
+                batch.pos[at] = place
+                batch.n_seq_id[at] = 1
+                batch.seq_id[at][0] = sequence
+                batch.logits[at] = wanted
+            status = self.lib.llama_decode(self.context, batch)
+            if status:
+                raise RuntimeError(f"llama_decode returned {status}")
+            drawn += [
+                int(self.numpy.argmax(self._logits(at))) for at, row in enumerate(part) if row[3]
+            ]
+        return drawn
 
     def _logits(self, at: int) -> Any:
         found = self.lib.llama_get_logits_ith(self.context, at)
         return self.numpy.ctypeslib.as_array(found, shape=(self.vocab_size,))
 
 
-def open_contender(path: Path, option: str, threads: int) -> Contender:
+def open_contender(
+    path: Path, option: str, threads: int, settings: Settings | None = None
+) -> BatchContender:
     """Load the GGUF file; ``option`` is in its name."""
-    return Context(path, threads)
+    return Context(path, threads, settings or Settings())

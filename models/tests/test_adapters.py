@@ -217,14 +217,21 @@ def test_adapters_come_and_go_while_requests_run(
 
 def test_nothing_is_left_of_the_last_adapter(llama: Path, adapters: dict[str, Path]) -> None:
     lm = load(llama, cache_tokens=512)
-    before = lm.logits(IDS)
+    before, explained = lm.logits(IDS), str(explain(lm))
     kinds = [type(module) for module in lm.engine.model.modules()]
-    lm.load_adapter("all", adapters["all"])
-    assert any(module._forward_hooks for module in lm.engine.model.modules())
-    kernels = {choice.request.name for choice, _ in lm.resolver.choices.values()}
-    assert {"lora_shrink", "lora_expand"} <= kernels
-    assert "lora_shrink" in str(explain(lm))
-    lm.remove_adapter("all")
+    for _ in range(2):
+        lm.load_adapter("all", adapters["all"])
+        assert not any(module._forward_hooks for module in lm.engine.model.modules())
+        lm.logits(IDS, adapter="all")
+        assert any(module._forward_hooks for module in lm.engine.model.modules())
+        lm.logits(IDS)
+        assert not any(module._forward_hooks for module in lm.engine.model.modules())
+        kernels = {choice.request.name for choice, _ in lm.resolver.choices.values()}
+        assert {"lora_shrink", "lora_expand"} <= kernels
+        assert "lora_shrink" in str(explain(lm))
+        lm.logits(IDS, adapter="all")
+        lm.remove_adapter("all")
+        assert str(explain(lm)) == explained
     assert not any(module._forward_hooks for module in lm.engine.model.modules())
     assert [type(module) for module in lm.engine.model.modules()] == kinds
     assert lm.adapters == ()
@@ -289,7 +296,7 @@ CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"use_dora": True}, "use_dora is True, which is not computed\nTry: merge it"),
     ({"bias": "all"}, "bias is 'all', which is not computed\nTry: train with bias='none'"),
     ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], which is not computed"),
-    ({"target_parameters": ["up"]}, "experts are not adapted"),
+    ({"target_parameters": "up"}, "target_parameters is 'up', must be a list of names"),
     ({"trainable_token_indices": [1]}, "trainable_token_indices is"),
     ({"init_lora_weights": "pissa"}, "'pissa', which changes weights of the base model\nTry: save"),
     ({"of_the_future": 3}, "of_the_future is 3, which is not computed"),
@@ -390,7 +397,7 @@ def test_folders_that_are_no_adapters_are_refused(
 
 
 def test_names_are_checked(lm: LanguageModel, bare: LanguageModel, adapters: Any) -> None:
-    with pytest.raises(ConfigError, match=r"'all' already\. Try: remove_adapter"):
+    with pytest.raises(ConfigError, match=r"'all' already\. Try: replace=True"):
         lm.load_adapter("all", adapters["root"])
     with pytest.raises(ConfigError, match="is '', must be a text"):
         lm.load_adapter("", adapters["root"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.adapter_files import write_adapter
 from tests.tape import DEVICE, TapePlatform
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -134,6 +135,22 @@ def test_a_fraction_steers_it(llama: Path) -> None:
     assert few.engine.pool.num_pages > 100
     assert abs(more.engine.pool.num_pages - 2 * few.engine.pool.num_pages) <= 1
     assert few.engine.pool.num_pages * page <= 0.01 * 621 * MIB
+
+
+def test_adapters_come_before_the_cache(llama: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "wide", {"lm_head": (256, 64)}, rank=2000)
+    how: dict[str, Any] = {"memory_fraction": 0.02, "max_step_tokens": 64}
+    plain, adapted = loaded(llama, **how), loaded(llama, **how, adapters={"wide": folder})
+    page = sum(backend.kv_layout().page_bytes() for backend in plain.engine.runner.backends)
+    room = 2 * 2000 * (256 + 64) * 4  # the present matrices, and those that may replace them
+    missing = plain.engine.pool.num_pages - adapted.engine.pool.num_pages
+    assert missing == pytest.approx(0.02 * room / page, abs=1)
+    assert missing >= 2
+    notes = explain(adapted).notes
+    assert any(n.startswith(f"{room / MIB:.1f} MiB are kept for 1 adapters") for n in notes)
+    tokens = 700 * MIB // page * 16
+    with pytest.raises(ConfigError, match=r"cache_tokens is \d+, the free memory holds"):
+        loaded(llama, cache_tokens=tokens, adapters={"wide": folder})
 
 
 def test_a_platform_that_measures_no_step_gives_a_quarter(llama: Path) -> None:

@@ -290,7 +290,7 @@ def test_without_the_package_its_name_is_told(llama: Path, monkeypatch: pytest.M
 def test_without_a_tokenizer_there_are_no_texts(copied: Path) -> None:
     (copied / "tokenizer.json").unlink()
     lm = load(copied, dtype="float32", cache_tokens=256)
-    with pytest.raises(RequestError, match="no tokenizer, so that texts cannot be constrained"):
+    with pytest.raises(RequestError, match="no tokenizer, so that no constraint can be held"):
         lm.generate([[1]], constraint=Constraint.regex("a"))
     lm.engine.constraints = None
     with pytest.raises(RequestError, match="this engine has no tokenizer"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,26 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models.tests.conftest import CONFIGS, SIZES, write_checkpoint
+from models.tests.test_prediction_heads import write_holder
 from safetensors.torch import load_file, save_file
 from tests.adapter_files import write_adapter
 from transformers import LlamaConfig
 
-from interposer_models import Constraint, LanguageModel, SamplingParams, Speculation, load
+from interposer_models import (
+    Constraint,
+    LanguageModel,
+    PrefixCache,
+    PromptLogprob,
+    SamplingParams,
+    Speculation,
+    load,
+)
 
 LARGE, SMALL = 4096, 144
 """Tokens of the cache: room for all requests, and for one of the longest and not much more."""
 BEGINNING = [7 * place % 251 for place in range(48)]
-ADAPTED = {"model.layers.0.self_attn.q_proj": (64, 64), "model.layers.2.mlp.down_proj": (64, 96)}
+ADAPTED = "model.layers.0.self_attn.q_proj", "model.layers.0.linear_attn.out_proj"
+MODELS = ("plain", "rounded", "windowed", "hybrid")
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.9, "seed": 3},
@@ -30,18 +41,29 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"constraint": Constraint.regex("[a-f]{3,40}")},
     {"constraint": Constraint.choice(["import os", "import sys"]), "temperature": 1.0, "seed": 1},
     {"logit_bias": {5: 4.0, 6: -100.0}, "min_tokens": 2},
+    {"prompt_logprobs": 2},
 )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of models with plain and 8-bit caches, a smaller one, and adapters."""
+    """Return a folder of models whose caches are of all kinds, a smaller one, and adapters."""
     folder = tmp_path_factory.mktemp("together")
     write_checkpoint(CONFIGS["llama"](), folder / "plain")
+    write_checkpoint(CONFIGS["mistral"](), folder / "windowed")
+    write_holder(folder / "hybrid", "qwen3_next")  # with states, and a head that predicts
     write_checkpoint(LlamaConfig(**{**SIZES, "num_hidden_layers": 1}), folder / "draft")
     write_eight_bit_cache(folder / "plain", folder / "rounded")
-    for seed, name in enumerate(("one", "two")):
-        write_adapter(folder / name, ADAPTED, rank=2 + seed, seed=seed)
+    for model in MODELS:
+        tensors = load_file(folder / model / "model.safetensors")
+        adapted = {
+            name.removesuffix(".weight"): (tensor.shape[0], tensor.shape[1])
+            for name, tensor in tensors.items()
+            if name.startswith(("lm_head", *ADAPTED))
+        }
+        assert len(adapted) == 2
+        for seed, name in enumerate(("one", "two")):
+            write_adapter(folder / model / name, adapted, rank=2 + seed, seed=seed)
     return folder
 
 
@@ -68,11 +90,24 @@ def write_eight_bit_cache(plain: Path, rounded: Path) -> None:
     (rounded / "config.json").write_text(json.dumps(config))
 
 
+STORED: dict[str, Callable[[Path], PrefixCache]] = {
+    "cache": lambda folder: PrefixCache(),
+    "file": lambda folder: PrefixCache(offload_bytes=2**20, offload_dir=folder),
+}
+"""Where shared beginnings are."""
+
+
 @functools.lru_cache
-def engine(folder: Path, model: str, guesses: str | None, shares: bool, room: int) -> LanguageModel:
+def engine(
+    folder: Path,
+    model: str,
+    guesses: str | None = None,
+    shares: str | None = None,
+    room: int = LARGE,
+) -> LanguageModel:
     speculation = None
     if guesses is not None:
-        draft = guesses if guesses == "ngram" else folder / guesses
+        draft = folder / guesses if guesses == "draft" else guesses
         speculation = Speculation(draft, adaptive=False)
     lm = load(
         folder / model,
@@ -80,11 +115,11 @@ def engine(folder: Path, model: str, guesses: str | None, shares: bool, room: in
         cache_tokens=room,
         max_sequences=4,
         max_step_tokens=2048 if room == LARGE else 24,
-        prefix_cache=shares,
+        prefix_cache=STORED[shares](folder) if shares else False,
         speculation=speculation,
     )
     for name in ("one", "two"):
-        lm.load_adapter(name, folder / name)
+        lm.load_adapter(name, folder / model / name)
     return lm
 
 
@@ -104,12 +139,12 @@ requests = st.lists(
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    model=st.sampled_from(["plain", "rounded"]),
-    guesses=st.sampled_from([None, "ngram", "draft"]),
-    shares=st.booleans(),
+    model=st.sampled_from(MODELS),
+    guesses=st.sampled_from([None, "ngram", "draft", "heads"]),
+    shares=st.sampled_from([None, *STORED]),
     room=st.sampled_from([LARGE, SMALL]),
     drawn=requests,
     rest=st.integers(0, 6),
@@ -118,13 +153,14 @@ def test_they_give_the_tokens_of_a_plain_engine(
     folder: Path,
     model: str,
     guesses: str | None,
-    shares: bool,
+    shares: str | None,
     room: int,
     drawn: list[Drawn],
     rest: int,
 ) -> None:
-    lm = engine(folder, model, guesses, shares, room)
-    agree(lm, engine(folder, model, None, shares=False, room=LARGE), drawn, rest)
+    if guesses == "heads":
+        model = "hybrid"  # the one that has some
+    agree(engine(folder, model, guesses, shares, room), engine(folder, model), drawn, rest)
 
 
 def agree(lm: LanguageModel, plain: LanguageModel, drawn: list[Drawn], rest: int) -> None:
@@ -147,12 +183,19 @@ def agree(lm: LanguageModel, plain: LanguageModel, drawn: list[Drawn], rest: int
         if sequence.finish_reason != "cancelled":
             assert (found, sequence.finish_reason) == (alone.token_ids, alone.finish_reason)
             assert sequence.logprobs == pytest.approx(alone.logprobs, abs=1e-3)
-    pool = lm.engine.pool
-    assert pool.num_free == pool.num_pages
+            assert told(sequence.prompt_logprobs) == pytest.approx(
+                told(alone.prompt_logprobs), abs=1e-3
+            )
+    for pool in lm.engine.pools:
+        assert pool.num_free == pool.num_pages
+
+
+def told(prompt_logprobs: Sequence[PromptLogprob]) -> list[float]:
+    return [each.logprob for each in prompt_logprobs]
 
 
 def test_a_schedule_in_which_all_of_them_have_a_part(folder: Path) -> None:
-    lm = engine(folder, "rounded", "draft", shares=True, room=SMALL)
+    lm = engine(folder, "rounded", "draft", "cache", SMALL)
     assert lm.speculation is not None
     assert lm.engine.prefixes is not None
     assert lm.engine.runner.caches[0].dtype == torch.float8_e4m3fn
@@ -160,6 +203,6 @@ def test_a_schedule_in_which_all_of_them_have_a_part(folder: Path) -> None:
     # All four need more than twice the cache.
     kinds = zip((KINDS[0], KINDS[1], KINDS[3], KINDS[0]), (None, "one", "two", "one"), strict=True)
     drawn = [(48, [n] * 20, 30, kind, adapter, False) for n, (kind, adapter) in enumerate(kinds)]
-    agree(lm, engine(folder, "rounded", None, shares=False, room=LARGE), [*drawn, drawn[0]], 3)
+    agree(lm, engine(folder, "rounded"), [*drawn, drawn[0]], 3)
     assert lm.speculation.drafted_tokens > before[0]
     assert lm.engine.prefixes.shared_tokens > before[1]

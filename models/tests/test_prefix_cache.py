@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +13,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models.tests.conftest import example, write_checkpoint
+from models.tests.conftest import CONFIGS, example, write_checkpoint
+from models.tests.test_adapters import tuned
+from transformers import AutoModelForCausalLM
 
+from interposer import explain
 from interposer.errors import ConfigError
-from interposer_models import LanguageModel, SamplingParams, load
-from interposer_models._engine.prefix_pages import PrefixPool
+from interposer_models import LanguageModel, PrefixCache, SamplingParams, load
 from interposer_models._engine.sequence import Sequence
 from interposer_models._families import examples
-
-PAGE = 16
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +56,16 @@ def test_a_common_beginning_is_computed_once(
 
     monkeypatch.setattr(lm.engine.runner, "forward", noted)
     first, second = tokens(200, 1), tokens(200, 1)[:180] + tokens(7, 2)
-    for prompt, count in ((first, 200), (second, 187 - 176), (first, 200 - 192)):
+    for prompt, count in ((first, 200), (second, 187 - 180), (first, 1)):
         computed.clear()
         (done,) = lm.generate([prompt], max_new_tokens=5, ignore_eos=True)
         assert computed == [count, 1, 1, 1, 1]
         (wanted,) = plain.generate([prompt], max_new_tokens=5, ignore_eos=True)
         assert done.token_ids == wanted.token_ids
     assert lm.engine.prefixes is not None
-    assert lm.engine.prefixes.shared_tokens == 176 + 192
-    assert str(lm.engine.prefixes) == (
-        "368 of 587 prompt tokens were in the cache (62.7%), 0 pages were given up"
-    )
+    said = "379 of 587 prompt tokens were in the cache (64.6%), 0 pages were given up"
+    assert str(lm.engine.prefixes) == said
+    assert f"prefix cache: {said}" in explain(lm).notes
     assert plain.engine.prefixes is None
 
 
@@ -78,67 +80,131 @@ def test_answers_are_beginnings_too(model: Path, plain: LanguageModel) -> None:
     )
     assert lm.engine.prefixes is not None
     # The last token of the answer was never computed.
-    assert lm.engine.prefixes.shared_tokens == (30 + 40 - 1) // PAGE * PAGE
+    assert lm.engine.prefixes.shared_tokens == 30 + 40 - 1
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "all": lambda: example(examples.olmo2, "grouped"),
+    "windows": lambda: example(examples.gemma3, "mixed"),
+    "only windows": CONFIGS["mistral"],
+    "states": lambda: example(examples.mamba2, "grouped"),
+    "convolutions and attention": lambda: example(examples.lfm2, "mixed"),
+    "rules and attention": lambda: example(examples.qwen3_next, "some"),
+}
+FP8 = Path(__file__).parents[2] / "quantization/tests/modelopt_checkpoints/fp8-cache"
+
+
+@dataclass
+class Pair:
+    """A model with a prefix cache of little room and a file behind it, and one without."""
+
+    shared: LanguageModel
+    plain: LanguageModel
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    found = {}
+    root = tmp_path_factory.mktemp("kinds")
+    for name, config in KINDS.items():
+        write_checkpoint(config(), root / name)
+    for name in [*KINDS, "8 bits"]:
+        path = FP8 if name == "8 bits" else root / name
+        kept = PrefixCache(state_bytes=2**18, offload_bytes=2**22, offload_dir=root)
+        small = {"cache_tokens": 192, "max_sequences": 3, "max_step_tokens": 48}
+        found[name] = Pair(
+            shared(path, prefix_cache=kept, **small),
+            load(path, dtype="float32", cache_tokens=2048, max_sequences=8),
+        )
+    return found
 
 
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(data=st.data())
+@given(data=st.data(), name=st.sampled_from([*KINDS, "8 bits"]))
 def test_any_schedule_gives_the_tokens_of_a_plain_engine(
-    model: Path, plain: LanguageModel, data: st.DataObject
+    pairs: dict[str, Pair], name: str, data: st.DataObject
 ) -> None:
     """Joins, leaves and preemption, in a cache that is too small for all of them."""
-    room = data.draw(st.sampled_from([96, 160, 512]))
-    step = data.draw(st.sampled_from([7, 64]))
-    lm = shared(model, cache_tokens=room, max_step_tokens=step, max_sequences=4)
-    engine, running = lm.engine, []
-    for _ in range(data.draw(st.integers(1, 8))):
-        seed, count = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 60))
-        more = data.draw(st.integers(1, 20))
+    lm, plain = pairs[name].shared, pairs[name].plain
+    engine, size = lm.engine, lm.engine.model.config.vocab_size
+    longest = 40 if name == "8 bits" else 90
+    running: list[Sequence] = []
+    for _ in range(data.draw(st.integers(1, 5))):
+        seed, count = data.draw(st.integers(0, 1)), data.draw(st.integers(1, longest))
+        more = data.draw(st.integers(1, 16))
+        prompt = [token % size for token in tokens(count, seed)]
+        if data.draw(st.booleans()):
+            prompt[-1] = 3
         params = SamplingParams(max_new_tokens=more, ignore_eos=True)
-        running.append(engine.add(tokens(count, seed), params))
+        running += [engine.add(prompt, params) for _ in range(data.draw(st.integers(1, 3)))]
         for _ in range(data.draw(st.integers(0, 12))):
             engine.step()
-        if data.draw(st.booleans()):
-            engine.cancel(running[data.draw(st.integers(0, len(running) - 1))])
+        if data.draw(st.integers(0, 3)) == 0:
+            engine.cancel(data.draw(st.sampled_from(running)))
     while engine.busy:
         engine.step()
-    assert engine.pool.num_free == engine.pool.num_pages
-    for sequence in running:
-        (wanted,) = plain.generate(
-            [sequence.prompt], max_new_tokens=sequence.params.max_new_tokens, ignore_eos=True
-        )
-        assert sequence.output == list(wanted.token_ids)[: len(sequence.output)]
-        assert sequence.finish_reason == "cancelled" or len(sequence.output) == len(
-            wanted.token_ids
-        )
+    assert all(pool.num_free == pool.num_pages for pool in engine.pools)
+    params_of = [sequence.params for sequence in running]
+    expected = plain.generate([sequence.prompt for sequence in running], params_of)
+    for sequence, wanted in zip(running, expected, strict=True):
+        params = sequence.params
+        left = sequence.finish_reason == "cancelled"
+        count = len(sequence.output) if left else params.max_new_tokens
+        assert sequence.output == list(wanted.token_ids)[:count]
+        assert sequence.logprobs == pytest.approx(list(wanted.logprobs)[:count], abs=2e-3)
 
 
-def test_pages_are_given_up_for_others_the_oldest_and_last_first() -> None:
-    pool = PrefixPool(6, PAGE)
-
-    def run(seed: int, count: int) -> Sequence:
-        sequence = Sequence(seed, tokens(count, seed), SamplingParams(), 0)
-        pool.join(sequence)
-        assert pool.extend(sequence.pages[0], count)
-        first, sequence.num_computed = sequence.num_computed, count
-        pool.learn(sequence, first)
-        return sequence
-
-    old, new = run(1, 33), run(2, 17)  # three pages, two of them whole, and two with one
-    for sequence in (old, new):
-        pool.release(sequence.pages[0])
-    assert pool.num_free == 6
-    other = run(3, 64)  # four pages: three that hold nothing, and the last whole one of the old
-    assert pool.statistics.evicted_pages == 1
-    pool.release(other.pages[0])
-    assert run(1, 33).num_shared == PAGE  # it takes two more pages, one of them that of the new
-    assert pool.statistics.evicted_pages == 3
-    assert run(2, 17).num_shared == 0
+@pytest.mark.parametrize("name", [*KINDS, "8 bits"])
+def test_what_was_given_up_comes_back(pairs: dict[str, Pair], name: str) -> None:
+    lm, plain = pairs[name].shared, pairs[name].plain
+    lm.engine.forget_prefixes()
+    counts = lm.engine.prefixes
+    assert counts is not None
+    size, before = lm.engine.model.config.vocab_size, counts.restored_pages
+    length = 44 if name == "8 bits" else 150
+    prompts = [[token % size for token in tokens(length, seed)] for seed in range(3, 9)]
+    for prompt in prompts * 2:
+        found = lm.generate([prompt], max_new_tokens=4, ignore_eos=True)
+        wanted = plain.generate([prompt], max_new_tokens=4, ignore_eos=True)
+        assert found[0].token_ids == wanted[0].token_ids
+    assert counts.restored_pages > before
 
 
-def test_new_weights_and_adapters_forget(model: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_an_adapter_and_its_lack_share_nothing(model: Path, tmp_path: Path) -> None:
+    tuned(
+        AutoModelForCausalLM.from_pretrained(model),
+        tmp_path,
+        3,
+        r=4,
+        target_modules=["q_proj", "up_proj"],
+    )
+    lm = shared(model)
+    answers: dict[str | None, tuple[int, ...]] = {}
+    lm.load_adapter("one", tmp_path)
+    prompt = tokens(60, 9)
+    for _ in range(2):
+        for name in (None, "one"):
+            (done,) = lm.generate([prompt], adapter=name, max_new_tokens=6, ignore_eos=True)
+            assert answers.setdefault(name, done.token_ids) == done.token_ids
+    assert lm.engine.prefixes is not None
+    assert lm.engine.prefixes.shared_tokens == 2 * 59
+
+
+def test_guesses_and_shared_pages_go_together(model: Path, plain: LanguageModel) -> None:
+    lm = shared(model, speculation="ngram")
+    prompt = [1, 2, 3, 4, 5, 6, 7] * 8
+    for end in ([], [9], [9, 8], []):
+        (done,) = lm.generate([prompt + end], max_new_tokens=30, ignore_eos=True)
+        (wanted,) = plain.generate([prompt + end], max_new_tokens=30, ignore_eos=True)
+        assert done.token_ids == wanted.token_ids
+    assert lm.speculation is not None
+    assert lm.speculation.drafted_steps
+
+
+def test_new_weights_forget(model: Path) -> None:
     lm, prompt = shared(model), tokens(64, 4)
     lm.generate([prompt], max_new_tokens=2)
     name = "model.norm.weight"
@@ -147,34 +213,39 @@ def test_new_weights_and_adapters_forget(model: Path) -> None:
     assert lm.engine.prefixes is not None
     assert lm.engine.prefixes.shared_tokens == 0
     lm.generate([prompt], max_new_tokens=2)
-    assert lm.engine.prefixes.shared_tokens == 48
+    assert lm.engine.prefixes.shared_tokens == 63
 
 
-def test_an_adapter_has_beginnings_of_its_own() -> None:
-    pool = PrefixPool(8, PAGE)
-    found = []
-    for adapter in (None, "one", "None", "one"):
-        sequence = Sequence(0, tokens(40, 1), SamplingParams(adapter=adapter), 0)
-        pool.join(sequence)
-        found.append(sequence.num_shared)
-        assert pool.extend(sequence.pages[0], 40)
-        sequence.num_computed = 40
-        pool.learn(sequence, 0)
-        pool.release(sequence.pages[0])
-    assert found[:3] == [0, 0, 0]
-    assert found[3] > 0
-
-
-@pytest.mark.parametrize(
-    ("family", "label", "reason"),
-    [
-        (examples.gemma3, "mixed", "has layers with windows"),
-        (examples.mamba2, "biased", "keeps a state of each sequence"),
-    ],
-)
-def test_models_that_keep_more_than_pages_are_refused(
-    family: Any, label: str, reason: str, tmp_path: Path
+def test_memory_is_what_the_settings_say(
+    tmp_path_factory: pytest.TempPathFactory, model: Path
 ) -> None:
-    write_checkpoint(example(family, label), tmp_path)
-    with pytest.raises(ConfigError, match=reason):
-        shared(tmp_path)
+    root = tmp_path_factory.mktemp("spaces")
+    spaces, folder = root / "model", root / "folder"
+    write_checkpoint(example(examples.mamba2, "grouped"), spaces)
+    usual = load(spaces, dtype="float32", cache_tokens=256, max_sequences=3)
+    row = usual.engine.runner.cache_bytes // 4
+    folder.mkdir()
+    kept = PrefixCache(state_bytes=5 * row + 1, offload_bytes=2**20, offload_dir=folder)
+    lm = shared(spaces, cache_tokens=256, max_sequences=3, prefix_cache=kept)
+    assert not [*folder.iterdir()]  # the file has no name
+    notes = explain(lm).notes
+    wanted = f"5 checkpoints of states, {5 * row / 2**20:.1f} MiB of these, 1.0 MiB of a file in"
+    assert [note for note in notes if wanted in note]
+    states = f"beside {9 * row / 2**20:.1f} MiB of recurrent states"
+    assert [note for note in notes if states in note]
+    for wrong, said in (
+        (PrefixCache(state_bytes=row - 1), f"a checkpoint takes {row}. Try: {16 * row}"),
+        (PrefixCache(offload_bytes=64), "the cache lies in host memory already"),
+        (PrefixCache(offload_bytes=64, offload_dir=folder / "none"), "cannot take 64 bytes: No "),
+        (PrefixCache(offload_bytes=2**62, offload_dir=folder), "cannot take 4611686018427387904"),
+        (PrefixCache(offload_bytes=64, offload_dir=folder), "holds no page of each kind"),
+        ("yes", "prefix_cache is of the type str. Try: True"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            shared(spaces, prefix_cache=wrong)
+    for fields in ({"state_bytes": -1}, {"offload_bytes": None}, {"offload_bytes": True}):
+        with pytest.raises(ConfigError, match="must be an integer of at least 0"):
+            PrefixCache(**fields)
+    with pytest.raises(ConfigError, match=r"nothing says how large .* Try: offload_bytes"):
+        PrefixCache(offload_dir=folder)
+    assert shared(model, prefix_cache=PrefixCache()).engine.prefixes is not None

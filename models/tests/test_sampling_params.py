@@ -29,6 +29,7 @@ RANGES = {
     "logit_bias": "token ids with numbers from -100 to 100",
     "constraint": "None or a Constraint, such as Constraint.regex('[0-9]+')",
     "top_logprobs": "an integer from 0 to 20",
+    "prompt_logprobs": "None or an integer from 0 to 20",
     "adapter": "None or the name of a loaded adapter",
 }
 INTEGERS = ("max_new_tokens", "top_k", "seed", "min_tokens", "top_logprobs")
@@ -66,6 +67,7 @@ def test_defaults_are_greedy_and_neutral() -> None:
         "logit_bias": {},
         "constraint": None,
         "top_logprobs": 0,
+        "prompt_logprobs": None,
         "adapter": None,
     }
 
@@ -170,6 +172,7 @@ def test_params_cannot_change_and_can_be_keys() -> None:
     logit_bias=st.dictionaries(st.integers(0, 2**63 - 1), st.floats(-100, 100), max_size=3),
     constraint=st.none() | st.builds(Constraint.regex, st.text(min_size=1)),
     top_logprobs=st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
 )
 def test_what_is_in_range_is_kept_as_it_is(**fields: Any) -> None:
     params = SamplingParams(**fields)
@@ -212,6 +215,7 @@ def test_what_takes_the_likeliest_token(fields: dict[str, Any], expected: bool) 
         ("constraint", {"type": "object"}),
         ("constraint", "[0-9]+"),
         ("top_logprobs", 21),
+        ("prompt_logprobs", 21),
         ("min_tokens", -1),
     ],
 )

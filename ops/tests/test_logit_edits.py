@@ -103,6 +103,6 @@ def test_likely_tokens_are_of_the_distribution_of_the_log_probabilities() -> Non
 def test_a_small_vocabulary_has_fewer_likely_tokens() -> None:
     site = sampler().editor._site
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    _, top, ids = LogitEditor(site, 3).top(logits, torch.tensor([0]))
-    assert ids.tolist() == [[1, 2, 0]]
+    _, ranks, top, ids = LogitEditor(site, 3).top(logits, torch.tensor([0]))
+    assert (ids.tolist(), ranks.tolist()) == ([[1, 2, 0]], [3])
     torch.testing.assert_close(top, logits.log_softmax(-1)[:, [1, 2, 0]])

@@ -34,6 +34,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("logit_bias", {"-5": 1}, "token ids with numbers"),
     ("logit_bias", {"x": 1}, "token ids with numbers"),
     ("logit_bias", {"²": 1}, "token ids with numbers"),
+    ("prompt_logprobs", -1, "an integer from 0 to 20"),
     ("min_tokens", -1, "an integer of at least 0"),
     ("best_of", 2, "allowed is 1"),
     ("suffix", "end", "Try: a prompt that holds both parts"),
@@ -129,7 +130,8 @@ def test_fields_that_contradict_each_other_are_refused(served: Served) -> None:
     check(served.chat(max_tokens=1, max_completion_tokens=2), "max_tokens", "both given")
     check(served.chat(stream_options={"include_usage": True}), "stream_options", "without")
     check(served.ask("/tokenize", {}), "prompt", "either prompt or messages")
-    check(served.complete(echo=True, logprobs=0), "echo", "both given")
+    for ask in (served.complete, served.chat):
+        check(ask(prompt_logprobs=0, stream=True), "prompt_logprobs", "Try: one of them")
     json_object, regex = {"type": "json_object"}, {"regex": "a"}
     both = {"response_format": json_object, "structured_outputs": regex}
     check(served.complete(**both), "structured_outputs", "both given")

@@ -13,11 +13,16 @@ if TYPE_CHECKING:
     from interposer_models._adapt.handle import Adapted, adapt
     from interposer_models._adapt.paging import language_model
     from interposer_models._adapt.place import Place
+    from interposer_models._asynchronous.errors import QueueFullError
+    from interposer_models._asynchronous.generation import Generation
+    from interposer_models._asynchronous.language_model import AsyncLanguageModel
     from interposer_models._checkpoint.checkpoint import Checkpoint
     from interposer_models._constraint import Constraint
     from interposer_models._decoder.decoder import CausalLM
     from interposer_models._encoder.encoder import Encoder, load_encoder
+    from interposer_models._engine.prefix_settings import PrefixCache
     from interposer_models._engine.sampling_params import SamplingParams
+    from interposer_models._engine.sequence import PromptLogprob
     from interposer_models._language_model import LanguageModel
     from interposer_models._loader import load, plan
     from interposer_models._plan import Plan
@@ -28,15 +33,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Adapted",
+    "AsyncLanguageModel",
     "CausalLM",
     "Checkpoint",
     "Completion",
     "Constraint",
     "Delta",
     "Encoder",
+    "Generation",
     "LanguageModel",
     "Place",
     "Plan",
+    "PrefixCache",
+    "PromptLogprob",
+    "QueueFullError",
     "SamplingParams",
     "Speculation",
     "Stream",
@@ -55,11 +65,16 @@ __getattr__ = lazy_attributes(
         "interposer_models._adapt.handle": "Adapted adapt",
         "interposer_models._adapt.paging": "language_model",
         "interposer_models._adapt.place": "Place",
+        "interposer_models._asynchronous.errors": "QueueFullError",
+        "interposer_models._asynchronous.generation": "Generation",
+        "interposer_models._asynchronous.language_model": "AsyncLanguageModel",
         "interposer_models._checkpoint.checkpoint": "Checkpoint",
         "interposer_models._constraint": "Constraint",
         "interposer_models._decoder.decoder": "CausalLM",
         "interposer_models._encoder.encoder": "Encoder load_encoder",
+        "interposer_models._engine.prefix_settings": "PrefixCache",
         "interposer_models._engine.sampling_params": "SamplingParams",
+        "interposer_models._engine.sequence": "PromptLogprob",
         "interposer_models._language_model": "LanguageModel",
         "interposer_models._loader": "load plan",
         "interposer_models._plan": "Plan",

@@ -19,6 +19,7 @@ from interposer_models._engine.cache_budget import (
 from interposer_models._engine.cache_shape import CacheShape
 from interposer_models._engine.caches import slots_for
 from interposer_models._engine.engine import Engine
+from interposer_models._engine.prefix_settings import PrefixCache
 from interposer_models._plan import Plan
 from interposer_ops.layers.states import StateLayout
 
@@ -43,10 +44,16 @@ def measured_budget(
     planned: Plan,
     engine_of: Callable[[int], Engine],
     fraction: float | None,
+    states: int,
+    adapter_bytes: int,
     max_sequences: int,
     max_step_tokens: int,
 ) -> CacheBudget:
-    """Return the cache that fits beside the largest step, which is run."""
+    """Return the cache that fits beside the largest step, which is run, and adapters.
+
+    Args:
+        states: of ``state_bytes``.
+    """
     placement, page_size = planned.placement, planned.page_size
     device = placement.device.torch_device
     on_host = is_host(placement.platform)
@@ -56,15 +63,15 @@ def measured_budget(
         # What the small cache of that step took is free again once the engine is.
         taken = engine.runner.cache_bytes
     del engine
-    if not on_host:
-        memory = replace(memory, free_bytes=memory.free_bytes + taken)
+    free_bytes = memory.free_bytes - adapter_bytes
+    memory = replace(memory, free_bytes=free_bytes if on_host else free_bytes + taken)
     return cache_budget(
         memory,
         device,
         cache_shape(planned, max_sequences, max_step_tokens),
         wanted_tokens=max_sequences * planned.decoder.max_position_embeddings,
         fraction=fraction,
-        state_bytes=state_bytes(planned, max_sequences),
+        state_bytes=states,
     )
 
 
@@ -76,7 +83,14 @@ def cache_shape(planned: Plan, max_sequences: int, max_step_tokens: int) -> Cach
     return CacheShape.of(backends, size, max_sequences, max_step_tokens, spare)
 
 
-def state_bytes(planned: Plan, max_sequences: int) -> int:
-    """Return the bytes of what layers keep of so many sequences besides pages."""
-    layouts: list[StateLayout] = [layer.state_layout() for layer in planned.model.state_layers]
-    return slots_for(max_sequences) * sum(layout.slot_bytes() for layout in layouts)
+def state_layouts(planned: Plan) -> list[StateLayout]:
+    """Return what layers keep of each sequence besides pages."""
+    return [layer.state_layout() for layer in planned.model.state_layers]
+
+
+def state_bytes(planned: Plan, max_sequences: int, shared: PrefixCache | None) -> int:
+    """Return the bytes of what layers keep of so many sequences besides pages, and of copies."""
+    layouts, count = state_layouts(planned), slots_for(max_sequences)
+    if shared is not None:
+        count += shared.num_checkpoints(layouts, max_sequences)
+    return count * sum(layout.slot_bytes() for layout in layouts)

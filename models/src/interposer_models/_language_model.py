@@ -8,21 +8,22 @@ from typing import Any, cast
 
 import torch
 
-from interposer import Planned, Verdict
+from interposer import Planned, Resolver, Verdict
 from interposer.errors import ConfigError, RequestError
 from interposer_models._adapters.adapters import Adapters
+from interposer_models._adapters.files import Adapter
 from interposer_models._chat import Message
 from interposer_models._checkpoint.checkpoint import read_json
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.engine import Engine
-from interposer_models._engine.request_batch import chosen_params
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.speculation import SpeculationFigures
+from interposer_models._requests import Prompt, completions, requests, token_ids_of
 from interposer_models._stream import Completion, Delta, Stream
 from interposer_models._tokenizer import MissingTokenizer, TextTokenizer
 
-Prompt = str | Sequence[int]
+_PREFIXES = "prefix cache: "
 _SUGGESTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -34,19 +35,34 @@ class LanguageModel:
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: TextTokenizer, plan: Planned, weights: Weights | None
+        self,
+        engine: Engine,
+        tokenizer: TextTokenizer,
+        plan: Planned,
+        weights: Weights | None,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         self.engine = engine
         engine.constraints = Constraints(tokenizer, engine.model.config.vocab_size)
         self.weights = weights
         self.tokenizer = tokenizer
-        self.resolver = plan.resolver
+        self._resolver = plan.resolver
         self.placement = plan.placement
         self.path = plan.path
         self.quantization = getattr(plan, "quantization", None)  # to be planned elsewhere with
         self._graphs: Verdict | None = getattr(plan, "graphs", None)
         self.compiled: Verdict | None = getattr(plan, "compiled", None)
         self._adapters = Adapters(engine, plan, takes_none=weights is None)
+        self._adapters.start(adapters or {})
+
+    @property
+    def resolver(self) -> Resolver:
+        """The resolver that made the choices, with a note of what the prefix cache has saved."""
+        if (counts := self.engine.prefixes) is not None:
+            notes = self._resolver.notes
+            others = [note for note in notes if not note.startswith(_PREFIXES)]
+            notes[:] = [*others, f"{_PREFIXES}{counts}"]
+        return self._resolver
 
     @property
     def suggested(self) -> dict[str, Any]:
@@ -73,6 +89,8 @@ class LanguageModel:
         self,
         prompts: str | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
         **settings: Any,
     ) -> list[Completion]:
         """Return the completion of each prompt, in order; all run as one continuous batch.
@@ -80,17 +98,16 @@ class LanguageModel:
         Args:
             prompts: a text, or a sequence of texts or of lists of token ids.
             params: for all prompts, or one for each.
+            n: answers to each prompt. They follow each other, those to the first prompt first;
+                answer i of a prompt has its seed plus i.
             **settings: fields of ``SamplingParams``, instead of ``params``.
         Raises: RequestError: a prompt or parameter is unusable; then none was run.
         """
-        if not hasattr(prompts, "__iter__"):
-            raise RequestError(f"prompts is {prompts!r}, must be a text or a list of prompts")
-        texts: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
-        chosen = chosen_params(params, settings, len(texts))
+        asked = requests(prompts, params, settings, n)
         streams: list[Stream] = []
         try:
-            for prompt, own in zip(texts, chosen, strict=True):
-                streams.append(self.start(prompt, own))
+            for prompt, own in asked:
+                streams += self.start_several(prompt, own, n)
             while not all(stream.ended for stream in streams):
                 self.engine.step()
                 for stream in streams:
@@ -98,16 +115,19 @@ class LanguageModel:
         finally:
             for stream in streams:
                 self.engine.cancel(stream.sequence)
-        return [stream.completion() for stream in streams]
+        return completions(streams, n)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **settings: Any
+        self, prompt: Prompt, params: SamplingParams | None = None, *, n: int = 1, **settings: Any
     ) -> Iterator[Delta]:
         """Yield the completion of ``prompt`` token by token; closing the iterator cancels it.
 
+        Args:
+            n: answers, as ``generate`` has them; ``Delta.index`` tells them apart.
         Raises: RequestError: at the call, before the first token.
         """
-        deltas = self._deltas(self.start(prompt, chosen_params(params, settings, 1)[0]))
+        ((_, own),) = requests([prompt], params, settings, n)
+        deltas = self._deltas(self.start_several(prompt, own, n, shares=False))
         next(deltas)  # a generator that never ran would not cancel when it is closed
         return cast(Iterator[Delta], deltas)
 
@@ -133,7 +153,8 @@ class LanguageModel:
         Raises: RequestError: a message or parameter is unusable, or there is no template.
         """
         prompt = self.chat_prompt(messages, tools=tools, template=template, options=options)
-        return self.generate([prompt], params, **settings)[0]
+        ((_, own),) = requests([prompt], params, settings, 1)  # settings cannot hold n
+        return self.generate([prompt], own)[0]
 
     def chat_prompt(
         self,
@@ -213,19 +234,21 @@ class LanguageModel:
         """The names of the adapters that are loaded."""
         return self._adapters.names
 
-    def load_adapter(self, name: str, path: str | Path) -> None:
+    def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> None:
         """Load a LoRA adapter, which requests name by ``SamplingParams(adapter=name)``.
 
-        It joins between two steps; requests that run keep what they have.
+        It joins between two steps; requests that were started keep what they have.
 
         Args:
             path: a folder that PEFT saved, or ``"namespace/name"`` on the hub.
+            replace: it may take the place of an adapter of this name. Requests that have that one
+                keep it, and its memory is freed when the last of them has ended.
         Raises:
             CheckpointError: it is incomplete, of another model, or asks for what is not computed.
-            ConfigError: the name is taken, or the model is compiled or an adapted one, or what
-                computes adapters cannot be captured.
+            ConfigError: the name is taken and ``replace`` is not said, or the model is compiled or
+                an adapted one, or what computes adapters cannot be captured.
         """
-        self._adapters.load(name, path)
+        self._adapters.load(name, path, replace)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter and free its memory.
@@ -269,6 +292,7 @@ class LanguageModel:
         with self.engine.runner.numerics():
             moved = self.weights.update(items, f"update of {self.path}")
         self.engine.forget_prefixes()
+        self._adapters.renew()
         if moved and self.engine.runner.graphs is not None:
             self.engine.runner.graphs.forget()
         if moved and self.engine.runner.compiled is not None:
@@ -280,22 +304,44 @@ class LanguageModel:
 
         Raises: RequestError: the prompt or a parameter is unusable.
         """
-        if isinstance(prompt, str):
-            # An empty text is no prompt, though a tokenizer may put a special token in front.
-            prompt = self.tokenizer.encode(prompt) if prompt else []
-        if params.stop and isinstance(self.tokenizer, MissingTokenizer):
-            raise RequestError(
-                f"stop is {params.stop!r}, but {self.path} holds no tokenizer to find texts with. "
-                "Try: stop_token_ids, or add a tokenizer.json"
-            )
-        front, source = self._given(prompt)
-        return Stream(self.engine.add(front, params, source), self.tokenizer)
+        return self.start_several(prompt, params, 1)[0]
+
+    def start_several(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        n: int,
+        first_index: int = 0,
+        *,
+        shares: bool = True,
+    ) -> list[Stream]:
+        """Do what ``start`` does for each of ``n`` answers to a prompt; see ``generate``.
+
+        Args:
+            first_index: of the answers; see ``Delta.index``.
+            shares: the first answer alone has the log probabilities of the prompt, if they are
+                asked for.
+        Raises: RequestError: as ``start``; then none is queued.
+        """
+        self._check_stop(params)
+        front, source = self._given(token_ids_of(prompt, self.tokenizer))
+        streams: list[Stream] = []
+        try:
+            for index, own in enumerate(params.numbered(n, shares), first_index):
+                added = self.engine.add(front, own, source, reads_texts=True)
+                streams.append(Stream(added, self.tokenizer, index))
+        except Exception:
+            for stream in streams:
+                self.engine.cancel(stream.sequence)
+            raise
+        return streams
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
         """Return the ids of a prompt as ``start`` takes it; any thread may ask.
 
         Raises: RequestError: the prompt or a parameter is unusable.
         """
+        self._check_stop(params)
         front, source = self._given(token_ids)
         tokens = self.engine.check(front, params, source)
         return tokens if source is None else self.engine.checked_source(source)
@@ -303,6 +349,13 @@ class LanguageModel:
     def room(self, token_ids: Sequence[int]) -> int:
         """Return how many tokens may follow a prompt; none or fewer where it is too long."""
         return self.engine.runner.longest - len(self._given(token_ids)[0])
+
+    def _check_stop(self, params: SamplingParams) -> None:
+        if params.stop and isinstance(self.tokenizer, MissingTokenizer):
+            raise RequestError(
+                f"stop is {params.stop!r}, but {self.path} holds no tokenizer to find texts with. "
+                "Try: stop_token_ids, or add a tokenizer.json"
+            )
 
     def _given(self, prompt: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
         """Return what the decoder begins with, and what the encoder reads, if there is one."""
@@ -320,16 +373,18 @@ class LanguageModel:
         is_forced = len(starts) > 1 and tokens[:1] == [starts[1]]
         return [*starts, *tokens[is_forced:]]
 
-    def _deltas(self, stream: Stream) -> Iterator[Delta | None]:
+    def _deltas(self, streams: Sequence[Stream]) -> Iterator[Delta | None]:
         """Yield None once, then the deltas."""
         try:
             yield None
-            while not stream.ended:
-                if not stream.num_unread:
+            while not all(stream.ended for stream in streams):
+                if not any(stream.num_unread for stream in streams if not stream.ended):
                     self.engine.step()
-                yield from self._read(stream)
+                for stream in streams:
+                    yield from self._read(stream)
         finally:
-            self.engine.cancel(stream.sequence)
+            for stream in streams:
+                self.engine.cancel(stream.sequence)
 
     def _read(self, stream: Stream) -> list[Delta]:
         deltas = []

@@ -24,7 +24,15 @@ from interposer import (
 )
 from interposer.errors import ConfigError, UnknownNameError
 from interposer.tooling import default_store
-from interposer_models._cache_size import cache_shape, check_fraction, measured_budget, state_bytes
+from interposer_models._adapters.files import read_adapters
+from interposer_models._adapters.room import AdapterRoom
+from interposer_models._cache_size import (
+    cache_shape,
+    check_fraction,
+    measured_budget,
+    state_bytes,
+    state_layouts,
+)
 from interposer_models._checkpoint.files import (
     config_source,
     open_checkpoint,
@@ -37,18 +45,22 @@ from interposer_models._engine.cache_budget import (
     CacheBudget,
     check_cache,
     check_sizes,
+    is_host,
 )
 from interposer_models._engine.compiled_artifacts import CompiledArtifacts, artifacts_key
 from interposer_models._engine.compiled_model import CompiledModel, backend_name, judge_compiler
 from interposer_models._engine.decode_graphs import Capture
 from interposer_models._engine.engine import Engine
+from interposer_models._engine.prefix_settings import PrefixCache
 from interposer_models._engine.runner import Runner
 from interposer_models._engine.sources import reads_sources
 from interposer_models._family_choice import blamed_on_family, checked_model, choose_family
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
 from interposer_models._plan import Plan
+from interposer_models._speculation.preparation import Preparation
 from interposer_models._speculation.settings import Speculation
+from interposer_models._speculation.target import Target
 from interposer_models._tokenizer import start_tokens, stop_tokens
 from interposer_ops.attention import common_page_size
 from interposer_ops.devices.graphs import judge_graphs
@@ -143,7 +155,8 @@ def load(
     memory_fraction: float | None = None,
     max_sequences: int = 64,
     max_step_tokens: int = 2048,
-    prefix_cache: bool = False,
+    prefix_cache: bool | PrefixCache = False,
+    adapters: Mapping[str, str | Path] | None = None,
     speculation: str | Path | Speculation | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageModel:
@@ -168,11 +181,14 @@ def load(
         max_sequences: how many requests run at once; more wait.
         max_step_tokens: tokens of one step; a longer prompt is computed in chunks, or refused
             where its tokens see each other in both directions.
-        prefix_cache: prompts that begin alike share the pages of their common beginning, which
-            stay in the cache until its room is wanted. Not for models with windows or states, nor
-            for prefix-LMs.
-        speculation: what guesses tokens that steps verify: ``"ngram"``, the path of a draft model,
-            or ``Speculation(...)``.
+        prefix_cache: prompts that begin alike share what is computed of their common beginning,
+            which stays in the cache until its room is wanted; ``PrefixCache(...)`` says how much
+            memory it has besides. Not for prefix-LMs, nor for models with an encoder.
+        adapters: LoRA adapters to load, by the names that requests have for them; see
+            ``LanguageModel.load_adapter``. Their memory, and that of replacing one, is taken before
+            the cache is settled.
+        speculation: what guesses tokens that steps verify: ``"ngram"``, ``"heads"``, the path of
+            a head or of a draft model, or ``Speculation(...)``.
         progress: told ``(bytes done, bytes in all)`` while weights load.
     Raises:
         CheckpointError: the directory is incomplete or contradicts itself; there is no model of
@@ -189,15 +205,25 @@ def load(
     check_sizes(**sizes, cache_tokens=cache_tokens)
     check_fraction(memory_fraction, cache_tokens)
     guesses = None if speculation is None else Speculation.of(speculation)
+    shared = PrefixCache.of(prefix_cache)
     start = time.time_ns()
     planned = plan(path, dtype, platform, config, quantization=quantization)
     for note in planned.resolver.notes:
         _log.warning("%s: %s", path, note)
+    if shared is not None:
+        shared.check(planned.placement.platform)
+    states = state_bytes(planned, max_sequences, shared)
+    read = read_adapters(adapters or {}, planned.model, planned.dtype, "cpu")
+    room = AdapterRoom.of(
+        read.values(), planned.dtype.itemsize, is_host(planned.placement.platform)
+    )
+    if read:
+        planned.resolver.notes.append(str(room))
     if cache_tokens is not None:
         free_bytes = planned.placement.platform.memory(
             planned.placement.device.torch_device
         ).free_bytes
-        states = state_bytes(planned, max_sequences)
+        free_bytes -= room.num_bytes
         check_cache("load", free_bytes, cache_shape(planned, **sizes), cache_tokens, states)
     required = planned.resolver.config.graphs == "on"
     if required and planned.graphs is not None and not planned.graphs:
@@ -207,7 +233,7 @@ def load(
     device = planned.placement.device.torch_device
     tokenizer = tokenizer_of(checkpoint)
     total, done = checkpoint.num_bytes, 0
-    draft = None
+    prepared = None
     if guesses is not None:  # in memory before that of the cache is settled
         opened = partial(
             load,
@@ -216,7 +242,7 @@ def load(
             max_sequences=max_sequences,
             max_step_tokens=max_step_tokens,
         )
-        draft = guesses.draft_model(planned.path, planned.model, tokenizer, max_sequences, opened)
+        prepared = Preparation(guesses, Target(planned, checkpoint, tokenizer, opened, **sizes))
 
     def advance(num_bytes: int) -> None:
         nonlocal done
@@ -240,7 +266,10 @@ def load(
         starts = start_tokens(checkpoint.path, checkpoint.config, size)
 
     def engine_of(
-        num_pages: int, capture: Capture | None = None, compiled: _Compiler | None = None
+        num_pages: int,
+        capture: Capture | None = None,
+        compiled: _Compiler | None = None,
+        shared: PrefixCache | None = None,
     ) -> Engine:
         runner = Runner(
             planned.model,
@@ -251,7 +280,9 @@ def load(
             graphs_required=required,
             numerics=planned.numerics,
             compiled=compiled,
-            prefix_cache=prefix_cache,
+            prefixes=(
+                None if shared is None else partial(shared.shared, device=device, platform=runs_on)
+            ),
             **sizes,
         )
         return Engine(
@@ -263,18 +294,22 @@ def load(
         )
 
     if cache_tokens is None:
-        budget = measured_budget(planned, engine_of, memory_fraction, **sizes)
+        budget = measured_budget(
+            planned, engine_of, memory_fraction, states, room.num_bytes, **sizes
+        )
     else:
-        states = state_bytes(planned, max_sequences)
         budget = CacheBudget.asked_for(device, cache_shape(planned, **sizes), cache_tokens, states)
     planned.resolver.notes.append(str(budget))
     engine = engine_of(
         -(-budget.tokens // planned.page_size),
         runs_on.capture_graph if planned.graphs else None,
         compiled,
+        shared,
     )
-    if guesses is not None:
-        guesses.start(engine, Site(planned.resolver, _SAMPLER, planned.dtype), draft)
+    if shared is not None and (told := shared.told(state_layouts(planned), max_sequences)):
+        planned.resolver.notes.append(told)
+    if prepared is not None:
+        prepared.start(engine, Site(planned.resolver, _SAMPLER, planned.dtype))
     planned.resolver.registry.plugins.observe(
         "interposer_finished",
         activity="load",
@@ -283,7 +318,7 @@ def load(
         end_ns=time.time_ns(),
         facts={"bytes": total, "device": device, "dtype": str(planned.dtype)},
     )
-    return LanguageModel(engine, tokenizer, planned, weights)
+    return LanguageModel(engine, tokenizer, planned, weights, read)
 
 
 def _compiler(planned: Plan, verdict: Verdict) -> _Compiler:

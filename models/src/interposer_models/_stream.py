@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from interposer_models._engine import sequence as sequences
 from interposer_models._tokenizer import Detokenizer, TextTokenizer
@@ -22,6 +23,8 @@ class Completion:
             is incomplete.
         top_logprobs: ids and log probabilities of the likeliest tokens in place of each, where
             they were asked for; fewer where a constraint allows fewer.
+        prompt_token_ids: the prompt.
+        prompt_logprobs: of each of its tokens but the first, where they were asked for.
     """
 
     text: str
@@ -29,17 +32,35 @@ class Completion:
     logprobs: tuple[float, ...]
     finish_reason: sequences.FinishReason
     top_logprobs: tuple[sequences.TopLogprobs, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[sequences.PromptLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next token of a stream, with the text that it completes, perhaps none yet."""
+    """The next token of a stream, with the text that it completes, perhaps none yet.
+
+    Attributes:
+        index: of the answer that it belongs to, where a request has several.
+        prompt_logprobs: as those of a ``Completion``, with the first token of an answer.
+    """
 
     text: str
     token_id: int
     logprob: float
     finish_reason: sequences.FinishReason | None
     top_logprobs: sequences.TopLogprobs = ()
+    index: int = 0
+    prompt_logprobs: tuple[sequences.PromptLogprob, ...] = ()
+
+
+class Token(NamedTuple):
+    """A token that was taken from its sequence, and whose text nobody made yet."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: sequences.TopLogprobs
+    finish_reason: sequences.FinishReason | None
 
 
 class Stream:
@@ -49,18 +70,26 @@ class Stream:
     tokens of all others. Who made it with ``LanguageModel.start`` calls ``lm.engine.step()``, and
     ``lm.engine.cancel(stream.sequence)`` when it has ended or is wanted no more.
 
+    ``read`` is ``take`` and ``delta`` after each other. Where no text stops the request, another
+    thread may call ``delta`` than the one that steps the engine and takes.
+
     Attributes:
         sequence: the request in the engine.
-        text: what was read so far.
+        index: of the answer, where a request has several.
+        text: of the tokens that were read so far.
         stopped: whether a stop text was found.
     """
 
-    def __init__(self, sequence: sequences.Sequence, tokenizer: TextTokenizer) -> None:
+    def __init__(
+        self, sequence: sequences.Sequence, tokenizer: TextTokenizer, index: int = 0
+    ) -> None:
         self.sequence = sequence
+        self.index = index
         self.text = ""
         self.stopped = False
         self._num_read = 0
         self._sent = 0
+        self._told_prompt = False
         self._detokenizer = Detokenizer(tokenizer)
 
     @property
@@ -75,19 +104,29 @@ class Stream:
 
     def read(self) -> Delta:
         """Take the sequence's next token and return what it adds to the text."""
-        token_id = self.sequence.output[self._num_read]
-        logprob = self.sequence.logprobs[self._num_read]
-        top = self.sequence.top_logprobs
-        likely = top[self._num_read] if top else ()
+        return self.delta(self.take())
+
+    def take(self) -> Token:
+        """Take the sequence's next token, for ``delta`` to make a text of."""
+        sequence, place = self.sequence, self._num_read
+        likely = sequence.top_logprobs[place] if sequence.top_logprobs else ()
         self._num_read += 1
-        self.text += self._detokenizer.push(token_id, last=self.ended)
-        found = [at for stop in self.sequence.params.stop if (at := self.text.find(stop)) >= 0]
-        if found:
+        return Token(sequence.output[place], sequence.logprobs[place], likely, self._reason())
+
+    def delta(self, token: Token) -> Delta:
+        """Return what a token adds to the text, after the ones before it."""
+        token_id, logprob, likely, reason = token
+        self.text += self._detokenizer.push(token_id, last=reason is not None)
+        stops = self.sequence.params.stop
+        if found := [at for stop in stops if (at := self.text.find(stop)) >= 0]:
             self.text = self.text[: min(found)]
-            self.stopped = True
-        end = len(self.text) if self.ended else self._safe_end()
+            self.stopped, reason = True, "stop"
+        end = len(self.text) if reason is not None else self._safe_end()
         new, self._sent = self.text[self._sent : end], max(self._sent, end)
-        return Delta(new, token_id, logprob, self._reason(), likely)
+        if self._told_prompt or self.sequence.params.prompt_logprobs is None:
+            return Delta(new, token_id, logprob, reason, likely, self.index)
+        self._told_prompt = True
+        return Delta(new, token_id, logprob, reason, likely, self.index, self._prompt_logprobs)
 
     def completion(self) -> Completion:
         """Return everything that was produced."""
@@ -97,7 +136,12 @@ class Stream:
         # A step may have computed tokens behind a stop text.
         read = slice(self._num_read)
         told = tuple(sequence.output[read]), tuple(sequence.logprobs[read]), reason
-        return Completion(self.text, *told, tuple(sequence.top_logprobs[read]))
+        likely, prompt = tuple(sequence.top_logprobs[read]), sequence.source or sequence.prompt
+        return Completion(self.text, *told, likely, tuple(prompt), self._prompt_logprobs)
+
+    @property
+    def _prompt_logprobs(self) -> tuple[sequences.PromptLogprob, ...]:
+        return tuple(self.sequence.prompt_logprobs)
 
     def _reason(self) -> sequences.FinishReason | None:
         if self.stopped:
@@ -106,8 +150,9 @@ class Stream:
 
     def _safe_end(self) -> int:
         """Return the end of the text that no stop text can still reach back into."""
-        longest = max(map(len, self.sequence.params.stop), default=1) - 1
+        stops = self.sequence.params.stop
+        longest = max(map(len, stops), default=1) - 1
         for length in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self.sequence.params.stop):
+            if any(stop.startswith(self.text[-length:]) for stop in stops):
                 return len(self.text) - length
         return len(self.text)

@@ -130,6 +130,11 @@ class TextTokenizer:
             return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
         return str(self._slow.decode(list(token_ids), skip_special_tokens=True))
 
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text that each token completes after the ones before it, perhaps none."""
+        detokenizer, last = Detokenizer(self), len(token_ids) - 1
+        return [detokenizer.push(each, at == last) for at, each in enumerate(token_ids)]
+
 
 class MissingTokenizer(TextTokenizer):
     """Stands in where a model directory holds no tokenizer: prompts are token ids, texts empty."""
@@ -153,8 +158,7 @@ class MissingTokenizer(TextTokenizer):
     def serialized(self) -> str:
         """Raise RequestError."""
         raise RequestError(
-            f"{self._path} holds no tokenizer, so that texts cannot be constrained. "
-            f"Try: {self._mend}"
+            f"{self._path} holds no tokenizer, so that no constraint can be held. Try: {self._mend}"
         )
 
     @property

@@ -12,6 +12,11 @@ from interposer.tooling import lazy_attributes
 if TYPE_CHECKING:
     from interposer_models._decoder.family import DecoderFamily
     from interposer_models._decoder.mixture import MixtureFamily, MixtureMLP
+    from interposer_models._decoder.prediction_head import (
+        HeadNames,
+        NextTokenHead,
+        PredictionHead,
+    )
     from interposer_models._decoder.settings import DecoderSettings
     from interposer_models._encoder_decoder.attention import CrossAttention, EncoderAttention
     from interposer_models._encoder_decoder.blocks import CrossedBlock
@@ -32,9 +37,9 @@ if TYPE_CHECKING:
 # fmt: off
 __all__ = [
     "CrossAttention", "CrossedBlock", "DecoderFamily", "DecoderSettings", "EncoderAttention",
-    "EncoderDecoderFamily", "EncoderDecoderLM", "GptOss", "Granite", "Llama", "Mistral", "Mixtral",
-    "MixtureFamily", "MixtureMLP", "Olmo2", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3",
-    "SourceEncoder",
+    "EncoderDecoderFamily", "EncoderDecoderLM", "GptOss", "Granite", "HeadNames", "Llama",
+    "Mistral", "Mixtral", "MixtureFamily", "MixtureMLP", "NextTokenHead", "Olmo2", "Phi3",
+    "PredictionHead", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3", "SourceEncoder",
 ]
 # fmt: on
 
@@ -43,6 +48,7 @@ __getattr__ = lazy_attributes(
     {
         "interposer_models._decoder.family": "DecoderFamily",
         "interposer_models._decoder.mixture": "MixtureFamily MixtureMLP",
+        "interposer_models._decoder.prediction_head": "HeadNames NextTokenHead PredictionHead",
         "interposer_models._decoder.settings": "DecoderSettings",
         "interposer_models._encoder_decoder.attention": "CrossAttention EncoderAttention",
         "interposer_models._encoder_decoder.blocks": "CrossedBlock",

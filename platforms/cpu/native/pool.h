@@ -32,6 +32,7 @@ enum Purpose {
   kForLayers,
   kForParts,
   kForCandidates,
+  kForAdapters,
   kPurposes
 };
 void* interposer_scratch(Purpose purpose, int64_t bytes);

@@ -80,7 +80,12 @@ INTERPOSER_INLINE uint16_t bfloat16_of_float(float value) {
 }
 
 INTERPOSER_INLINE Floats floats_of_bfloat16(Halves halves) {
+#if defined(__AVX512F__)
+  // Compilers convert halves of the vector by themselves, and join them again.
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)halves), 16);
+#else
   return as_floats(__builtin_convertvector(halves, Words) << 16);
+#endif
 }
 
 INTERPOSER_INLINE Halves bfloat16_of_floats(Floats values) {

@@ -234,7 +234,7 @@ def test_an_mlp_of_every_format(dtype: torch.dtype, op: str, level: str) -> None
     rest = (None,) * (1 if op == "linear" else 2)
     native.force_level(level)
     try:
-        native.library().mlp(*factors, *addresses, TYPES[dtype], 0, 5, hidden)
+        native.library().mlp(*factors, *addresses, TYPES[dtype], 0, 5, hidden, 0, 0, 0)
         gate, other = project(x, up, *rest).float().chunk(2, dim=-1)
         between = (torch.nn.functional.silu(gate) * other).to(dtype)
         expected = project(between, down, *rest)
@@ -247,4 +247,4 @@ def test_weights_that_do_not_follow_each_other_are_refused() -> None:
     up, _ = linear.pack(torch.randn(66, 32), None)["weight"]
     x, factor = torch.randn(1, 32), (up.data_ptr(), *AS_THEY_ARE)
     with pytest.raises(RuntimeError, match="block failed with code 4"):
-        native.library().mlp(*factor, *factor, *[x.data_ptr()] * 2, 0, 0, 1, 32)
+        native.library().mlp(*factor, *factor, *[x.data_ptr()] * 2, 0, 0, 1, 32, 0, 0, 0)

@@ -63,6 +63,10 @@ class ApiError(Exception):
         return b"data: " + json.dumps(self.body).encode() + b"\n\n"
 
 
+class Gone(Exception):
+    """The client left."""
+
+
 def api_error(error: Exception) -> ApiError:
     """Return ``error`` as clients get it: what the SDK refuses is wrong usage."""
     if isinstance(error, ApiError):

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from interposer.errors import RequestError
-from interposer_models import Delta
-from interposer_serve._generation import Piece
-from interposer_serve._messages import answer_message
+from interposer_models import Delta, PromptLogprob
 
 _json = json.JSONEncoder(ensure_ascii=False).encode
 _MARK = "\0"
-_PARTIAL = "\N{REPLACEMENT CHARACTER}"
+
+
+Spell = Callable[[int], str]
+"""Returns the own text of a token; a part of a character shows as U+FFFD."""
 
 
 @dataclass(slots=True)
@@ -26,19 +26,21 @@ class Answer:
 
     index: int
     text: str = ""
-    pieces: list[Piece] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
     reason: str | None = None
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
 
-    def add(self, piece: Piece) -> None:
+    def add(self, delta: Delta) -> None:
         """Take the next token."""
-        self.text += piece.delta.text
-        self.pieces.append(piece)
-        self.reason = piece.delta.finish_reason
+        self.text += delta.text
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        self.deltas.append(delta)
+        self.reason = delta.finish_reason
 
     @property
     def token_ids(self) -> list[int]:
         """The tokens, an ending one included."""
-        return [piece.delta.token_id for piece in self.pieces]
+        return [delta.token_id for delta in self.deltas]
 
 
 class Format(ABC):
@@ -53,9 +55,10 @@ class Format(ABC):
     kind: str
     chunk_kind: str
 
-    def __init__(self, model: str, tells_logprobs: bool) -> None:
+    def __init__(self, model: str, spell: Spell, tells_logprobs: bool) -> None:
         # Not from the system: a call of it would let the engine have the interpreter for a while.
         self.id = f"{self.prefix}-{random.getrandbits(128):032x}"
+        self.spell = spell
         self.tells_logprobs = tells_logprobs
         self._model = model
         self._created = int(time.time())
@@ -80,12 +83,12 @@ class Format(ABC):
 
     def events(self, answer: Answer) -> str:
         """Return the events that tell the newest token of an answer; perhaps none yet."""
-        if len(answer.pieces) == 1 or answer.reason is not None or self.tells_logprobs:
+        if len(answer.deltas) == 1 or answer.reason is not None or self.tells_logprobs:
             return self._written(answer)
         # Of a token in between, all but the text is what it was for the one before.
         if answer.index not in self._frames:
             self._frames[answer.index] = self._frame(answer.index)
-        text, frame = answer.pieces[-1].delta.text, self._frames[answer.index]
+        text, frame = answer.deltas[-1].text, self._frames[answer.index]
         return f"{frame[0]}{_json(text)}{frame[1]}" if text and frame else ""
 
     def _written(self, answer: Answer) -> str:
@@ -93,8 +96,8 @@ class Format(ABC):
 
     def _frame(self, index: int) -> tuple[str, str] | None:
         """Return what stands around a text in between; None where texts are told in the end."""
-        piece = Piece(index, Delta(_MARK, 0, 0.0, None), None)
-        written = self._written(Answer(index, _MARK, [piece, piece]))
+        delta = Delta(_MARK, 0, 0.0, None)
+        written = self._written(Answer(index, _MARK, [delta, delta]))
         head, mark, tail = written.rpartition(_json(_MARK))
         return (head, tail) if mark else None
 
@@ -106,158 +109,19 @@ class Format(ABC):
     def chunks(self, answer: Answer) -> list[dict[str, Any]]:
         """Return what the newest token of an answer adds to a stream; perhaps nothing yet."""
 
+    def prompt_logprobs(self, answer: Answer) -> list[dict[str, Any] | None]:
+        """Return the log probabilities of the tokens of a prompt, as vLLM tells them."""
+        return [None, *map(self._of_prompt, answer.prompt_logprobs)]
 
-class CompletionFormat(Format):
-    """``/v1/completions``."""
-
-    prefix = "cmpl"
-    kind = chunk_kind = "text_completion"
-
-    def __init__(self, model: str, tells_logprobs: bool, fronts: list[str] | None = None) -> None:
-        """Tell answers of ``model``.
-
-        Args:
-            fronts: a text for each answer that stands in front of it; without, none does.
-        """
-        super().__init__(model, tells_logprobs)
-        self._fronts = fronts or []
-
-    def choice(self, answer: Answer) -> dict[str, Any]:
-        """Return a whole answer."""
-        text = self._front(answer) + answer.text
-        return self._choice(answer.index, text, answer.pieces, 0, answer.reason)
-
-    def _front(self, answer: Answer) -> str:
-        return self._fronts[answer.index] if self._fronts else ""
-
-    def chunks(self, answer: Answer) -> list[dict[str, Any]]:
-        """Return the text of the newest token, and how the answer ended, if it has."""
-        newest = answer.pieces[-1]
-        text = newest.delta.text
-        offset = len(answer.text) - len(text)
-        if len(answer.pieces) == 1:
-            text = self._front(answer) + text
-        if not text and answer.reason is None and not self.tells_logprobs:
-            return []
-        return [self._choice(answer.index, text, [newest], offset, answer.reason)]
-
-    def _choice(
-        self, index: int, text: str, pieces: list[Piece], offset: int, reason: str | None
-    ) -> dict[str, Any]:
-        logprobs = None
-        if self.tells_logprobs:
-            offsets = []
-            for piece in pieces:
-                offsets.append(offset)
-                offset += len(piece.delta.text)
-            logprobs = {
-                "tokens": [piece.token for piece in pieces],
-                "token_logprobs": [piece.delta.logprob for piece in pieces],
-                "top_logprobs": [_likely(p) for p in pieces]
-                if any(p.likely for p in pieces)
-                else None,
-                "text_offset": offsets,
-            }
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
-class ChatFormat(Format):
-    """``/v1/chat/completions``."""
-
-    prefix = "chatcmpl"
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-
-    def __init__(
-        self,
-        model: str,
-        tells_logprobs: bool,
-        parse: Callable[[list[int]], dict[str, Any] | None] | None,
-    ) -> None:
-        """Tell answers of ``model``.
-
-        Args:
-            parse: returns the message that tokens are, for answers that may call tools; they are
-                told when they are whole.
-        """
-        super().__init__(model, tells_logprobs)
-        self._parse = parse
-
-    def choice(self, answer: Answer) -> dict[str, Any]:
-        """Return a whole answer."""
-        message = answer_message(answer.text, self._parsed(answer))
-        return {
-            "index": answer.index,
-            "message": message,
-            "logprobs": self._logprobs(answer.pieces),
-            "finish_reason": _reason(answer, message),
+    def _of_prompt(self, token: PromptLogprob) -> dict[str, Any]:
+        likely = {
+            each: (logprob, rank) for rank, (each, logprob) in enumerate(token.top_logprobs, 1)
         }
-
-    def chunks(self, answer: Answer) -> list[dict[str, Any]]:
-        """Return the role, the text of the newest token, and how the answer ended, if it has."""
-        newest, ended = answer.pieces[-1], answer.reason is not None
-        deltas: list[dict[str, Any]] = []
-        reason = answer.reason
-        if len(answer.pieces) == 1:
-            deltas.append({"role": "assistant", "content": ""})
-        if self._parse is None:
-            if newest.delta.text or self.tells_logprobs:
-                deltas.append({"content": newest.delta.text})
-        elif ended:
-            message = self.choice(answer)["message"]
-            reason = _reason(answer, message)
-            calls = message.get("tool_calls", [])
-            numbered = [{"index": index, **call} for index, call in enumerate(calls)]
-            del message["role"]
-            deltas.append({**message, "tool_calls": numbered} if numbered else message)
-        told = [self._chunk(answer.index, delta, None) for delta in deltas]
-        if self.tells_logprobs and told:
-            told[-1]["logprobs"] = self._logprobs(
-                [newest] if self._parse is None else answer.pieces
-            )
-        return [*told, self._chunk(answer.index, {}, reason)] if ended else told
-
-    def _parsed(self, answer: Answer) -> dict[str, Any] | None:
-        try:
-            return None if self._parse is None else self._parse(answer.token_ids)
-        except RequestError:
-            return None  # the model did not write what its template describes; a text it is
-
-    @staticmethod
-    def _chunk(index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-
-    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
-        if not self.tells_logprobs:
-            return None
-        return {"content": [_token(piece) for piece in pieces], "refusal": None}
-
-
-def _likely(piece: Piece) -> dict[str, float]:
-    """Return log probabilities by the texts of tokens, the chosen one's among them."""
-    told = zip(piece.likely, piece.delta.top_logprobs, strict=True)
-    found: dict[str, float] = {}
-    for text, (_, logprob) in told:
-        found.setdefault(text, logprob)  # parts of characters have one text together
-    found.setdefault(piece.token or "", piece.delta.logprob)
-    return found
-
-
-def _token(piece: Piece) -> dict[str, Any]:
-    told = zip(piece.likely, piece.delta.top_logprobs, strict=True)
-    likely = [_spelled(text, logprob) for text, (_, logprob) in told]
-    return {**_spelled(piece.token or "", piece.delta.logprob), "top_logprobs": likely}
-
-
-def _spelled(text: str, logprob: float) -> dict[str, Any]:
-    # The bytes of a part of a character are not known from its text.
-    known = None if _PARTIAL in text else list(text.encode())
-    return {"token": text, "logprob": logprob, "bytes": known}
-
-
-def _reason(answer: Answer, message: dict[str, Any]) -> str | None:
-    calls = answer.reason == "stop" and message.get("tool_calls")
-    return "tool_calls" if calls else answer.reason
+        told = {**likely, token.token_id: (token.logprob, token.rank)}
+        return {
+            str(each): {"logprob": logprob, "rank": rank, "decoded_token": self.spell(each)}
+            for each, (logprob, rank) in told.items()
+        }
 
 
 def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:

@@ -14,7 +14,8 @@ from prometheus_client import (
 )
 from starlette.responses import Response
 
-from interposer_serve._generation import Generation, Gone
+from interposer_models import Generation
+from interposer_serve._errors import Gone
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -64,6 +65,21 @@ class Metrics:
                 "shared_prompt_tokens",
                 "Tokens of prompts that were in the cache already.",
                 lambda: prefixes.shared_tokens,
+            )
+            self._gauge(
+                "looked_up_prompt_tokens",
+                "Tokens of prompts that were looked up in the cache.",
+                lambda: prefixes.tokens,
+            )
+            self._gauge(
+                "evicted_prompt_pages",
+                "Pages of prompts that were given up for others.",
+                lambda: prefixes.evicted_pages,
+            )
+            self._gauge(
+                "restored_prompt_pages",
+                "Of these, that came back from other memory.",
+                lambda: prefixes.restored_pages,
             )
         self._gauge("cache_pages", "Pages of the cache.", lambda: pool.num_pages)
         self._gauge(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
@@ -173,6 +174,7 @@ class SampledBody(Body):
     ignore_eos: _Flag = False
     min_tokens: int = Field(0, ge=0, le=_INT64_MAX, description="an integer of at least 0")
     logit_bias: _Bias = Field({}, description="token ids with numbers from -100 to 100")
+    prompt_logprobs: _Likely | None = Field(None, description="an integer from 0 to 20")
     response_format: dict[str, Any] | None = Field(None, description="an object with a type")
     structured_outputs: dict[str, Any] | None = Field(
         None, description="an object with 'json', 'regex', 'choice' or 'grammar'"
@@ -207,10 +209,15 @@ class SampledBody(Body):
         """The number of likeliest tokens that are told at each position."""
         return 0
 
+    @property
+    def num_prompt_likely(self) -> int | None:
+        """The same for each token of the prompt; None where nothing is told of it."""
+        return self.prompt_logprobs
+
     def params(
         self, suggested: dict[str, Any], max_new_tokens: int, constraint: Constraint | None
-    ) -> list[SamplingParams]:
-        """Return the settings of each of the ``n`` answers; seeds follow each other.
+    ) -> SamplingParams:
+        """Return the settings of the first of the ``n`` answers.
 
         Args:
             suggested: settings of the checkpoint, for what the request leaves out.
@@ -219,23 +226,21 @@ class SampledBody(Body):
         """
         named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         said = {name: value for name in named if (value := getattr(self, name)) is not None}
-        return [
-            SamplingParams(
-                **{**suggested, **said},
-                max_new_tokens=self.max_tokens or max_new_tokens,
-                presence_penalty=self.presence_penalty,
-                frequency_penalty=self.frequency_penalty,
-                seed=None if self.seed is None else (self.seed + index) % (_INT64_MAX + 1),
-                stop=self.stop,
-                stop_token_ids=self.stop_token_ids,
-                ignore_eos=self.ignore_eos,
-                min_tokens=self.min_tokens,
-                logit_bias=self.logit_bias,
-                constraint=constraint,
-                top_logprobs=self.num_likely,
-            )
-            for index in range(self.n)
-        ]
+        return SamplingParams(
+            **{**suggested, **said},
+            max_new_tokens=self.max_tokens or max_new_tokens,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            seed=self.seed,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            logit_bias=self.logit_bias,
+            constraint=constraint,
+            top_logprobs=self.num_likely,
+            prompt_logprobs=self.num_prompt_likely,
+        )
 
     @property
     def tells_usage(self) -> bool:
@@ -248,6 +253,9 @@ class SampledBody(Body):
             raise ApiError(
                 400, 'stream_options is given without "stream": true', param="stream_options"
             )
+        if self.prompt_logprobs is not None and self.stream:
+            message = 'prompt_logprobs is given with "stream": true. Try: one of them'
+            raise ApiError(400, message, param="prompt_logprobs")
         if self.min_tokens and self.constraint is not None:
             message = "min_tokens is given with a form of the answer. Try: leave min_tokens out"
             raise ApiError(400, message, param="min_tokens")
@@ -265,20 +273,14 @@ class CompletionBody(SampledBody):
         """The number of likeliest tokens that are told at each position."""
         return self.logprobs or 0
 
-    def check(self) -> None:
-        """Raise ApiError where two fields contradict each other, or the engine cannot do both."""
-        super().check()
-        if self.echo and self.logprobs is not None:
-            raise ApiError(
-                400,
-                "echo and logprobs are both given, and log probabilities of prompts are not told "
-                "here. Try: one of them",
-                param="echo",
-                code="not_honoured",
-            )
+    @property
+    def num_prompt_likely(self) -> int | None:
+        """The same for each token of the prompt; None where nothing is told of it."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> Sequence[str | list[int]]:
         """One text or one list of token ids for each prompt."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
@@ -367,8 +369,8 @@ class ChatBody(SampledBody):
 
     def params(
         self, suggested: dict[str, Any], max_new_tokens: int, constraint: Constraint | None
-    ) -> list[SamplingParams]:
-        """Return the settings of each of the ``n`` answers."""
+    ) -> SamplingParams:
+        """Return the settings of the first of the ``n`` answers."""
         return super().params(suggested, self.max_completion_tokens or max_new_tokens, constraint)
 
 

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from interposer_serve._errors import api_error
-from interposer_serve._generation import Generation, Gone
+from interposer_models import Generation
+from interposer_serve._errors import Gone, api_error
 
 _log = logging.getLogger("interposer")
 DONE = b"data: [DONE]\n\n"
@@ -26,13 +26,13 @@ async def watched(request: Request, generation: Generation) -> AsyncIterator[Non
         yield
     finally:
         watch.cancel()
-        generation.close()
+        generation.fail(Gone())
 
 
 async def _leave(request: Request, generation: Generation) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    generation.close()
+    generation.fail(Gone())
 
 
 class EventStream(Response):
@@ -52,7 +52,7 @@ class EventStream(Response):
             await self._send(send)
         finally:
             # The events do so too, but not where they never began.
-            self._generation.close()
+            self._generation.fail(Gone())
 
     async def _send(self, send: Send) -> None:
         head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import copy
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,11 +13,17 @@ from starlette.routing import Route
 
 import interposer
 from interposer.errors import InterposerError, RequestError
-from interposer_models import Constraint, LanguageModel, SamplingParams
-from interposer_serve._engine_thread import EngineThread
-from interposer_serve._errors import ApiError, check_model
-from interposer_serve._formats import Answer, ChatFormat, CompletionFormat, Format, usage
-from interposer_serve._generation import Generation, Gone
+from interposer_models import (
+    AsyncLanguageModel,
+    Constraint,
+    Generation,
+    LanguageModel,
+    SamplingParams,
+)
+from interposer_serve._chat_format import ChatFormat
+from interposer_serve._completion_format import CompletionFormat, Echo
+from interposer_serve._errors import ApiError, Gone, check_model
+from interposer_serve._formats import Answer, Format, usage
 from interposer_serve._limits import Limits
 from interposer_serve._messages import written
 from interposer_serve._metrics import Metrics
@@ -33,12 +36,12 @@ from interposer_serve._requests import (
     SampledBody,
     TokenizeBody,
 )
+from interposer_serve._room import Room
 from interposer_serve._streams import DONE, EventStream, watched
 from interposer_serve._tracing import record
 
 _LEFT = 499  # nobody reads it
 _SHORT = 16  # OpenAI's default for completions
-T = TypeVar("T")
 B = TypeVar("B", bound=Body)
 
 
@@ -52,13 +55,9 @@ class TextEndpoints:
         self._limits = limits
         self._metrics = metrics
         self._suggested = lm.suggested
-        self._thread = EngineThread(lm, limits)
         metrics.watch(lm.engine)
-        # One thread prepares prompts, so that long ones hold up neither streams nor the engine; it
-        # has a tokenizer of its own, because those of transformers may be used by one at a time.
-        self._num_prepared = 0
-        self._prompts = ThreadPoolExecutor(1, "interposer-prompts")
-        self._tokenizer = copy.deepcopy(lm.tokenizer)
+        self._model: AsyncLanguageModel
+        self._room: Room
 
     @property
     def routes(self) -> list[Route]:
@@ -72,23 +71,21 @@ class TextEndpoints:
 
     async def start(self) -> None:
         """Prepare for the first request, which would wait for what is loaded on first use."""
-        self._thread.start()
+        self._model = AsyncLanguageModel(self._lm, max_waiting=self._limits.queue)
+        self._room = Room(self._model, self._limits)
         try:
-            await self._prepared(lambda: self._tokenizer.chat)
+            await self._model.tokenize(lambda tokenizer: tokenizer.chat)
         except InterposerError:
             return  # prompts can be token ids, and whoever sends messages is told
 
     async def stop(self) -> None:
-        """End the engine's thread and the one of prompts."""
-        await self._thread.stop()
-        self._prompts.shutdown(wait=False, cancel_futures=True)
+        """End the threads of the model."""
+        await self._model.aclose()
 
     @property
     def trouble(self) -> str:
         """The reason why requests would fail; empty where they would not."""
-        if not self._thread.alive:
-            return "the engine does not run"
-        return "the last step of the engine failed" if self._thread.failed else ""
+        return self._model.trouble
 
     def explanation(self) -> dict[str, Any]:
         """Return what the model was built from, and why."""
@@ -103,7 +100,7 @@ class TextEndpoints:
         """``/v1/chat/completions``."""
         body = await self._read(request, ChatBody)
         tools, required = body.offered, body.required
-        with self._waiting(body.n):
+        with self._room.prepared(body.n):
             prompt = await self._chat_prompt(body.messages, tools, body.chat_template_kwargs)
             constraint = body.constraint
             if required is not None:
@@ -111,23 +108,31 @@ class TextEndpoints:
             await self._compile(constraint, body.form_field if required is None else "tools")
         parse = None
         if tools is not None:
-            chat = self._tokenizer.chat
+            chat = await self._model.tokenize(lambda tokenizer: tokenizer.chat)
             parse = partial(chat.parsed, prompt=prompt, tools=tools)
-        told = ChatFormat(body.model, body.logprobs, parse)
+        told = ChatFormat(body.model, self._spell, body.logprobs, parse)
         return await self._answer(request, body, [prompt], self.context, told, constraint)
 
     async def complete(self, request: Request) -> Response:
         """``/v1/completions``."""
         body = await self._read(request, CompletionBody)
-        with self._waiting(body.n * len(body.prompts)):
+        with self._room.prepared(body.n * len(body.prompts)):
             prompts = [
                 await self._encoded(prompt) if isinstance(prompt, str) else prompt
                 for prompt in body.prompts
             ]
             await self._compile(body.constraint, body.form_field)
-            echoed = [await self._echoed(prompt) for prompt in body.prompts] if body.echo else []
-        fronts = [front for front in echoed for _ in range(body.n)]
-        told = CompletionFormat(body.model, body.logprobs is not None, fronts)
+            echoes: list[Echo] = []
+            for prompt, token_ids in zip(body.prompts, prompts, strict=True):
+                if body.echo:
+                    echoes.append(await self._echo(prompt, token_ids))
+        told = CompletionFormat(
+            body.model,
+            self._spell,
+            body.logprobs,
+            [echo for echo in echoes for _ in range(body.n)],
+            body.prompt_logprobs is not None,
+        )
         return await self._answer(request, body, prompts, _SHORT, told, body.constraint)
 
     async def tokenize(self, request: Request) -> Response:
@@ -135,7 +140,7 @@ class TextEndpoints:
         body = await self._read(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "Give either prompt or messages", param="prompt")
-        with self._waiting(1):
+        with self._room.prepared(1):
             if body.messages is not None:
                 tokens = await self._chat_prompt(
                     body.messages, body.tools or None, body.chat_template_kwargs
@@ -149,7 +154,7 @@ class TextEndpoints:
         """``/detokenize``: the text of token ids."""
         body = await self._read(request, DetokenizeBody)
         tokens = self._lm.engine.checked_tokens(body.tokens)
-        text = await self._prepared(lambda: self._tokenizer.decode(tokens))
+        text = await self._model.tokenize(lambda tokenizer: tokenizer.decode(tokens))
         return JSONResponse({"prompt": text})
 
     async def _read(self, request: Request, kind: type[B]) -> B:
@@ -160,25 +165,12 @@ class TextEndpoints:
             body.check()
         return body
 
-    @contextmanager
-    def _waiting(self, num_answers: int) -> Iterator[None]:
-        """Count answers whose prompts are prepared.
-
-        Raises: ApiError: there is no room for them, so that nothing need be prepared.
-        """
-        self._thread.check_room(num_answers, self._num_prepared)
-        self._num_prepared += num_answers
-        try:
-            yield
-        finally:
-            self._num_prepared -= num_answers
-
-    async def _prepared(self, prepare: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._prompts, prepare)
+    def _spell(self, token_id: int) -> str:
+        return self._lm.tokenizer.decode([token_id])
 
     async def _encoded(self, text: str) -> list[int]:
         # An empty text is no prompt, though a tokenizer may put a special token in front.
-        return await self._prepared(lambda: self._tokenizer.encode(text) if text else [])
+        return await self._model.tokenize(lambda own: own.encode(text) if text else [])
 
     async def _chat_prompt(
         self,
@@ -187,19 +179,18 @@ class TextEndpoints:
         options: dict[str, Any],
     ) -> list[int]:
         told = written(messages)
-        return await self._prepared(
-            lambda: self._tokenizer.chat.token_ids(told, tools, None, options)
+        return await self._model.tokenize(
+            lambda tokenizer: tokenizer.chat.token_ids(told, tools, None, options)
         )
 
-    async def _echoed(self, prompt: str | list[int]) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        tokens = self._lm.engine.checked_tokens(prompt)
-        return await self._prepared(lambda: self._tokenizer.decode(tokens))
+    async def _echo(self, prompt: str | list[int], token_ids: list[int]) -> Echo:
+        tokens = self._lm.engine.checked_tokens(token_ids)
+        pieces = await self._model.tokenize(lambda tokenizer: tokenizer.pieces(tokens))
+        return Echo(prompt if isinstance(prompt, str) else "".join(pieces), tokens, pieces)
 
     async def _call_constraint(self, tools: list[dict[str, Any]]) -> Constraint:
         try:
-            return await self._prepared(lambda: self._tokenizer.chat.call_constraint(tools))
+            return await self._model.tokenize(lambda own: own.chat.call_constraint(tools))
         except RequestError as error:
             raise ApiError(400, str(error), param="tool_choice", code="not_honoured") from None
 
@@ -212,7 +203,7 @@ class TextEndpoints:
         if constraint is None or compiler is None:
             return
         try:
-            await self._prepared(lambda: compiler.matcher(constraint, frozenset()))
+            await self._model.tokenize(lambda _: compiler.matcher(constraint, frozenset()))
         except RequestError as error:
             message = f"{param} asks for a form that cannot be held: {error}"
             raise ApiError(400, message, param=param, code="invalid_value") from None
@@ -227,38 +218,47 @@ class TextEndpoints:
         constraint: Constraint | None,
     ) -> Response:
         rows = [
-            (prompt, params)
-            for prompt in prompts
-            for params in self._params(body, prompt, most_new_tokens, constraint)
+            (prompt, self._params(body, prompt, most_new_tokens, constraint)) for prompt in prompts
         ]
         num_prompt_tokens = sum(map(len, prompts))
+        self._room.check(body.n * len(rows))
 
         def on_end(generation: Generation) -> None:
+            deadline.cancel()
+            self._room.ended(generation)
             self._metrics.ended(generation)
             record(request, body.model, num_prompt_tokens, generation)
 
-        generation = self._thread.open(
-            rows,
-            request.state.received,
-            on_end,
-            streams=body.stream,
-            tells_tokens=told.tells_logprobs,
+        received = request.state.received
+        generation = self._model.open(
+            rows, body.n, streams=body.stream, received=received, on_end=on_end
         )
+        seconds = self._limits.deadline_seconds
+        late = ApiError(504, f"The answer took longer than {seconds:g} s", code="deadline_exceeded")
+        deadline = asyncio.get_running_loop().call_later(seconds, generation.fail, late)
         self._metrics.opened(num_prompt_tokens)
+        answers = [Answer(index) for index in range(generation.num_answers)]
         if body.stream:
-            events = self._stream(request, generation, told, num_prompt_tokens, body.tells_usage)
+            events = self._stream(
+                request, generation, told, answers, num_prompt_tokens, body.tells_usage
+            )
             return EventStream(events, generation)
-        answers = [Answer(row.index) for row in generation.rows]
         async with watched(request, generation):
             try:
-                async for pieces in generation:
-                    for piece in pieces:
-                        answers[piece.index].add(piece)
+                async for deltas in generation:
+                    for delta in deltas:
+                        answers[delta.index].add(delta)
             except Gone:
                 return Response(status_code=_LEFT)
+            for answer in answers:
+                # The first answer to a prompt alone is told of it.
+                answer.prompt_logprobs = answers[answer.index // body.n * body.n].prompt_logprobs
             choices = [await self._choice(told, answer) for answer in answers]
         spent = usage(num_prompt_tokens, generation.num_tokens)
-        return JSONResponse(told.response(choices, spent))
+        response = told.response(choices, spent)
+        if isinstance(body, ChatBody) and body.prompt_logprobs is not None:
+            response["prompt_logprobs"] = told.prompt_logprobs(answers[0])
+        return JSONResponse(response)
 
     def _params(
         self,
@@ -266,7 +266,7 @@ class TextEndpoints:
         prompt: list[int],
         most_new_tokens: int,
         constraint: Constraint | None,
-    ) -> list[SamplingParams]:
+    ) -> SamplingParams:
         allowed = self._limits.prompt_tokens
         if allowed is not None and len(prompt) > allowed:
             message = f"The prompt has {len(prompt)} tokens; allowed are {allowed}"
@@ -277,23 +277,23 @@ class TextEndpoints:
         return body.params(suggested, max(1, min(most_new_tokens, room)), constraint)
 
     async def _choice(self, told: Format, answer: Answer) -> dict[str, Any]:
-        return await self._prepared(lambda: told.choice(answer))
+        return await self._model.tokenize(lambda _: told.choice(answer))
 
     async def _stream(
         self,
         request: Request,
         generation: Generation,
         told: Format,
+        answers: Sequence[Answer],
         num_prompt_tokens: int,
         tells_usage: bool,
     ) -> AsyncGenerator[bytes, None]:
-        answers = [Answer(row.index) for row in generation.rows]
         async with watched(request, generation):
-            async for pieces in generation:
+            async for deltas in generation:
                 parts = []
-                for piece in pieces:
-                    answer = answers[piece.index]
-                    answer.add(piece)
+                for delta in deltas:
+                    answer = answers[delta.index]
+                    answer.add(delta)
                     parts.append(told.events(answer))
                 if content := "".join(parts):
                     yield content.encode()

@@ -9,7 +9,8 @@ from opentelemetry import propagate, trace
 from opentelemetry.trace import Status, StatusCode
 from starlette.requests import Request
 
-from interposer_serve._generation import Generation, Gone
+from interposer_models import Generation
+from interposer_serve._errors import Gone
 
 # It follows the provider that the application sets, before this line or after it.
 _TRACER = trace.get_tracer("interposer_serve", version("interposer-serve"))
@@ -29,7 +30,7 @@ def record(request: Request, model: str, num_prompt_tokens: int, generation: Gen
         attributes={
             "interposer.serve.endpoint": request.url.path,
             "interposer.serve.model": model,
-            "interposer.serve.answers": len(generation.rows),
+            "interposer.serve.answers": generation.num_answers,
             "interposer.serve.prompt_tokens": num_prompt_tokens,
             "interposer.serve.generated_tokens": generation.num_tokens,
             "interposer.serve.client_left": isinstance(generation.error, Gone),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from interposer_testing._reports.report import Report
     from interposer_testing._reports.text import reason_lines, wrong_blocks
     from interposer_testing._trials.conformance import attention_trials, conformance
+    from interposer_testing._trials.host import Host
     from interposer_testing._trials.isolation import Isolation, side_by_side
     from interposer_testing._trials.layers_and_schemes import layer_trials, scheme_trials
     from interposer_testing._trials.outcome import Progress
@@ -45,6 +46,7 @@ __all__ = [
     "Expectation",
     "Fault",
     "Ground",
+    "Host",
     "Isolation",
     "Progress",
     "Report",
@@ -96,6 +98,7 @@ __getattr__ = lazy_attributes(
         "interposer_testing._reports.report": "Report",
         "interposer_testing._reports.text": "reason_lines wrong_blocks",
         "interposer_testing._trials.conformance": "attention_trials conformance",
+        "interposer_testing._trials.host": "Host",
         "interposer_testing._trials.isolation": "Isolation side_by_side",
         "interposer_testing._trials.layers_and_schemes": "layer_trials scheme_trials",
         "interposer_testing._trials.outcome": "Progress",

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from interposer import Planned, Site
 from interposer.errors import ConfigError, RequestError, UnknownNameError
 from interposer_models._adapters.files import Adapter, adapter_folder, read_adapter
 from interposer_models._adapters.low_rank import LowRank, LowRankTable
+from interposer_models._adapters.mixtures import AdaptedExperts, AdaptedRouter
 from interposer_models._adapters.places import Adaptable, AdapterPlaces
-from interposer_models._adapters.step import StepAdapters
+from interposer_models._adapters.step import StepAdapters, StepHooks
 from interposer_models._engine.engine import Engine
 from interposer_ops.devices.graphs import judge_choices
+from interposer_ops.layers.experts import Experts, Router
 
 
 class Adapters:
@@ -33,22 +36,35 @@ class Adapters:
             takes_none: the model is an adapted one, which takes adapters elsewhere.
         """
         self._engine, self._plan, self._takes_none = engine, plan, takes_none
-        self._loaded: dict[str, Adapter] = {}
+        # Versions, of which no number comes twice: pages of a cache are known by them.
+        self._loaded: dict[int, Adapter] = {}
+        self._current: dict[str, int] = {}
+        self._versions = itertools.count()
         self._places: AdapterPlaces | None = None
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = StepHooks({})
+        # The choices made for hooks, each with how many places had it before.
+        self._chosen: dict[tuple[object, ...], int] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
         """The adapters that requests can name."""
-        return tuple(self._loaded)
+        return tuple(self._current)
 
     @property
     def _dtype(self) -> torch.dtype:
         dtype: torch.dtype = self._plan.dtype  # type: ignore[attr-defined]  # of a loaded model
         return dtype
 
-    def load(self, name: str, path: str | Path) -> None:
+    def load(self, name: str, path: str | Path, replace: bool = False) -> None:
         """Add the adapter in a folder; see ``LanguageModel.load_adapter``."""
+        self._check(name, replace)
+        if self._places is None:
+            self._places = AdapterPlaces(self._engine.model)
+        kind = self._dtype, self._engine.device
+        self._add({name: read_adapter(adapter_folder(path), self._places, *kind)})
+
+    def _check(self, name: str, replace: bool) -> None:
+        """Raise ConfigError if no adapter can have the name, or the model takes none."""
         if not isinstance(name, str) or not name:
             raise ConfigError(f"The name of an adapter is {name!r}, must be a text, not empty")
         if self._takes_none:
@@ -61,73 +77,126 @@ class Adapters:
                 "A model with an encoder takes no adapters: its encoder computes tokens that no "
                 "adapter is told of. Try: merge_and_unload() of PEFT, and load what it saves"
             )
-        if name in self._loaded:
+        if name in self._current and not replace:
             raise ConfigError(
-                f"There is an adapter {name!r} already. Try: remove_adapter({name!r}) first, or "
-                "another name"
+                f"There is an adapter {name!r} already. Try: replace=True, or another name"
             )
         if self._engine.runner.compiled is not None:
             raise ConfigError(
                 "A compiled model takes no adapters: its graphs were made without them. "
                 "Try: Config(compile='off')"
             )
-        if self._places is None:
-            self._places = AdapterPlaces(self._engine.model)
-        kind = self._dtype, self._engine.device
-        adapter = read_adapter(adapter_folder(path), self._places, *kind)
-        self._set({**self._loaded, name: adapter})
+
+    def start(self, adapters: Mapping[str, Adapter]) -> None:
+        """Add adapters that were read before the engine was made."""
+        for name in adapters:
+            self._check(name, replace=False)
+        if adapters:
+            self._add(adapters)
+
+    def _add(self, adapters: Mapping[str, Adapter]) -> None:
+        versions = {name: next(self._versions) for name in adapters}
+        added = {versions[name]: adapter for name, adapter in adapters.items()}
+        self._set({**self._loaded, **added}, {**self._current, **versions})
 
     def remove(self, name: str) -> None:
         """Forget an adapter; see ``LanguageModel.remove_adapter``."""
-        if name not in self._loaded:
-            raise UnknownNameError("adapter", name, self._loaded)
-        scheduler = self._engine.scheduler
-        users = [s for s in (*scheduler.running, *scheduler.waiting) if s.params.adapter == name]
-        if users:
+        if name not in self._current:
+            raise UnknownNameError("adapter", name, self._current)
+        if users := self._num_users(self._current[name]):
             raise RequestError(
-                f"The adapter {name!r} is in use by {len(users)} unfinished requests. "
+                f"The adapter {name!r} is in use by {users} unfinished requests. "
                 "Try: finish or cancel them first"
             )
-        self._set({other: held for other, held in self._loaded.items() if other != name})
-        self._engine.forget_prefixes()  # another adapter may get the name
+        others = {other: version for other, version in self._current.items() if other != name}
+        self._set(self._loaded, others)
 
-    def _set(self, adapters: Mapping[str, Adapter]) -> None:
-        engine, names = self._engine, tuple(adapters)
+    def renew(self) -> None:
+        """Read the base's weights anew where adapters need them, as after an exchange."""
+        if self._loaded:
+            self._set(self._loaded, self._current)
+
+    def _num_users(self, version: int) -> int:
+        scheduler = self._engine.scheduler
+        unfinished = (*scheduler.running, *scheduler.waiting)
+        return sum(sequence.adapter == version for sequence in unfinished)
+
+    def _leave(self, version: int) -> None:
+        """Free a version that was replaced, when the last of its requests has ended."""
+        if not self._num_users(version):
+            self._set(self._loaded, self._current)
+
+    def _set(self, adapters: Mapping[int, Adapter], current: Mapping[str, int]) -> None:
+        """Hold these adapters as far as requests have them or can get them."""
+        held_by = {version for version in adapters if self._num_users(version)}
+        held_by |= {*current.values()}
+        adapters = {version: each for version, each in adapters.items() if version in held_by}
+        engine = self._engine
         graphs = engine.runner.graphs
         most = engine.scheduler.max_step_tokens
         if graphs is not None:
             most = max(most, graphs.buckets.sizes[-1])
-        step = StepAdapters(names, most, engine.device, graphs is not None)
+        by_graphs = graphs is not None
+        step = StepAdapters(adapters, current, most, engine.device, by_graphs, self._leave)
         layers = {place.layer: None for adapter in adapters.values() for place in adapter}
-        hooks = {layer: self._hook(layer, adapters, step) for layer in layers}
-        if graphs is not None:
-            choices = [choice for hook in hooks.values() for choice in hook.choices]
-            verdict = judge_choices(choices, self._plan.resolver.accepted)
-            if not verdict:
-                raise ConfigError(
-                    f"With adapters, a step {verdict.reason}, or Config(graphs='off')"
-                )
+        with self._choosing():
+            hooks = {layer: self._hook(layer, adapters, step) for layer in layers}
+            if graphs is not None:
+                choices = [choice for hook in hooks.values() for choice in hook.choices]
+                verdict = judge_choices(choices, self._plan.resolver.accepted)
+                if not verdict:
+                    raise ConfigError(
+                        f"With adapters, a step {verdict.reason}, or Config(graphs='off')"
+                    )
         # Nothing that can fail comes from here on.
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks = [layer.register_forward_hook(hook) for layer, hook in hooks.items()]
+        self._hooks.switch(False)
+        self._hooks = step.hooks = StepHooks(hooks)
+        self._hooks.switch(graphs is not None)
         held = [
             {place: m for hook in hooks.values() for place, m in hook.held[number].items()}
-            for number in range(len(names))
+            for number in range(len(adapters))
         ]
-        self._loaded = dict(zip(names, held, strict=True))
-        engine.runner.adapters = step if names else None
+        self._loaded = dict(zip(adapters, held, strict=True))
+        self._current = dict(current)
+        engine.runner.adapters = step if adapters else None
         if graphs is not None:
             graphs.forget()
 
+    @contextmanager
+    def _choosing(self) -> Iterator[None]:
+        """Let what is chosen in a block replace what was chosen for the hooks that go."""
+        choices = self._plan.resolver.choices
+        before = {key: (choice, [*prefixes]) for key, (choice, prefixes) in choices.items()}
+        for key, num_others in self._chosen.items():
+            if not num_others:
+                choices.pop(key, None)
+            elif key in choices:
+                del choices[key][1][num_others:]
+        others = {key: len(prefixes) for key, (_, prefixes) in choices.items()}
+        try:
+            yield
+        except BaseException:
+            choices.clear()
+            choices.update(before)
+            raise
+        self._chosen = {
+            key: others.get(key, 0)
+            for key, (_, prefixes) in choices.items()
+            if len(prefixes) > others.get(key, 0)
+        }
+
     def _hook(
-        self, layer: Adaptable, adapters: Mapping[str, Adapter], step: StepAdapters
-    ) -> LowRank:
+        self, layer: Adaptable, adapters: Mapping[int, Adapter], step: StepAdapters
+    ) -> LowRank | AdaptedExperts:
         members = [
             {place: m for place, m in adapter.items() if place.layer is layer}
             for adapter in adapters.values()
         ]
         site = Site(self._plan.resolver, layer.prefix, self._dtype)
+        given = members, step, self._engine.device
+        if isinstance(layer, Experts):
+            return AdaptedExperts(site, layer, *given)
+        if isinstance(layer, Router):
+            return AdaptedRouter(Site(site.resolver, layer.prefix, layer.dtype), *given)
         is_table = any(place.is_table for member in members for place in member)
-        kind = LowRankTable if is_table else LowRank
-        return kind(site, members, step, self._engine.device)
+        return (LowRankTable if is_table else LowRank)(site, *given)

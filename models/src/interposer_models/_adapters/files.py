@@ -1,6 +1,6 @@
 """Reading adapters that PEFT saved: matrices of low rank by the module that they belong to.
 
-Dimensions: R rank, I inputs, O outputs.
+Dimensions: R rank, I inputs, O outputs, E experts.
 """
 
 from __future__ import annotations
@@ -9,22 +9,25 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from interposer.errors import CheckpointError
+from interposer.errors import CheckpointError, ConfigError
 from interposer_models._adapters.places import AdapterPlace, AdapterPlaces
 from interposer_models._adapters.settings import AdapterSettings
 from interposer_models._checkpoint.checkpoint import reading
 from interposer_models._checkpoint.hub import HubModel
+from interposer_ops.layers.experts import gates_first
 
 WEIGHTS = "adapter_model.safetensors"
 _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+?)\.lora_(?P<table>embedding_)?(?P<side>[AB])(?(table)|\.weight)"
 )
 _NAMED = 3
+_WRAPPED = ".base_layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,17 @@ class Matrices:
     """The matrices of one place.
 
     Attributes:
-        a: ``[R, I]``.
-        b: ``[O, R]``, times the scale of the adapter.
+        a: ``[R, I]``, of experts ``[E, R, I]``.
+        b: ``[O, R]``, times the scale of the adapter; of experts ``[E, O, R]``.
     """
 
     a: Tensor
     b: Tensor
+
+    @property
+    def rank(self) -> int:
+        """Return R."""
+        return self.a.shape[-2]
 
 
 Adapter = Mapping[AdapterPlace, Matrices]
@@ -57,6 +65,24 @@ def adapter_folder(path: str | Path) -> Path:
             "give the folder of an adapter of PEFT, or its name on a hub",
         )
     return folder
+
+
+def read_adapters(
+    paths: Mapping[str, str | Path], model: nn.Module, dtype: torch.dtype, device: str
+) -> dict[str, Adapter]:
+    """Return the adapters for a model, by name.
+
+    Raises: ConfigError: ``paths`` is no mapping. CheckpointError: as ``read_adapter``.
+    """
+    if not isinstance(paths, Mapping):
+        raise ConfigError(f"adapters is {paths!r:.100}, must be a mapping of names to folders")
+    if not paths:
+        return {}
+    places = AdapterPlaces(model)
+    return {
+        name: read_adapter(adapter_folder(path), places, dtype, device)
+        for name, path in paths.items()
+    }
 
 
 def read_adapter(
@@ -89,19 +115,75 @@ def read_adapter(
             tensor = tensors.get_tensor(key)
             table = matched["table"] is not None
             found.setdefault(matched["module"], {})[matched["side"]] = tensor
-            _check_table(file, key, table, _place(file, matched["module"], places))
+            _check_table(file, key, table, _target(file, matched["module"], places, settings).place)
     if not found:
         raise CheckpointError(file, "holds no matrix", "copy it again")
     adapter: dict[AdapterPlace, Matrices] = {}
+    single: dict[AdapterPlace, dict[int, Matrices]] = {}
     for module, sides in found.items():
         if missing := {"A", "B"} - sides.keys():
             reason = f"lacks the matrix {missing.pop()} of {module!r}"
             raise CheckpointError(file, reason, "copy it again")
-        place = _place(file, module, places)
-        _check_shapes(file, module, sides, place, settings)
-        a, b = sides["A"].float(), sides["B"].float() * settings.scale_of(module)
-        adapter[place] = Matrices(a.to(device, dtype), b.to(device, dtype))
+        target = _target(file, module, places, settings)
+        matrices = _matrices(file, module, sides, target, settings)
+        both = Matrices(matrices.a.to(device, dtype), matrices.b.to(device, dtype))
+        if target.expert is None:
+            adapter[target.place] = both
+        else:
+            single.setdefault(target.place, {})[target.expert] = both
+    for place, experts in single.items():
+        adapter[place] = _of_experts(place, experts)
     return adapter
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The place that matrices of a module belong to.
+
+    Attributes:
+        name: by which settings know it.
+        expert: the one that they are of; None where they are of all, or there are none.
+    """
+
+    place: AdapterPlace
+    name: str
+    expert: int | None = None
+
+    @property
+    def is_stacked(self) -> bool:
+        """Say whether matrices of all experts are stored as one."""
+        return self.place.experts is not None and self.expert is None
+
+
+def _target(file: Path, module: str, places: AdapterPlaces, settings: AdapterSettings) -> _Target:
+    stem = module
+    while stem.endswith(_WRAPPED):
+        stem = stem.removesuffix(_WRAPPED)
+    if (layer := places.experts(stem)) is not None:
+        # Each parameter of a module is wrapped around those before it.
+        targeted = [name for name in layer.parameters if settings.targets(f"{stem}.{name}")]
+        depth = (len(module) - len(stem)) // len(_WRAPPED)
+        if depth < len(targeted):
+            name = targeted[-1 - depth]
+            return _Target(layer.parameters[name], f"{stem}.{name}")
+    elif (single := places.expert(module)) is not None:
+        place, expert = single
+        return _Target(place, module, expert)
+    name = f"{module}.weight"
+    return _Target(_place(file, module, places), name if settings.targets(name) else module)
+
+
+def _of_experts(place: AdapterPlace, experts: Mapping[int, Matrices]) -> Matrices:
+    """Return the matrices of all experts, zeros for those that have none."""
+    rank = max(matrices.rank for matrices in experts.values())
+    kind = next(iter(experts.values())).a
+    count = place.experts or 0
+    a = kind.new_zeros(count, rank, place.inputs)
+    b = kind.new_zeros(count, place.outputs, rank)
+    for expert, matrices in experts.items():
+        a[expert, : matrices.rank] = matrices.a
+        b[expert, :, : matrices.rank] = matrices.b
+    return Matrices(a, b)
 
 
 def _place(file: Path, module: str, places: AdapterPlaces) -> AdapterPlace:
@@ -123,26 +205,38 @@ def _check_table(file: Path, key: str, is_table: bool, place: AdapterPlace) -> N
         raise CheckpointError(file, f"holds {key!r}, but the module is {kind} in this model")
 
 
-def _check_shapes(
+def _matrices(
     file: Path,
     module: str,
     sides: Mapping[str, Tensor],
-    place: AdapterPlace,
+    target: _Target,
     settings: AdapterSettings,
-) -> None:
-    rank = settings.rank_of(module)
-    for side, expected in (("A", [rank, place.inputs]), ("B", [place.outputs, rank])):
-        given = sides[side]
+) -> Matrices:
+    """Return both matrices in float32, the second one scaled."""
+    place, rank = target.place, settings.rank_of(target.name)
+    count = place.experts if target.is_stacked and place.experts else 1
+    of_experts = f" of each of {count} experts" if target.is_stacked else ""
+    expected = {"A": [count * rank, place.inputs], "B": [place.outputs, rank * count]}
+    for side, given in sides.items():
         if not given.is_floating_point() or given.itemsize == 1:
             raise CheckpointError(
                 file, f"holds the matrix {side} of {module!r} as {given.dtype}, expected floats"
             )
-        if list(given.shape) != expected:
+        if list(given.shape) != expected[side]:
             base = f", which it was trained for: {settings.base}" if settings.base else ""
             raise CheckpointError(
                 file,
                 f"the matrix {side} of {module!r} has shape {list(given.shape)}; rank {rank} of "
                 f"{settings.path.name} and {place.inputs} inputs and {place.outputs} outputs of "
-                f"the model ask for {expected}",
+                f"the model{of_experts} ask for {expected[side]}",
                 f"load the base model{base}",
             )
+    a, b = sides["A"].float(), sides["B"].float() * settings.scale_of(target.name)
+    if not target.is_stacked:
+        return Matrices(a, b)
+    # Ranks of an expert stand behind each other in the first matrix, and apart in the second.
+    a, b = a.view(count, rank, -1), b.view(-1, rank, count).permute(2, 0, 1)
+    layer: Any = place.layer
+    if layer.spec.alternating and not place.is_last:
+        b = gates_first(b)
+    return Matrices(a, b)

@@ -1,16 +1,18 @@
 """The adapters of one layer, as one pair of products for all tokens of a step.
 
 Dimensions: T tokens, I inputs, O outputs of a part, A adapters, R the largest rank, P adapted parts
-of a merged layer, V vocabulary.
+of a merged layer, V vocabulary, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from interposer import Choice, LinearMethod, Site
 from interposer_models._adapters.files import Matrices
@@ -22,6 +24,22 @@ Members = Sequence[Mapping[AdapterPlace, Matrices]]
 """The matrices that each adapter has for a layer, by place; empty for one that has none."""
 
 
+@dataclass(frozen=True, slots=True)
+class LowRankSum:
+    """The kernels of a sum with their operands; platforms that fuse layers read them.
+
+    Attributes:
+        shrink: the kernel of ``lora_shrink``.
+        first: its prepared matrices, ``[A, P R, I]``.
+        expansions: of each part the kernel of ``lora_expand``, its prepared matrices, and the first
+            column that it adds to.
+    """
+
+    shrink: Callable[..., Tensor]
+    first: Any
+    expansions: Sequence[tuple[Callable[..., None], Any, int]]
+
+
 class LowRank:
     """A forward hook that adds what adapters say to the outputs of a layer.
 
@@ -31,44 +49,54 @@ class LowRank:
     Attributes:
         held: the members, whose matrices are views of what the products read.
         choices: of the kernels.
+        low_rank: what is added to a layer that reads its inputs as they are, so that a call of
+            several layers can add it; None elsewhere.
     """
+
+    low_rank: LowRankSum | None = None
 
     def __init__(self, site: Site, members: Members, step: StepAdapters, device: str) -> None:
         self.prefix, self._step = site.prefix, step
         places = {place: None for member in members for place in member}
         self.places = sorted(places, key=lambda place: place.part)
-        self._rank = max(len(m.a) for member in members for m in member.values())
+        self._rank = max(m.rank for member in members for m in member.values())
         self._dtype, self._device = site.dtype, device
         whole = self._stacked(members)
         self.choices: list[Choice] = []
         self.held = [
             {
                 place: Matrices(
-                    self._rows(whole[0][number], index)[: len(given.a)],
-                    whole[1][index][number][:, : len(given.a)],
+                    self._rows(whole[0][number], index)[..., : given.rank, :],
+                    whole[1][index][number][..., : given.rank],
                 )
                 for index, place in enumerate(self.places)
                 if (given := member.get(place)) is not None
             }
             for number, member in enumerate(members)
         ]
-        self._bind(site, *whole)
+        # Each adapter of each expert is one more to the kernels.
+        self._bind(site, whole[0].flatten(0, -3), [one.flatten(0, -3) for one in whole[1]])
 
     def _stacked(self, members: Members) -> tuple[Tensor, list[Tensor]]:
-        """Return the first matrices ``[A, P R, I]``, and the second ones ``[A, O, R]`` by part."""
-        count, rank, places = len(members), self._rank, self.places
+        """Return the first matrices ``[A, P R, I]``, and the second ones ``[A, O, R]`` by part.
+
+        Of experts, ``[A, E, P R, I]`` and ``[A, E, O, R]``.
+        """
+        rank, places = self._rank, self.places
         kind: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
-        first = torch.zeros(count, len(places) * rank, places[0].inputs, **kind)
-        second = [torch.zeros(count, place.outputs, rank, **kind) for place in places]
+        experts = places[0].experts
+        lead = (len(members),) if experts is None else (len(members), experts)
+        first = torch.zeros(*lead, len(places) * rank, places[0].inputs, **kind)
+        second = [torch.zeros(*lead, place.outputs, rank, **kind) for place in places]
         for number, member in enumerate(members):
             for index, place in enumerate(places):
                 if (given := member.get(place)) is not None:
-                    self._rows(first[number], index)[: len(given.a)] = given.a
-                    second[index][number, :, : len(given.a)] = given.b
+                    self._rows(first[number], index)[..., : given.rank, :] = given.a
+                    second[index][number, ..., : given.rank] = given.b
         return first, second
 
     def _rows(self, first: Tensor, index: int) -> Tensor:
-        return first[index * self._rank : (index + 1) * self._rank]
+        return first[..., index * self._rank : (index + 1) * self._rank, :]
 
     def _bind(self, site: Site, first: Tensor, second: list[Tensor]) -> None:
         sizes = {"rank": first.shape[1], "num_adapters": len(first)}
@@ -77,6 +105,17 @@ class LowRank:
         self._shrinks = shrinks.function
         self._first: Any = shrinks.prepared(lora_a=first)["lora_a"]
         self._bind_expansions(site, second)
+        if not self._takes_codes(self.places[0].layer):
+            self.low_rank = LowRankSum(self._shrinks, self._first, self._expansions)
+
+    @staticmethod
+    def _takes_codes(layer: nn.Module) -> bool:
+        method = getattr(layer, "method", None)
+        return isinstance(method, LinearMethod) and method.takes_codes
+
+    def adapter_ids(self, num_rows: int) -> Tensor:
+        """Return the adapter of each row that the layer computes, ``[num_rows]`` int64."""
+        return self._step.of_rows(num_rows, self.prefix)
 
     def _bind_expansions(self, site: Site, second: list[Tensor]) -> None:
         self._expansions = []
@@ -89,12 +128,21 @@ class LowRank:
             self._expansions.append((expands.function, prepared, place.offset))
 
     def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-        """Add to ``y`` in place, if a token of the step has an adapter."""
-        if not self._step.engaged:
-            return
+        """Add to ``y`` in place."""
         rows = y.view(-1, y.shape[-1])
-        ids = self._step.of_rows(len(rows), self.prefix)
-        shrunk = self._shrunk(layer, inputs[0], ids, y.dtype)
+        ids = self.adapter_ids(len(rows))
+        self._add(self._shrunk(layer, inputs[0], ids, y.dtype), ids, rows)
+
+    def attach(self, layer: nn.Module) -> RemovableHandle:
+        """Compute with adapters from now on, until the handle is removed."""
+        # Hooks of others see what the layer returns with its adapter.
+        return layer.register_forward_hook(self, prepend=True)
+
+    def add(self, x: Tensor, ids: Tensor, rows: Tensor) -> None:
+        """Add to ``rows`` ``[T, O]`` in place what adapters ``ids`` ``[T]`` say for ``x``."""
+        self._add(self._shrinks(x, self._first, ids, 1.0), ids, rows)
+
+    def _add(self, shrunk: Tensor, ids: Tensor, rows: Tensor) -> None:
         rank = self._rank
         for index, (expand, matrices, offset) in enumerate(self._expansions):
             part = shrunk[:, index * rank : (index + 1) * rank]
@@ -102,8 +150,7 @@ class LowRank:
 
     def _shrunk(self, layer: nn.Module, x: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``[T, P R]``, float32 or wider."""
-        method = getattr(layer, "method", None)
-        if isinstance(method, LinearMethod) and method.takes_codes:
+        if self._takes_codes(layer):
             # As the base reads its inputs.
             x = x.to(dtype) * layer.operands[0]  # type: ignore[index]
         return self._shrinks(x.reshape(-1, x.shape[-1]), self._first, ids, 1.0)

@@ -21,7 +21,8 @@ _OF_TRAINING = frozenset({
     "target_modules", "task_type",
 })  # fmt: skip
 _READ = frozenset({
-    "alpha_pattern", "lora_alpha", "peft_type", "r", "rank_pattern", "use_rslora",
+    "alpha_pattern", "lora_alpha", "peft_type", "r", "rank_pattern", "target_parameters",
+    "use_rslora",
 })  # fmt: skip
 _NEUTRAL: tuple[Any, ...] = (None, False, "none", [], {})
 # Others change the weights of the base model, to which an adapter then belongs.
@@ -33,7 +34,6 @@ _HINTS = {
         "of PEFT"
     ),
     "modules_to_save": "train without it, or merge the adapter by merge_and_unload() of PEFT",
-    "target_parameters": "name linear modules in target_modules; experts are not adapted",
 }
 _MERGE = "merge it by merge_and_unload() of PEFT, and load the merged model"
 _LARGEST_RANK = 2**14
@@ -47,6 +47,7 @@ class AdapterSettings:
         base: name or path of the model that it was trained for, empty where none is stated.
         ranks, alphas: of modules whose name a key matches, in place of ``rank`` and ``alpha``.
         by_root: the scale is alpha / sqrt(rank), not alpha / rank. Source: arXiv:2312.03732.
+        parameters: ends of the names of parameters that were adapted in place of modules.
     """
 
     path: Path
@@ -56,6 +57,7 @@ class AdapterSettings:
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
     by_root: bool
+    parameters: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, folder: Path) -> AdapterSettings:
@@ -82,6 +84,10 @@ class AdapterSettings:
                 except re.error as error:
                     reason = f"{name} has the key {key!r}, which is no pattern: {error}"
                     raise CheckpointError(path, reason) from None
+        parameters = said.get("target_parameters") or ()
+        if isinstance(parameters, str) or not all(isinstance(name, str) for name in parameters):
+            reason = f"target_parameters is {parameters!r:.100}, must be a list of names"
+            raise CheckpointError(path, reason)
         base = said.get("base_model_name_or_path")
         return cls(
             path,
@@ -91,7 +97,12 @@ class AdapterSettings:
             patterns["rank_pattern"],
             patterns["alpha_pattern"],
             said.get("use_rslora") is True,
+            tuple(parameters),
         )
+
+    def targets(self, parameter: str) -> bool:
+        """Say whether a parameter was adapted in place of its module, as PEFT finds it."""
+        return any(parameter == one or parameter.endswith(f".{one}") for one in self.parameters)
 
     def rank_of(self, module: str) -> int:
         """Return the rank that the matrices of a module have."""

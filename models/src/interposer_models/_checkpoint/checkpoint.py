@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,8 +101,12 @@ class Checkpoint:
                 names.update(file.keys())
         return frozenset(names)
 
-    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream(
+        self, wanted: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``(name, tensor)``: what belongs to no block, then the blocks shard by shard.
+
+        Those that are not ``wanted`` are left out.
 
         Two forms of a layer are held while it is packed, and the largest ones are mostly tables,
         which are no part of a block: those two are held before anything else is.
@@ -119,7 +123,8 @@ class Checkpoint:
                 with reading(shard), safe_open(shard, framework="pt") as file:
                     for name in _by_block(file.offset_keys(), numbered):
                         seen.add(name)
-                        yield name, file.get_tensor(name)
+                        if wanted is None or wanted(name):
+                            yield name, file.get_tensor(name)
         for name, shard_name in self.tensors.items():
             if name not in seen:
                 raise CheckpointError(

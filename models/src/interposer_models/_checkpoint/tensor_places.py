@@ -153,7 +153,7 @@ def absent_biases(layers: Iterable[PluggableLayer]) -> frozenset[str]:
 def _shards(
     layer: Linear | LatentProjection, name: str, parameter: nn.Parameter
 ) -> Iterator[tuple[str, TensorPlace]]:
-    parent = layer.prefix.rpartition(".")[0]
+    parent, dot, _ = layer.prefix.rpartition(".")
     dim = getattr(parameter, "shard_dim", 0)
     parts = {part: layer.parts[part] for part in getattr(parameter, "parts", layer.parts)}
     total = sum(parts.values())
@@ -162,7 +162,7 @@ def _shards(
     for part, size in parts.items():
         share, whole = (1, len(parts)) if per_part else (size, total)
         rows = share * parameter.shape[dim] // whole
-        yield f"{parent}.{part}.{name}", TensorPlace(parameter, dim, start, start + rows)
+        yield f"{parent}{dot}{part}.{name}", TensorPlace(parameter, dim, start, start + rows)
         start += rows
 
 

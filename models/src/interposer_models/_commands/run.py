@@ -96,8 +96,13 @@ def load_with_progress(
     quantization: str | None,
     config: Config,
     speculation: str | None = None,
+    **sizes: Any,
 ) -> LanguageModel:
-    """Load a model for one request at a time, and show how far that is on a terminal."""
+    """Load a model for one request at a time, and show how far that is on a terminal.
+
+    Args:
+        sizes: further options of ``load``, for more requests for example.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -117,10 +122,10 @@ def load_with_progress(
             path,
             dtype,
             config=config,
-            max_sequences=1,
             quantization=quantization,
             speculation=speculation,
             progress=advance,
+            **{"max_sequences": 1, **sizes},
         )
 
 
@@ -131,12 +136,17 @@ def speed(arrivals: list[float]) -> dict[str, float]:
     return {"time_to_first_token_s": arrivals[0], "tokens_per_second": rate}
 
 
-def _memory(lm: LanguageModel) -> dict[str, int]:
+def peak_memory(lm: LanguageModel) -> int | None:
+    """Return the most bytes that this process has held; None where the platform does not tell."""
     placement = lm.placement
     if not placement.platform.provides("peak_memory_bytes"):
-        return {}
-    peak = placement.platform.peak_memory_bytes(placement.device.torch_device)
-    return {"peak_memory_bytes": peak}
+        return None
+    return placement.platform.peak_memory_bytes(placement.device.torch_device)
+
+
+def _memory(lm: LanguageModel) -> dict[str, int]:
+    peak = peak_memory(lm)
+    return {} if peak is None else {"peak_memory_bytes": peak}
 
 
 def _guesses(lm: LanguageModel) -> dict[str, int]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from interposer import AttentionBackend, CausalModel, Site
+from interposer_models._decoder.hidden_states import HiddenStates
 from interposer_models._decoder.recurrent import RecurrentLayer
 from interposer_models._decoder.settings import DecoderSettings
 from interposer_models._decoder.stored_attention import StoredAttention
@@ -38,9 +39,11 @@ class Decoder(nn.Module):
         embedding: that is not its own; None builds one.
     Attributes:
         one_by_one: a block needs nothing of a step but what the block before it returned.
+        hidden: receives the states of all tokens; None where nobody wants them.
     """
 
     one_by_one: bool = True
+    hidden: HiddenStates | None = None
 
     def __init__(
         self,
@@ -163,8 +166,11 @@ class Decoder(nn.Module):
         x = self.embed(token_ids, positions)
         further = self.further_inputs(token_ids, x)
         residual = None
-        last = len(self.layers) - 1
+        hidden = self.hidden
+        last = len(self.layers) - 1 if hidden is None else None
         for index, block in enumerate(self.layers):
+            if hidden is not None:
+                hidden.enter(index, x, residual)
             wanted = rows if index == last else None
             place = self.places[index]
             cache: Any
@@ -175,7 +181,10 @@ class Decoder(nn.Module):
                 cache, plan = [caches[i] for i in place], [plans[i] for i in place]
             x, residual = block(x, residual, *angles[index], cache, plan, wanted, *further[index])
         normalised: torch.Tensor = self.norm.forward_add(x, residual)[0]  # type: ignore[operator]
-        return normalised
+        if hidden is None:
+            return normalised
+        hidden.leave(normalised)
+        return normalised if rows is None else normalised[rows]
 
 
 class CausalLM(CausalModel):

@@ -10,6 +10,7 @@ from torch import nn
 from interposer import AttentionSpec, Site
 from interposer_models._decoder.blocks import Names, NormedBlock
 from interposer_models._decoder.decoder import CausalLM
+from interposer_models._decoder.prediction_head import PredictionHead
 from interposer_models._decoder.settings import DecoderSettings
 from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.mlp import GatedMLP
@@ -85,6 +86,14 @@ class DecoderFamily(DecoderSettings):
                 f"{self.frame.decoder}.{self.frame.layers}.{index}.{self.attention_name}"
             )
             yield self.attention_spec(place, index, page_size=1), place.at("attn")
+
+    def prediction_head(self, site: Site, model: CausalLM, page_size: int) -> PredictionHead | None:
+        """Return the head by which checkpoints of the family predict further tokens, if any does.
+
+        Args:
+            model: of ``build``, with which it shares what it has no weights for.
+        """
+        return None
 
     def build(self, site: Site, page_size: int) -> CausalLM:
         """Return the decoder with its head."""

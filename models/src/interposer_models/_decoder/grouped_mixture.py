@@ -16,6 +16,11 @@ from torch import Tensor, nn
 from interposer import ExpertsSpec, Site
 from interposer_models._decoder.decoder import CausalLM
 from interposer_models._decoder.mixture import MixtureFamily
+from interposer_models._decoder.prediction_head import (
+    HeadNames,
+    NextTokenHead,
+    PredictionHead,
+)
 from interposer_models._decoder.settings import Positive
 from interposer_ops.experts import grouped_topk
 from interposer_ops.layers.experts import Experts, Router
@@ -118,7 +123,7 @@ class GroupedFamily(MixtureFamily):
     """The settings of a decoder whose first layers have one MLP, and the others groups of experts.
 
     ``is_balanced`` says that a bias per expert takes part in the choice. Layers that predict
-    further tokens, which checkpoints may have behind the others, are not computed.
+    further tokens, which checkpoints may have behind the others, are no part of the decoder.
     """
 
     is_balanced: ClassVar[bool] = True
@@ -158,6 +163,25 @@ class GroupedFamily(MixtureFamily):
         shared = self.n_shared_experts * self.moe_intermediate_size
         bias = _BIAS if self.is_balanced else ""
         return BalancedMixture(block.at("mlp"), experts, self.grouping, shared, bias)
+
+    def prediction_head(self, site: Site, model: CausalLM, page_size: int) -> PredictionHead | None:
+        """Return the first of the layers behind the others, which is like the last of these."""
+        if not self.num_nextn_predict_layers:
+            return None
+        names = HeadNames(
+            f"model.layers.{self.num_hidden_layers}",
+            "enorm",
+            "hnorm",
+            "eh_proj",
+            "",
+            "shared_head.norm",
+            # They are the model's, arXiv:2412.19437.
+            unread=("embed_tokens.", "shared_head.head."),
+        )
+        last = self.num_hidden_layers - 1
+        return NextTokenHead(
+            site, names, model, self.norm, lambda at: self.block(at, last, page_size), last
+        )
 
     def build(self, site: Site, page_size: int) -> CausalLM:
         """Return the decoder, which has no place for layers behind its own."""

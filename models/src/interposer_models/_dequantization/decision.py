@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from interposer import CausalModel, Choice, Placement, Site, Verdict
+from torch import nn
+
+from interposer import Choice, Placement, Site, Verdict
 from interposer.records import OpEntry
 from interposer_models._decoder.decoder import CausalLM
 from interposer_models._dequantization.methods import DequantizedEmbedding, DequantizedLinear
@@ -45,7 +47,7 @@ class _Place:
         return sum(p.nbytes for name, p in held if p is not None and name != "bias")
 
 
-def dequantize_once(model: CausalModel, site: Site, placement: Placement) -> None:
+def dequantize_once(model: nn.Module, site: Site, placement: Placement) -> None:
     """Exchange the methods of layers that would dequantize their weights in every step.
 
     Those keep theirs that cannot do with a plain product, and all of them where the memory is too
@@ -95,7 +97,7 @@ def dequantize_once(model: CausalModel, site: Site, placement: Placement) -> Non
     )
 
 
-def _places(model: CausalModel, site: Site) -> Iterator[_Place]:
+def _places(model: nn.Module, site: Site) -> Iterator[_Place]:
     """Yield the layers of which a product is left to a reference, as nothing else can compute it.
 
     An op of products states the dim ``in_features``. A reference that somebody wants is none.
@@ -146,7 +148,7 @@ def _is_slow(choice: Choice) -> bool:
 
 
 def _judge_memory(
-    places: Sequence[_Place], model: CausalModel, site: Site, placement: Placement
+    places: Sequence[_Place], model: nn.Module, site: Site, placement: Placement
 ) -> Verdict:
     """Refuse unless all weights fit, and what dequantizing the largest takes on the host."""
     needed = sum(parameter.nbytes for parameter in model.parameters())

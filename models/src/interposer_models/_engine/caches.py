@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from interposer import AttentionBackend
+from interposer_models._engine.cache_contents import CacheContents
 from interposer_models._engine.cache_shape import CacheShape
 from interposer_models._engine.paged_model import PagedModel
 from interposer_models._engine.pages import PagePool
 from interposer_models._engine.prefix_pages import PrefixPool, check_shared_prefixes
 from interposer_ops.devices.host_memory import cache_memory
+from interposer_ops.layers.states import StateLayout
 
 
 class Caches:
@@ -24,7 +26,7 @@ class Caches:
         pools: of pages of tokens; that of the layers that see farthest is the first one.
         sources: the pool of what layers read of sources, numbered behind the others; None without.
         has_prefixes: in some layer the tokens of a prompt see each other in both directions.
-        num_states: layers with a state, for each of whose rows the first pool has a number.
+        states: of the layers that keep one, for each of whose rows the first pool has a number.
     """
 
     def __init__(
@@ -41,17 +43,22 @@ class Caches:
         Args:
             num_pages: that tokens of all sequences may take; layers with windows have fewer.
             prefix_cache: pages of equal beginnings are shared, see ``PrefixPool``.
-        Raises: ConfigError: ``prefix_cache`` of a model that keeps more than pages of all tokens.
+        Raises: ConfigError: ``prefix_cache`` of a model whose prompts have no common beginnings.
         """
-        self._states = [layer.state_layout() for layer in getattr(model, "state_layers", ())]
-        self.num_states = len(self._states)
-        self._num_slots = slots_for(max_sequences) if self._states else 0
+        self.max_sequences = max_sequences
+        self.states: list[StateLayout] = [
+            layer.state_layout() for layer in getattr(model, "state_layers", ())
+        ]
+        self._num_slots = slots_for(max_sequences) if self.states else 0
         self.backends = [layer.backend for layer in model.attention_layers]
         self.has_prefixes = any(backend.spec.prefix_lm for backend in self.backends)
         shape = CacheShape.of(self.backends, page_size, max_sequences, max_step_tokens)
         self.places = {backend: shape.place(backend) for backend in self.backends}
+        if prefix_cache:
+            check_shared_prefixes(self.has_prefixes, shape.by_pool[-1].is_source)
+        kind = PrefixPool if prefix_cache else PagePool
         pools = [
-            PagePool(
+            kind(
                 group.num_pages(num_pages),
                 page_size,
                 0 if number else self._num_slots,
@@ -65,10 +72,6 @@ class Caches:
         ]
         self.sources = pools.pop() if shape.by_pool[-1].is_source else None
         self.pools = pools
-        if prefix_cache:
-            has_sources = self.sources is not None
-            check_shared_prefixes(self.pools, bool(self._states), self.has_prefixes, has_sources)
-            self.pools = [PrefixPool(num_pages, page_size)]
 
     def spare_pages(self, count: int) -> list[range]:
         """Return, for each pool, numbers of pages that no sequence is given."""
@@ -85,8 +88,19 @@ class Caches:
             for backend, count in Counter(self.backends).items()
         }
         caches: list[Any] = [next(shared[backend]) for backend in self.backends]
-        states = (state.allocate(self._num_slots, device, cache_memory) for state in self._states)
-        return [*caches, *states]
+        return [*caches, *self.allocate_states(self._num_slots, device)]
+
+    def allocate_states(self, num_rows: int, device: str) -> list[tuple[torch.Tensor, ...]]:
+        """Return rows of the states of all layers that keep one."""
+        return [state.allocate(num_rows, device, cache_memory) for state in self.states]
+
+    def contents(self, caches: list[Any]) -> CacheContents:
+        """Return what copies pages and rows of ``caches``, which ``allocate`` returned."""
+        pools: list[list[tuple[torch.Tensor, int]]] = [[] for _ in self.pools]
+        count = len(self.backends)
+        for backend, cache in zip(self.backends, caches[:count], strict=True):
+            pools[self.places[backend]].append((cache, backend.kv_layout().page_axis))
+        return CacheContents(pools, caches[count:])
 
     def _allocated(
         self, backend: AttentionBackend, num_layers: int, device: str, num_spare: int

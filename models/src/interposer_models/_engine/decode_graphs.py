@@ -18,8 +18,11 @@ from interposer_ops.devices.graphs import judge_compilation
 Plans = Mapping[AttentionBackend, Any]
 """The plans of backends that plan on the host; others plan within the step."""
 
-Step = Callable[[StepBatch, Plans], torch.Tensor]
-"""From a batch to a row of results per token."""
+Results = torch.Tensor | tuple[torch.Tensor, ...]
+"""One result or several, each with a row per token."""
+
+Step = Callable[[StepBatch, Plans], Results]
+"""From a batch to what is computed of it."""
 
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
 """``Platform.capture_graph``."""
@@ -86,8 +89,8 @@ class DecodeGraphs:
         """Return how many spare pages padding needs."""
         return -(-buckets.sizes[-1] // page_size)
 
-    def run(self, batch: StepBatch) -> torch.Tensor:
-        """Return the result of ``step``, through a graph if one fits.
+    def run(self, batch: StepBatch) -> Results:
+        """Return the results of ``step``, through a graph if one fits.
 
         What is returned is overwritten by the next step.
 
@@ -110,6 +113,8 @@ class DecodeGraphs:
         for backend, plan in plans.items():
             backend.update_plan(plan, held.step.by_pool[self._planners[backend]])
         results = replay()
+        if isinstance(results, tuple):
+            return tuple(each[:count] for each in results)
         assert isinstance(results, torch.Tensor)
         return results[:count]
 

@@ -12,7 +12,8 @@ import torch
 from interposer.errors import RequestError, UnknownNameError
 from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.logit_edits import RequestEdits
-from interposer_models._engine.prefix_pages import PrefixPool, PrefixStatistics
+from interposer_models._engine.prefix_statistics import PrefixStatistics
+from interposer_models._engine.prompt_logprobs import PromptLogprobs
 from interposer_models._engine.request_batch import checked_tokens
 from interposer_models._engine.runner import Runner
 from interposer_models._engine.sampling_params import SamplingParams
@@ -63,9 +64,11 @@ class Engine:
             runner.max_step_tokens,
             runner.source_pool,
             runner.has_prefixes,
+            runner.prefixes,
         )
         size = self.model.config.vocab_size
         self._edits = RequestEdits(sampler, size, stop_token_ids, self.device)
+        self._prompts = PromptLogprobs(runner, sampler)
         self._state = SamplingState(size, self.device)
         self._seeds = None if seed is None else Random(seed)
         self._ids = itertools.count()
@@ -73,27 +76,40 @@ class Engine:
     @property
     def prefixes(self) -> PrefixStatistics | None:
         """Return what the prefix cache has saved; None without one."""
-        return self.pool.statistics if isinstance(self.pool, PrefixPool) else None
+        shared = self.runner.prefixes
+        return None if shared is None else shared.statistics
 
     def forget_prefixes(self) -> None:
         """Compute all prompts anew, as after other weights or adapters."""
-        if isinstance(self.pool, PrefixPool):
-            self.pool.forget()
+        if self.runner.prefixes is not None:
+            self.runner.prefixes.forget()
 
     def add(
-        self, prompt: Items[int], params: SamplingParams, source: Items[int] | None = None
+        self,
+        prompt: Items[int],
+        params: SamplingParams,
+        source: Items[int] | None = None,
+        *,
+        reads_texts: bool = False,
     ) -> Sequence:
         """Queue a request; it joins the batch at the next step that has room.
 
         Args:
             source: what an encoder reads; ``prompt`` is what its decoder begins with then.
-        Raises: RequestError: as ``check``.
+            reads_texts: the caller finds the texts of ``stop``.
+        Raises: RequestError: as ``check``; or nobody would find these texts.
         """
+        if params.stop and not reads_texts:
+            raise RequestError(
+                f"stop is {params.stop!r}, but an engine makes no texts of tokens. "
+                "Try: start() of the LanguageModel"
+            )
         tokens = self.check(prompt, params, source)
         seed = params.seed
         if seed is None:
             seed = secrets.randbits(62) if self._seeds is None else self._seeds.getrandbits(62)
         sequence = self.sequence(tokens, params, seed, source)
+        self._prompts.prepare(params)
         if not params.takes_likeliest:
             sequence.matcher = self._edits.prepare(params, self.constraints)
         self.scheduler.add(sequence)
@@ -106,7 +122,8 @@ class Engine:
 
         Raises: RequestError: the prompt is empty, holds an unknown token, leaves no room for a new
             token in the model's context or in the cache, or has to be computed in one step and
-            is longer; or a parameter names an unknown token, or a constraint that cannot be held;
+            is longer; or a parameter names an unknown token, or a constraint that cannot be held,
+            or log probabilities of a prompt that is not predicted;
             or the source is as ``Sources.check`` says, or given to a model without an encoder.
             UnknownNameError: no adapter of the name is loaded.
         """
@@ -122,6 +139,7 @@ class Engine:
         for pool in self.pools:
             pool.check(min(len(tokens) + params.max_new_tokens, context))
         self.scheduler.check(len(tokens))
+        self._prompts.check(params)
         self._edits.check(params, self.constraints)
         return tokens
 
@@ -156,7 +174,7 @@ class Engine:
     def run(self, chunks: Items[Chunk]) -> list[Event]:
         """Compute chunks without drafts, and return the new tokens."""
         sampled = [chunk.sequence for chunk in chunks if chunk.is_last]
-        logits = self.runner.compute(chunks)
+        logits = self._prompts.tell(chunks, self.runner.compute(chunks))
         self.scheduler.advance(chunks)
         return self.sample(sampled, logits) if sampled else []
 
@@ -214,7 +232,10 @@ class Engine:
         """Return a sequence that nobody queued; ``tokens`` are not checked."""
         pages: list[list[int]] = [[] for _ in self.pools]
         read = self.checked_source(source)
-        return Sequence(next(self._ids), tokens, params, seed, pages=pages, source=read)
+        sequence = Sequence(next(self._ids), tokens, params, seed, pages=pages, source=read)
+        if self.runner.adapters is not None:
+            sequence.adapter = self.runner.adapters.version(params.adapter)
+        return sequence
 
     def checked_source(self, source: Items[int] | None) -> list[int]:
         """Return the ids of a source as plain integers, none where the model has no encoder.
@@ -266,5 +287,7 @@ class Engine:
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
         self.scheduler.remove(sequence)
+        if self.runner.adapters is not None:
+            self.runner.adapters.leave(sequence)
         if self.speculation is not None:
             self.speculation.forget(sequence)

@@ -53,7 +53,7 @@ class PagePool:
         Args:
             num_pages: that it holds in that step at most.
         """
-        return (self._num_unseen(num_computed) + num_pages) * self.page_size - num_computed
+        return (self.num_unseen(num_computed) + num_pages) * self.page_size - num_computed
 
     def extend(self, pages: list[int], num_tokens: int) -> bool:
         """Grow ``pages`` until they hold ``num_tokens`` tokens, or change nothing and say False."""
@@ -76,17 +76,17 @@ class PagePool:
 
     def trim(self, pages: list[int], num_computed: int) -> None:
         """Take back pages that no token after the first ``num_computed`` sees."""
-        for place in range(self._num_unseen(num_computed) - 1, -1, -1):
+        for place in range(self.num_unseen(num_computed) - 1, -1, -1):
             if pages[place] == self.zero_page:
                 return
-            heapq.heappush(self._free, pages[place])
+            self._take_back(pages[place])
             pages[place] = self.zero_page
 
     def release(self, pages: list[int]) -> None:
         """Take back all of ``pages`` and empty the list."""
-        for page in pages:
+        for page in reversed(pages):
             if page != self.zero_page:
-                heapq.heappush(self._free, page)
+                self._take_back(page)
         pages.clear()
 
     def take_slot(self) -> int:
@@ -106,11 +106,15 @@ class PagePool:
                 f"{self.num_pages * self.page_size}. Try: load(..., cache_tokens={num_tokens})"
             )
 
-    def _num_unseen(self, num_computed: int) -> int:
+    def num_unseen(self, num_computed: int) -> int:
         """Return how many pages no token after the first ``num_computed`` sees."""
         if self.seen_tokens is None:
             return 0
         return max(0, num_computed - self.seen_tokens + 1) // self.page_size
+
+    def _take_back(self, page: int) -> None:
+        """Take a page back from one that held it."""
+        heapq.heappush(self._free, page)
 
 
 def window_pages(seen_tokens: int, page_size: int) -> int:

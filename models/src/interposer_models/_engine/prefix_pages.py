@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from hashlib import blake2b
 
 from interposer.errors import ConfigError
@@ -14,42 +14,24 @@ from interposer_models._engine.pages import PagePool
 from interposer_models._engine.sequence import Sequence
 
 
-@dataclass(slots=True)
-class PrefixStatistics:
-    """Counts of the prompts that were looked up; the text is for people.
-
-    Attributes:
-        tokens: of the sequences that began, those that began again among them.
-        shared_tokens: that were in the cache already.
-        evicted_pages: whose content was given up for other tokens.
-    """
-
-    tokens: int = 0
-    shared_tokens: int = 0
-    evicted_pages: int = 0
-
-    def __str__(self) -> str:
-        share = self.shared_tokens / self.tokens if self.tokens else 0.0
-        return (
-            f"{self.shared_tokens} of {self.tokens} prompt tokens were in the cache ({share:.1%}), "
-            f"{self.evicted_pages} pages were given up"
-        )
-
-
 class PrefixPool(PagePool):
-    """A pool whose whole pages are known by the tokens up to their end.
+    """A pool whose pages can be known by the tokens up to their end.
 
     A page that nobody holds stays known until its room is wanted; of these the one that was held
     longest ago goes first, and of one sequence the last page. Nobody writes to a page that is
-    known: it is whole, so that what follows lies in another one.
+    known: it is whole, or nobody holds it.
 
     Attributes:
-        statistics: since the pool was made.
+        on_evict: told the key and the page before other tokens take its room.
+        num_evicted: pages whose content was given up for other tokens.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        super().__init__(num_pages, page_size)
-        self.statistics = PrefixStatistics()
+    def __init__(
+        self, num_pages: int, page_size: int, num_slots: int = 0, seen_tokens: int | None = None
+    ) -> None:
+        super().__init__(num_pages, page_size, num_slots, seen_tokens)
+        self.on_evict: Callable[[bytes, int], None] = _ignore
+        self.num_evicted = 0
         self._holders: Counter[int] = Counter()
         self._pages: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
@@ -67,87 +49,97 @@ class PrefixPool(PagePool):
             return False
         while wanted > super().num_free:
             page, _ = self._idle.popitem(last=False)
-            self._forget(page)
+            key = self._forget(page)
+            self.num_evicted += 1
+            self.on_evict(key, page)
             heapq.heappush(self._free, page)
-            self.statistics.evicted_pages += 1
         held = len(pages)
         done = super().extend(pages, num_tokens)
         self._holders.update(pages[held:])
         return done
 
-    def release(self, pages: list[int]) -> None:
-        """Take back all of ``pages`` and empty the list."""
-        for page in reversed(pages):
-            self._holders[page] -= 1
-            if self._holders[page]:
-                continue
-            del self._holders[page]
-            if page in self._keys:
-                self._idle[page] = None
-            else:
-                heapq.heappush(self._free, page)
-        pages.clear()
+    def knows(self, key: bytes) -> bool:
+        """Say whether a page is known by a key."""
+        return key in self._pages
 
-    def join(self, sequence: Sequence) -> None:
-        """Give a sequence without pages those that hold its first tokens, but for the last one.
+    def hold(self, key: bytes) -> int:
+        """Return the page that is known by a key, with one holder more."""
+        page = self._pages[key]
+        self._idle.pop(page, None)
+        self._holders[page] += 1
+        return page
 
-        The last token is computed in any case, as its logits are wanted.
+    def know(self, key: bytes, page: int) -> None:
+        """Know a page that somebody holds by a key.
+
+        Two that computed the same at once both have a page for it; one is enough.
         """
-        pages, wanted = sequence.pages[0], len(sequence) - 1
-        for number in range(wanted // self.page_size):
-            page = self._pages.get(self._key(sequence, number))
-            if page is None:
-                break
-            self._idle.pop(page, None)
-            self._holders[page] += 1
-            pages.append(page)
-        sequence.num_computed = sequence.num_shared = len(pages) * self.page_size
-        self.statistics.tokens += len(sequence)
-        self.statistics.shared_tokens += sequence.num_computed
-
-    def learn(self, sequence: Sequence, first: int) -> None:
-        """Know the whole pages of a sequence by their tokens, from its token ``first`` on."""
-        pages = sequence.pages[0]
-        for number in range(first // self.page_size, sequence.num_computed // self.page_size):
-            key = self._key(sequence, number)
-            # Two that computed the same at once both have a page for it; one is enough.
-            if key not in self._pages and pages[number] not in self._keys:
-                self._pages[key], self._keys[pages[number]] = pages[number], key
+        if key not in self._pages and page not in self._keys:
+            self._pages[key], self._keys[page] = page, key
 
     def forget(self) -> None:
         """Know no page any more, as after other weights."""
-        for page in [*self._keys]:
-            self._forget(page)
         for page in self._idle:
             heapq.heappush(self._free, page)
         self._idle.clear()
+        self._pages.clear()
+        self._keys.clear()
 
-    def _forget(self, page: int) -> None:
-        del self._pages[self._keys.pop(page)]
+    def _take_back(self, page: int) -> None:
+        self._holders[page] -= 1
+        if self._holders[page]:
+            return
+        del self._holders[page]
+        if page in self._keys:
+            self._idle[page] = None
+        else:
+            heapq.heappush(self._free, page)
 
-    def _key(self, sequence: Sequence, number: int) -> bytes:
-        """Return the digest of all tokens up to the end of page ``number``, and of the adapter."""
-        keys = sequence.page_keys
-        while len(keys) <= number:
-            start = len(keys) * self.page_size
-            tokens = sequence.tokens(start, start + self.page_size)
-            before = keys[-1] if keys else repr(sequence.params.adapter).encode()
-            keys.append(blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest())
-        return keys[number]
+    def _forget(self, page: int) -> bytes:
+        key = self._keys.pop(page)
+        del self._pages[key]
+        return key
 
 
-def check_shared_prefixes(
-    pools: Items[PagePool], has_states: bool, has_prefixes: bool, has_sources: bool
-) -> None:
-    """Raise ConfigError if a beginning cannot be taken up from its pages."""
+def page_keys(sequence: Sequence, count: int, page_size: int) -> list[bytes]:
+    """Return the keys of a sequence: that of its adapter, then of ``count`` pages at least.
+
+    The key of a page is the digest of all tokens up to its end, and of the adapter.
+    """
+    keys = sequence.page_keys
+    if not keys:
+        keys.append(repr(sequence.adapter).encode())
+    while len(keys) <= count:
+        start = (len(keys) - 1) * page_size
+        keys.append(page_key(keys[-1], sequence.tokens(start, start + page_size)))
+    return keys
+
+
+def page_key(before: bytes, tokens: list[int]) -> bytes:
+    """Return the key of a page with these tokens, behind one with the key ``before``."""
+    return blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+def check_shared_prefixes(has_prefixes: bool, has_sources: bool) -> None:
+    """Raise ConfigError if a beginning cannot be taken up from what is kept of it."""
     reason = ""
-    if has_states:
-        reason = "keeps a state of each sequence, which pages do not hold"
-    elif has_prefixes:
+    if has_prefixes:
         reason = "lets tokens of a prompt see later ones, so that no other prompt has their keys"
     elif has_sources:
         reason = "attends to a source, on which the keys and values of equal beginnings depend"
-    elif len(pools) > 1 or pools[0].seen_tokens is not None:
-        reason = "has layers with windows, whose pages are given back while a sequence runs"
     if reason:
         raise ConfigError(f"prefix_cache=True, but the model {reason}. Try: leave it out")
+
+
+def common_tokens(first: Items[int], second: Items[int]) -> int:
+    """Return how many first tokens are equal."""
+    count = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def _ignore(key: bytes, page: int) -> None:
+    """Let a page go."""

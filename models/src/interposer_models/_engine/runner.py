@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from interposer.errors import ConfigError
+from interposer_models._decoder.decoder import CausalLM
+from interposer_models._decoder.hidden_states import HiddenStates
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.caches import Caches
 from interposer_models._engine.compiled_model import CompiledModel
-from interposer_models._engine.decode_graphs import Capture, DecodeGraphs, Plans
+from interposer_models._engine.decode_graphs import Capture, DecodeGraphs, Plans, Results
 from interposer_models._engine.graph_buckets import GraphBuckets
 from interposer_models._engine.paged_model import PagedModel
 from interposer_models._engine.scheduler import Chunk
+from interposer_models._engine.shared_prefixes import SharedPrefixes
 from interposer_models._engine.sources import Sources
+from interposer_models._engine.state_rows import States
 from interposer_ops.layers.states import StateBatch
 
 if TYPE_CHECKING:
@@ -35,10 +40,13 @@ class Runner:
         sources: encodes those of sequences; None where the model has no encoder.
         graphs: through which steps that only decode run; None without.
         compiled: what is called instead of the model; None where it is not compiled.
+        prefixes: shares what prompts that begin alike compute; None without.
         adapters: tells layers the adapter of each token; None where no adapter is loaded.
+        hidden: has the states of all tokens of the last step; None where nobody wants them.
     """
 
     adapters: StepAdapters | None = None
+    hidden: HiddenStates | None = None
 
     def __init__(
         self,
@@ -53,7 +61,7 @@ class Runner:
         graphs_required: bool = False,
         numerics: Callable[[], AbstractContextManager[None]] = nullcontext,
         compiled: Callable[[Any, list[torch.Tensor]], CompiledModel] | None = None,
-        prefix_cache: bool = False,
+        prefixes: Callable[[Caches, list[Any]], SharedPrefixes] | None = None,
     ) -> None:
         """Allocate the cache.
 
@@ -63,18 +71,18 @@ class Runner:
             graphs_required: what cannot be captured raises, see ``DecodeGraphs``.
             numerics: of the platform, the block in which every step computes.
             compiled: returns the compiled form of a model over these caches.
-            prefix_cache: pages of equal beginnings are shared, see ``PrefixPool``.
-        Raises: ConfigError: ``prefix_cache`` of a model that keeps more than pages of all tokens.
+            prefixes: returns what shares beginnings in these caches.
+        Raises: ConfigError: ``prefixes`` of a model whose prompts have no common beginnings.
         """
         self.model: Any = model
         self.max_sequences, self.max_step_tokens = max_sequences, max_step_tokens
         self.device = device
         self.numerics = numerics
         sizes = page_size, num_pages, max_sequences, max_step_tokens
-        held = Caches(model, *sizes, prefix_cache)
+        held = Caches(model, *sizes, prefix_cache=prefixes is not None)
         self.backends, self.pools, self._places = held.backends, held.pools, held.places
         self.source_pool, self.has_prefixes = held.sources, held.has_prefixes
-        self._num_states = held.num_states
+        self._num_states = len(held.states)
         self.sources: Sources | None = None
         if held.sources is not None:
             vocab_size = model.config.vocab_size
@@ -88,7 +96,7 @@ class Runner:
             buckets = GraphBuckets.up_to(max_sequences, self.pools[0].pages_for(longest))
             num_spare = DecodeGraphs.pages_for(buckets, page_size)
             self.graphs = DecodeGraphs(
-                lambda batch, plans: self.forward(batch, None, plans),
+                self._results,
                 capture,
                 buckets,
                 page_size=page_size,
@@ -101,6 +109,7 @@ class Runner:
                 required=graphs_required,
             )
         self.caches = held.allocate(device, num_spare)
+        self.prefixes = None if prefixes is None else prefixes(held, self.caches)
         self.compiled = None if compiled is None else compiled(model, self.caches)
         # The compiler makes code of its own for a size of 1, which a table seldom has.
         self._min_pages = 1 if compiled is None else 2
@@ -112,13 +121,18 @@ class Runner:
         return min(pool.longest(context) for pool in self.pools)
 
     @property
+    def states(self) -> States:
+        """Return the states of the layers that have some, in order."""
+        return self.caches[len(self.backends) :]
+
+    @property
     def cache_bytes(self) -> int:
         """Return the bytes of pages and states."""
         parts = (cache if isinstance(cache, tuple) else (cache,) for cache in self.caches)
         return sum(tensor.nbytes for part in parts for tensor in part)
 
     def compute(self, chunks: Items[Chunk]) -> torch.Tensor:
-        """Return the logits of the newest token and of the drafts of each last chunk, ``[R, V]``.
+        """Return the logits that chunks want, ``[R, V]``, see ``Chunk.num_logits``.
 
         Keys and values of all are in the cache then, though no token is counted as computed.
         """
@@ -127,12 +141,41 @@ class Runner:
         stop = 0
         for chunk in chunks:
             stop += chunk.num_rows
-            if chunk.is_last:
-                wanted += range(stop - 1 - len(chunk.drafts), stop)
+            wanted += range(stop - chunk.num_logits, stop)
         if len(wanted) < stop:
             return self.forward(batch, torch.tensor(wanted, dtype=torch.int64, device=self.device))
         # A step of decodes alone needs every token.
-        return self.forward(batch, None) if self.graphs is None else self.graphs.run(batch)
+        if self.graphs is None:
+            return self.forward(batch, None)
+        results = self.graphs.run(batch)
+        if isinstance(results, torch.Tensor):
+            return results
+        logits, states = results
+        if self.hidden is not None:
+            self.hidden.latest = states
+        return logits
+
+    def watch(self, hidden: HiddenStates) -> None:
+        """Let ``hidden`` have the states of all tokens from the next step on.
+
+        Raises: ConfigError: the model is compiled, or it is no ``CausalLM``.
+        """
+        if self.compiled is not None or not isinstance(self.model, CausalLM):
+            what = "compiled" if self.compiled is not None else type(self.model).__name__
+            raise ConfigError(
+                f"The model is {what}, so that its hidden states are not to be had, which a head "
+                "predicts by. Try: Config(compile='off'), or speculation='ngram'"
+            )
+        self.hidden = self.model.model.hidden = hidden
+        if self.graphs is not None:
+            self.graphs.forget()
+
+    def _results(self, batch: StepBatch, plans: Plans) -> Results:
+        """Return logits, and hidden states where somebody wants them."""
+        logits = self.forward(batch, None, plans)
+        if self.hidden is None or self.hidden.latest is None:
+            return logits
+        return logits, self.hidden.latest
 
     def compute_all(self, chunk: Chunk) -> torch.Tensor:
         """Return the logits of every token of a chunk, ``[T, V]``."""

@@ -12,6 +12,14 @@ from interposer.errors import RequestError, UnknownNameError
 from interposer_models._constraint import Constraint
 from interposer_ops.layers.logit_edits import MOST_LIKELY
 
+# Names of other interfaces, and of arguments that are no parameters of one answer.
+_ELSEWHERE = {
+    "best_of": "generate(..., n=4), and choose among the answers by their logprobs",
+    "echo": "prompt_token_ids of the completion",
+    "logprobs": "top_logprobs; the token's own is always told",
+    "max_tokens": "max_new_tokens",
+    "n": "n of generate() or stream(), beside params",
+}
 _INT64_MAX = 2**63 - 1  # the ops take seeds and top_k as int64
 
 # Each description says in an error what is allowed.
@@ -54,6 +62,9 @@ class SamplingParams(BaseModel):
         constraint: the form of the text. Tokens that end the request can come where the text is
             complete, and it ends by itself where nothing else can follow.
         top_logprobs: how many of the likeliest tokens are told at each position.
+        prompt_logprobs: the log probability of each token of the prompt but the first is told, with
+            as many of the likeliest tokens in its place; None tells none. They are those of the
+            model, whatever else is asked for.
         adapter: the name of a loaded adapter, see ``LanguageModel.load_adapter``; None is the model
             as it is.
     Raises:
@@ -98,6 +109,9 @@ class SamplingParams(BaseModel):
         default=None, description="None or a Constraint, such as Constraint.regex('[0-9]+')"
     )
     top_logprobs: _Count = Field(default=0, description=f"an integer from 0 to {MOST_LIKELY}")
+    prompt_logprobs: _Count | None = Field(
+        default=None, description=f"None or an integer from 0 to {MOST_LIKELY}"
+    )
     adapter: str | None = Field(default=None, description="None or the name of a loaded adapter")
 
     @cached_property
@@ -119,6 +133,21 @@ class SamplingParams(BaseModel):
     def edits_logits(self) -> bool:
         """True if tokens are ruled out or favoured."""
         return bool(self.min_tokens or self.logit_bias or self.constraint)
+
+    def numbered(self, count: int, shares: bool) -> list[SamplingParams]:
+        """Return the parameters of each of so many answers to one prompt.
+
+        Seeds follow each other, and 0 follows 2^63 - 1.
+
+        Args:
+            shares: the first answer alone tells the log probabilities of the prompt.
+        """
+        told = None if shares else self.prompt_logprobs
+        numbered = [self]
+        for index in range(1, count):
+            seed = None if self.seed is None else (self.seed + index) % (_INT64_MAX + 1)
+            numbered.append(self.model_copy(update={"seed": seed, "prompt_logprobs": told}))
+        return numbered
 
     if not TYPE_CHECKING:  # type checkers derive the signature from the fields
 
@@ -143,6 +172,7 @@ def _reason(error: ValidationError, fields: dict[str, Any]) -> RequestError | Un
     known = SamplingParams.model_fields
     for name in fields:
         if name not in known:
-            return UnknownNameError("sampling parameter", name, known)
+            hint = f"Try: {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            return UnknownNameError("sampling parameter", name, known, hint)
     name = str(error.errors()[0]["loc"][0])
     return RequestError(f"{name} is {fields[name]!r}; allowed is {known[name].description}")

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 from interposer.errors import RequestError
 from interposer_models._engine.pages import PagePool
-from interposer_models._engine.prefix_pages import PrefixPool
 from interposer_models._engine.sequence import Sequence
+from interposer_models._engine.shared_prefixes import SharedPrefixes
+
+# Of a step, besides the newest tokens: as many logits as a vocabulary of 150,000 has in 75 MiB.
+_MOST_TOLD = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +21,23 @@ class Chunk:
 
     Attributes:
         drafts: tokens that somebody guessed to follow the newest one, computed along.
+        num_told: tokens before the newest one whose logits are wanted; they are the last ones.
     """
 
     sequence: Sequence
     num_tokens: int
     drafts: tuple[int, ...] = ()
+    num_told: int = 0
 
     @property
     def num_rows(self) -> int:
         """The tokens that the step computes."""
         return self.num_tokens + len(self.drafts)
+
+    @property
+    def num_logits(self) -> int:
+        """The last tokens of these whose logits are wanted."""
+        return self.num_told + (1 + len(self.drafts) if self.is_last else 0)
 
     @property
     def is_last(self) -> bool:
@@ -48,6 +58,8 @@ class Scheduler:
         whole_prompts: a prompt is computed in one step, as its tokens see each other in both
             directions. One that finds no room behind older sequences goes before them in the next
             step, and they before it in the one after.
+        prefixes: shares what sequences with equal beginnings compute. One waits while an older one
+            computes what it needs.
     """
 
     def __init__(
@@ -57,6 +69,7 @@ class Scheduler:
         max_step_tokens: int,
         sources: PagePool | None = None,
         whole_prompts: bool = False,
+        prefixes: SharedPrefixes | None = None,
     ) -> None:
         self.pools = pools
         self.sources = sources
@@ -67,7 +80,7 @@ class Scheduler:
         self._windowed = [
             (number, pool) for number, pool in enumerate(pools) if pool.seen_tokens is not None
         ]
-        self._prefixes = pools[0] if isinstance(pools[0], PrefixPool) else None
+        self._prefixes = prefixes
         self._whole_prompts = whole_prompts
         self._delayed: Sequence | None = None
 
@@ -109,7 +122,10 @@ class Scheduler:
             joining = self.waiting.popleft()
             joining.state_slot = self.pools[0].take_slot()
             self.running.append(joining)
+            if self._prefixes is not None:
+                self._prefixes.expect(joining, self.running)
         budget = source_budget = self.max_step_tokens
+        left_told = _MOST_TOLD
         chunks: list[Chunk] = []
         delayed, self._delayed = self._delayed, None
         kept = 0 if delayed is None else self._least(delayed)
@@ -120,8 +136,12 @@ class Scheduler:
                 continue  # gave its pages to an older one just now
             if sequence is delayed:
                 kept = 0
-            if self._prefixes is not None and not sequence.pages[0]:
-                self._prefixes.join(sequence)
+            if (
+                self._prefixes is not None
+                and not sequence.pages[0]
+                and not self._prefixes.join(sequence, self.running)
+            ):
+                continue
             if self.sources is not None and not sequence.num_computed:
                 # It is encoded before its first chunk, whole, and in memory for such a step.
                 if len(sequence.source) > source_budget:
@@ -131,13 +151,20 @@ class Scheduler:
             for _, pool in self._windowed:
                 # A small pool takes a long chunk in parts, between which pages come back.
                 wanted = min(wanted, pool.room(sequence.num_computed, pool.num_pages))
+            known = len(sequence.prompt_logprobs) - sequence.num_computed
+            if sequence.num_untold > left_told:
+                wanted = min(wanted, known + left_told)
+            if self._prefixes is not None:
+                wanted = self._prefixes.cut(sequence, wanted)
             if wanted < self._least(sequence):
                 if self._delayed is None:
                     self._delayed = sequence
                 continue
             if self._reserve(sequence, sequence.num_computed + wanted):
-                chunks.append(Chunk(sequence, wanted))
+                told = max(0, min(wanted - known, sequence.num_untold))
+                chunks.append(Chunk(sequence, wanted, num_told=told))
                 budget -= wanted
+                left_told -= told
         return chunks
 
     def next_alone(self, sequence: Sequence, most_tokens: int | None = None) -> Chunk | None:
@@ -161,12 +188,7 @@ class Scheduler:
     def advance(self, chunks: Items[Chunk]) -> None:
         """Count the tokens of chunks as computed, and take back the pages that none sees now."""
         for chunk in chunks:
-            sequence, first = chunk.sequence, chunk.sequence.num_computed
-            sequence.num_computed += chunk.num_tokens
-            if self._prefixes is not None:
-                self._prefixes.learn(sequence, first)
-            for number, pool in self._windowed:
-                pool.trim(sequence.pages[number], sequence.num_computed)
+            self._advance(chunk, has_guesses=bool(chunk.drafts))
 
     def accept(self, chunk: Chunk, num_drafts: int) -> None:
         """Count the first drafts of a chunk as computed, and take back pages of the others.
@@ -174,9 +196,18 @@ class Scheduler:
         The sequence has these tokens already.
         """
         sequence = chunk.sequence
-        self.advance([Chunk(sequence, num_drafts)])
+        self._advance(Chunk(sequence, num_drafts), has_guesses=True)
         for pool, pages in zip(self.pools, sequence.pages, strict=True):
             pool.shrink(pages, sequence.num_computed + 1)
+
+    def _advance(self, chunk: Chunk, has_guesses: bool) -> None:
+        sequence, first = chunk.sequence, chunk.sequence.num_computed
+        sequence.num_computed += chunk.num_tokens
+        if self._prefixes is not None:
+            sequence.state_tokens = -1 if has_guesses else sequence.num_computed
+            self._prefixes.learn(sequence, first)
+        for number, pool in self._windowed:
+            pool.trim(sequence.pages[number], sequence.num_computed)
 
     def _least(self, sequence: Sequence) -> int:
         """Return how many tokens the next chunk of a sequence has at least."""
@@ -205,6 +236,8 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Take back all that a sequence holds."""
+        if self._prefixes is not None:
+            self._prefixes.leave(sequence)
         for pool, pages in zip(self.pools, sequence.pages, strict=True):
             pool.release(pages)
         if self.sources is not None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from interposer import AttentionSpec, PluggableLayer, Site
 from interposer_models._decoder.blocks import NormedBlock
+from interposer_models._decoder.decoder import CausalLM
 from interposer_models._decoder.delta_rule import (
     ApartProjections,
     DeltaMixer,
@@ -21,6 +22,11 @@ from interposer_models._decoder.delta_rule import (
     Projections,
 )
 from interposer_models._decoder.family import DecoderFamily
+from interposer_models._decoder.prediction_head import (
+    HeadNames,
+    NextTokenHead,
+    PredictionHead,
+)
 from interposer_models._decoder.settings import Positive, Share
 from interposer_models._decoder.state_settings import Window, check_state
 from interposer_ops.layers.attention import Attention
@@ -120,6 +126,29 @@ class Qwen3_5(DecoderFamily):
         how = self.rms_norm_eps, type(self).projections
         mixer = DeltaMixer(site.at("linear_attn"), sizes, *how)
         return NormedBlock(site, self.norm, _NORMS, mixer, self.mlp(site, index))
+
+    def prediction_head(self, site: Site, model: CausalLM, page_size: int) -> PredictionHead | None:
+        """Return the head with a block like the last one that has attention."""
+        names = HeadNames(
+            "mtp",
+            "pre_fc_norm_embedding",
+            "pre_fc_norm_hidden",
+            "fc",
+            "layers.0",
+            "norm",
+        )
+        last = max(filter(self.attends, range(self.num_hidden_layers)), default=None)
+        if last is None:
+            return None
+        return NextTokenHead(
+            site, names, model, self.norm, lambda at: self.block(at, last, page_size), last
+        )
+
+    def build(self, site: Site, page_size: int) -> CausalLM:
+        """Return the decoder, which has no place for the head that predicts further tokens."""
+        model = super().build(site, page_size)
+        model.unread = ("mtp.",)
+        return model
 
     @model_validator(mode="after")
     def _sound_memory(self) -> Self:

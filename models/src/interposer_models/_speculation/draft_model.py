@@ -15,10 +15,11 @@ from interposer_models._engine.engine import Engine
 from interposer_models._engine.request_batch import sampling_batch
 from interposer_models._engine.sequence import Sequence
 from interposer_models._speculation.draft_sampling import DraftSampling
-from interposer_models._speculation.proposer import Draft
+from interposer_models._speculation.kept_states import KeptStates
+from interposer_models._speculation.proposer import Draft, Proposer
 
 
-class ModelProposer:
+class ModelProposer(Proposer):
     """Keeps a sequence of the draft model beside each one that it is asked for.
 
     It takes pages of the draft's cache as long as there are any; a sequence that finds none, whose
@@ -33,6 +34,7 @@ class ModelProposer:
         device: str,
         num_drafts: int,
         repeats: Callable[[Sequence], bool],
+        kept: KeptStates | None = None,
     ) -> None:
         """Compute nothing yet.
 
@@ -41,6 +43,7 @@ class ModelProposer:
             num_drafts: for a sequence at most.
             repeats: whether a sequence is verified by the noise of its seed, so that a guess drawn
                 by the same noise is the likelier one. Others must be drawn by another.
+            kept: states of the draft before guesses; None where it has none.
         """
         self._draft = draft
         self._sampling = sampling
@@ -48,7 +51,9 @@ class ModelProposer:
         self._device = device
         self._num_drafts = num_drafts
         self._repeats = repeats
+        self._kept = kept
         self._followers: dict[Sequence, Sequence] = {}
+        self._sure: dict[Sequence, int] = {}  # tokens of a follower that its kept states hold
 
     def propose(self, sequences: Items[Sequence], counts: Items[int]) -> list[Draft]:
         """Return what the draft model draws; see ``Proposer``."""
@@ -77,6 +82,7 @@ class ModelProposer:
                     chunk.sequence.num_computed += chunk.num_tokens
             confirmed = False
             if drawn:
+                self._keep([followers[place] for place in drawn if not tokens[place]])
                 found, mass = self._drawn([followers[place] for place in drawn], logits)
                 for row, (place, token) in enumerate(zip(drawn, found.tolist(), strict=True)):
                     followers[place].output.append(token)
@@ -92,10 +98,13 @@ class ModelProposer:
     def forget(self, sequence: Sequence) -> None:
         """Give back the pages of the draft's cache."""
         if follower := self._followers.pop(sequence, None):
+            self._sure.pop(follower, None)
             self._draft.scheduler.remove(follower)
 
     def _fits(self, follower: Sequence, count: int) -> bool:
         """Say whether the draft can compute a sequence: a vocabulary may be padded differently."""
+        if self._kept is not None and follower.state_slot < 0:
+            return False
         size = self._draft.model.config.vocab_size
         pending = follower.tokens(follower.num_computed, len(follower))
         return len(follower) + count <= self._draft.runner.longest and max(pending) < size
@@ -107,6 +116,7 @@ class ModelProposer:
             params = sequence.params.model_copy(update={"adapter": None})
             seed = sequence.seed if self._repeats(sequence) else ~sequence.seed
             follower = self._draft.sequence(sequence.prompt, params, seed)
+            follower.state_slot = self._draft.pool.take_slot()
             self._followers[sequence] = follower
         guessed, output = follower.output, sequence.output
         # Only the last tokens were guesses.
@@ -115,8 +125,19 @@ class ModelProposer:
             same += 1
         guessed[same:] = output[same:]
         cached = min(len(sequence.prompt) + same, len(sequence) - 1)
-        follower.num_computed = min(follower.num_computed, cached)
+        if cached < follower.num_computed:
+            follower.num_computed = cached
+            if self._kept is not None:
+                self._kept.restore(self._draft.runner.states, [follower.state_slot])
+                follower.num_computed = self._sure[follower]
         return follower
+
+    def _keep(self, followers: list[Sequence]) -> None:
+        """Keep the states of followers that hold no guess yet."""
+        if self._kept is not None and followers:
+            slots = [follower.state_slot for follower in followers]
+            self._kept.keep(self._draft.runner.states, slots)
+            self._sure |= {follower: follower.num_computed for follower in followers}
 
     def _drawn(self, sequences: list[Sequence], logits: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = logits[:, : self._vocab_size].float().to(self._device)

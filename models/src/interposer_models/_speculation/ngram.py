@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from interposer_models._engine.sequence import Sequence
-from interposer_models._speculation.proposer import Draft
+from interposer_models._speculation.proposer import Draft, Proposer
 
 _LENGTHS = (3, 2)  # of what is looked up, the one tried first in front
 
@@ -46,7 +46,7 @@ class _Index:
         return ()
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Looks up the newest tokens of a sequence in its prompt and output. It computes no model."""
 
     def __init__(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -24,13 +24,20 @@ class Draft:
     probs: Tensor | None = None
 
 
-class Proposer(Protocol):
+class Proposer(ABC):
     """Guesses tokens; it may keep something of each sequence until that is forgotten."""
 
+    def observe(self, sequence: Sequence, start: int, states: Tensor) -> None:
+        """Take hidden states ``[T, F]`` of positions from ``start``, all of tokens that stay.
+
+        Called where the model's runner has them. Most guess by tokens alone.
+        """
+        return None
+
+    @abstractmethod
     def propose(self, sequences: Items[Sequence], counts: Items[int]) -> list[Draft]:
         """Return the guess for each sequence: any number of tokens up to its count."""
-        ...
 
+    @abstractmethod
     def forget(self, sequence: Sequence) -> None:
         """Drop what was kept of a sequence, which has ended; it may be unknown."""
-        ...

@@ -20,6 +20,7 @@ from interposer_models._engine.sequence import Event, Sequence
 from interposer_models._engine.speculation import SpeculationFigures
 from interposer_models._speculation.balance import Balance
 from interposer_models._speculation.draft_sampling import DraftSampling
+from interposer_models._speculation.kept_states import KeptStates
 from interposer_models._speculation.proposer import Draft, Proposer
 from interposer_ops.layers.sampler import Sampler, SamplingBatch
 
@@ -51,12 +52,14 @@ class Speculator:
         sampling: DraftSampling,
         num_drafts: int,
         balance: Balance | None,
+        kept: KeptStates | None = None,
     ) -> None:
         """Guess nothing yet.
 
         Args:
             num_drafts: S.
             balance: says which steps are with guesses; None makes all so.
+            kept: states before guesses; None where the model has none.
         """
         self.figures = SpeculationFigures()
         self._engine = engine
@@ -64,43 +67,88 @@ class Speculator:
         self._sampling = sampling
         self._num_drafts = num_drafts
         self._balance = balance
+        self._kept = kept
 
     def step(self, chunks: list[Chunk]) -> list[Event]:
         """Compute a step, with guesses where they pay; see ``StepSpeculation``."""
-        engine, balance, count = self._engine, self._balance, len(chunks)
-        if not all(chunk.is_last and chunk.num_tokens == 1 for chunk in chunks):
-            return engine.run(chunks)
-        start = time.perf_counter()
-        rows = self._drafted(chunks) if balance is None or balance.allows(count) else []
-        drafted = time.perf_counter()
+        balance, count = self._balance, len(chunks)
+        starts = [chunk.sequence.num_computed for chunk in chunks]
+        for chunk in chunks:
+            if not self._decodes(chunk):
+                events = self._engine.run(chunks)
+                self._observe(chunks, starts)
+                return events
+        if balance is not None and balance.rests():
+            events = self._engine.run(chunks)
+            self._observe(chunks, starts)
+            self.figures.plain_steps += 1
+            return events
+        rows: list[_Row] = []
+        start = drafted = time.perf_counter()
+        if balance is None or balance.allows(count):
+            rows = self._drafted(chunks)
+            drafted = time.perf_counter()
         if rows:
             events = self._verified(rows)
             self.figures.drafted_steps += 1
             if balance is not None:
-                balance.count_drafted(count, time.perf_counter() - start, len(events))
+                verifying, guessing = time.perf_counter() - drafted, drafted - start
+                balance.count_drafted(count, verifying, len(events), guessing)
             return events
-        events = engine.run(chunks)
+        events = self._engine.run(chunks)
+        ran = time.perf_counter()
+        self._observe(chunks, starts)
         self.figures.plain_steps += 1
         if balance is not None:
-            balance.count_plain(count, time.perf_counter() - drafted, drafted - start)
+            guessing = drafted - start + time.perf_counter() - ran
+            balance.count_plain(count, ran - drafted, guessing)
         return events
+
+    def _observe(self, chunks: list[Chunk], starts: list[int]) -> None:
+        """Hand out the hidden states of the tokens of a step that stay, where there are some.
+
+        Args:
+            starts: positions of the first tokens of the chunks.
+        """
+        hidden = self._engine.runner.hidden
+        if hidden is None or hidden.latest is None:
+            return
+        row = 0
+        for chunk, start in zip(chunks, starts, strict=True):
+            sequence = chunk.sequence
+            if sequence.finish_reason is None:
+                count = min(chunk.num_rows, len(sequence) - 1 - start)
+                self._proposer.observe(sequence, start, hidden.latest[row : row + count])
+            row += chunk.num_rows
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept of a sequence that has ended."""
         self._proposer.forget(sequence)
 
+    def _decodes(self, chunk: Chunk) -> bool:
+        """Say whether a chunk is the newest token, behind those whose states were taken back."""
+        if not chunk.is_last or chunk.num_tokens == 1:
+            return chunk.is_last
+        sequence = chunk.sequence
+        returned = self._kept is not None and sequence.num_computed >= len(sequence.prompt)
+        return returned and chunk.num_tokens <= self._num_drafts + 1
+
     def _drafted(self, chunks: list[Chunk]) -> list[_Row]:
         """Return the chunks with guesses that pages are there for; none where there is no guess."""
         scheduler = self._engine.scheduler
-        budget = scheduler.max_step_tokens - len(chunks)
+        budget = scheduler.max_step_tokens - sum(chunk.num_tokens for chunk in chunks)
         asked, counts = [], []
         for chunk in chunks:
-            count = min(self._room(chunk.sequence), budget)
+            # States were taken back to before this chunk; they would stay there by another guess.
+            room = self._room(chunk.sequence) if chunk.num_tokens == 1 else 0
+            count = min(room, budget)
             if count > 0:
                 asked.append(chunk.sequence)
                 counts.append(count)
                 budget -= count
         drafts = dict(zip(asked, self._proposer.propose(asked, counts), strict=True))
+        if not any(draft.tokens for draft in drafts.values()):
+            return []
         rows, start = [], 0
         for chunk in chunks:
             sequence, draft = chunk.sequence, drafts.get(chunk.sequence, Draft())
@@ -109,7 +157,7 @@ class Speculator:
                 draft = Draft()
             rows.append(
                 _Row(
-                    Chunk(sequence, 1, draft.tokens),
+                    Chunk(sequence, chunk.num_tokens, draft.tokens),
                     draft,
                     range(start, start := start + 1 + len(draft.tokens)),
                 )
@@ -128,8 +176,13 @@ class Speculator:
     def _verified(self, rows: list[_Row]) -> list[Event]:
         engine, scheduler = self._engine, self._engine.scheduler
         chunks = [row.chunk for row in rows]
+        sure, starts = chunks, [chunk.sequence.num_computed for chunk in chunks]
+        if self._kept is not None:
+            sure = [chunk for chunk in chunks if not chunk.drafts]
+            slots = [chunk.sequence.state_slot for chunk in chunks if chunk.drafts]
+            self._kept.keep(engine.runner.states, slots)
         logits = engine.runner.compute(chunks)
-        scheduler.advance(chunks)
+        scheduler.advance(sure)
         events: list[Event] = []
         kinds: dict[Callable[[list[_Row], Tensor], list[list[int]]] | None, list[_Row]] = {}
         for row in rows:
@@ -143,6 +196,7 @@ class Speculator:
                 events += engine.sample([row.chunk.sequence for row in own], part)
             else:
                 events += self._taken(own, verify(own, part), part)
+        self._observe(chunks, starts)
         return events
 
     def _verifier(self, row: _Row) -> Callable[[list[_Row], Tensor], list[list[int]]] | None:
@@ -211,6 +265,7 @@ class Speculator:
         chosen = wide.gather(-1, flat[:, None]).squeeze(-1)
         logprobs = iter((chosen - wide.logsumexp(-1)).tolist())
         events = []
+        returned = []
         for row, tokens in zip(rows, found, strict=True):
             self.figures.drafted_tokens += len(row.draft.tokens)
             self.figures.accepted_tokens += len(tokens) - 1
@@ -218,8 +273,16 @@ class Speculator:
             for token, logprob in zip(tokens, itertools.islice(logprobs, len(tokens)), strict=True):
                 if sequence.finish_reason is None:
                     events.append(self._engine.append(sequence, token, logprob))
-            if sequence.finish_reason is None:
-                self._engine.scheduler.accept(row.chunk, len(tokens) - 1)
+            if sequence.finish_reason is not None:
+                continue
+            if self._kept is not None:
+                if len(tokens) <= len(row.draft.tokens):
+                    returned.append(sequence.state_slot)
+                    continue
+                self._engine.scheduler.advance([row.chunk])
+            self._engine.scheduler.accept(row.chunk, len(tokens) - 1)
+        if self._kept is not None:
+            self._kept.restore(self._engine.runner.states, returned)
         return events
 
 

@@ -76,16 +76,15 @@ class LogitEditor:
             logits = self._bitmask()(logits, edits.bitmask)
         return logits
 
-    def top(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the log probabilities of ``tokens``, and those of the likeliest with their ids.
+    def top(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return log probabilities and ranks of ``tokens``, and those of the likeliest, with ids.
 
         Args:
             logits: ``[B, V]``, dtype of the site or the wider one of penalised logits.
             tokens: ``[B]`` int64.
-        Returns: ``[B]``, ``[B, N]`` descending and ``[B, N]`` int64; N is ``MOST_LIKELY`` or V.
+        Returns: ``[B]``, ``[B]``, ``[B, N]`` descending, ``[B, N]``; N is ``MOST_LIKELY`` or V.
         """
-        logprobs, _, top, ids = self._top(logits.dtype)(logits, tokens, self._num_top)
-        return logprobs, top, ids
+        return self._top(logits.dtype)(logits, tokens, self._num_top)
 
     @property
     def _num_top(self) -> int:

@@ -177,7 +177,7 @@ class Sampler(PluggableLayer):
         """
         if batch.penalties is not None:
             logits = self.penalized(logits, batch.penalties)
-        return self.editor.top(logits, tokens)[1:]
+        return self.editor.top(logits, tokens)[2:]
 
 
 def _columns(

@@ -64,6 +64,23 @@ int32_t multiply(const interposer_factor& factor, const void* x, int32_t type, i
   return interposer_linear(&product);
 }
 
+// Multiply, and add what adapters say.
+int32_t multiply(const interposer_factor& factor, const interposer_addition& added, int64_t first,
+                 const void* x, int32_t type, int64_t rows, int64_t x_stride, void* out,
+                 int32_t out_type) {
+  const int32_t failure = multiply(factor, x, type, rows, x_stride, out, out_type);
+  if (failure || added.low_rank == nullptr) return failure;
+  if (added.low_rank->inputs != factor.weight->inputs) return kMismatch;
+  interposer_low_rank_call call = {};
+  call.low_rank = added.low_rank;
+  call.ids = added.ids + first;
+  call.x = x;
+  call.y = out;
+  call.y_type = out_type;
+  call.rows = rows, call.x_stride = x_stride, call.y_stride = factor.weight->outputs;
+  return interposer_add_low_rank(&call);
+}
+
 int32_t turn(const interposer_heads_call& call, int64_t first, int64_t count, const void* weight) {
   const int64_t width = (call.heads + 2 * call.kv_heads) * call.size;
   interposer_heads heads = {};
@@ -83,7 +100,8 @@ int32_t project_heads(const interposer_heads_call& call) {
   const int64_t width = (call.heads + 2 * call.kv_heads) * call.size;
   if (call.weight.weight->outputs != width) return kMismatch;
   const int32_t failure =
-      multiply(call.weight, call.x, call.type, call.rows, call.x_stride, call.out, call.type);
+      multiply(call.weight, call.added, 0, call.x, call.type, call.rows, call.x_stride, call.out,
+               call.type);
   if (failure) return failure;
   if (call.cos == nullptr && call.query_weight == nullptr) return kDone;
   const int32_t turned = turn(call, 0, call.heads, call.query_weight);
@@ -101,8 +119,9 @@ int32_t mlp(const interposer_mlp_call& call) {
   if (memory == nullptr) return kNoMemory;
   for (int64_t first = 0; first < call.rows; first += most) {
     const int64_t rows = call.rows - first < most ? call.rows - first : most;
-    int32_t failure = multiply(call.gate_up, moved(call.x, call.type, first * call.x_stride),
-                               call.type, rows, call.x_stride, memory, kFloat32);
+    int32_t failure = multiply(call.gate_up, call.added[0], first,
+                               moved(call.x, call.type, first * call.x_stride), call.type, rows,
+                               call.x_stride, memory, kFloat32);
     if (failure) return failure;
 
     interposer_gated gated = {};
@@ -116,7 +135,7 @@ int32_t mlp(const interposer_mlp_call& call) {
     failure = interposer_gate(&gated);
     if (failure) return failure;
 
-    failure = multiply(call.down, memory + between, call.type, rows, inner,
+    failure = multiply(call.down, call.added[1], first, memory + between, call.type, rows, inner,
                        moved(call.out, call.out_type, first * call.down.weight->outputs),
                        call.out_type);
     if (failure) return failure;
@@ -190,6 +209,7 @@ int32_t decoder_block(const interposer_block_call& call) {
 
   interposer_heads_call heads = {};
   heads.weight = factor_of(call, call.heads, kHeads);
+  heads.added = {call.low_rank[kHeads], call.ids};
   heads.x = first;
   heads.out = second;
   heads.query_weight = call.query_weight;
@@ -225,7 +245,9 @@ int32_t decoder_block(const interposer_block_call& call) {
     stream = call.total;
     mixed = second, projected = first;
   }
-  failure = multiply(output, mixed, type, rows, width, projected, type);
+  const int64_t* ids = some ? call.chosen_ids : call.ids;
+  failure = multiply(output, {call.low_rank[kOutput], ids}, 0, mixed, type, rows, width, projected,
+                     type);
   if (failure) return failure;
 
   void* normalised = call.gate_up ? mixed : call.out;
@@ -236,6 +258,8 @@ int32_t decoder_block(const interposer_block_call& call) {
   interposer_mlp_call last = {};
   last.gate_up = factor_of(call, call.gate_up, kGateUp);
   last.down = factor_of(call, call.down, kDown);
+  last.added[0] = {call.low_rank[kGateUp], ids};
+  last.added[1] = {call.low_rank[kDown], ids};
   last.x = normalised;
   last.out = call.out;
   last.type = last.out_type = type;

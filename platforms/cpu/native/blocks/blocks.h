@@ -6,6 +6,7 @@
 
 #include "../attention/attention.h"
 #include "../linear/packed.h"
+#include "../lora/lora.h"
 
 extern "C" {
 
@@ -25,9 +26,16 @@ struct interposer_factor {
   const float* scale;  // one for all rows; null where each has its own
 };
 
+// What adapters add to the result of a product; nothing where low_rank is null.
+struct interposer_addition {
+  const interposer_low_rank* low_rank;
+  const int64_t* ids;  // of the rows
+};
+
 // out = down(activation(gate) * up), where [gate, up] = gate_up(x). What lies between is float32.
 struct interposer_mlp_call {
   interposer_factor gate_up, down;
+  interposer_addition added[2];  // to the results of both
   const void* x;  // [rows, inputs of gate_up]
   void* out;      // [rows, outputs of down], without gaps
   int32_t type, out_type;
@@ -39,6 +47,7 @@ struct interposer_mlp_call {
 // rotated where there are tables.
 struct interposer_heads_call {
   interposer_factor weight;
+  interposer_addition added;
   const void* x;  // [rows, inputs of weight]
   void* out;      // [rows, heads + 2 kv_heads, size], without gaps
   const void *query_weight, *key_weight;  // [size], or null
@@ -67,6 +76,8 @@ struct interposer_block_call {
   const interposer_block* block;
   const interposer_packed *heads, *output, *gate_up, *down;
   const float* scales[4];  // of interposer_factor, in the order of codings
+  const interposer_low_rank* low_rank[4];  // what is added to each product, or null
+  const int64_t *ids, *chosen_ids;  // of the adapters of all rows, and of the chosen ones
   const void *input_weight, *query_weight, *key_weight, *post_weight;  // of the norms
   const float *cos, *sin;  // [rows, half]
   interposer_attention_call attention;  // without query, key, value and out

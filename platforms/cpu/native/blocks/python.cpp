@@ -28,10 +28,11 @@ interposer_factor factor(const int64_t* values) {
 }
 
 // Gate and up, and down, as `factor` takes them; addresses of x and of the result; type,
-// activation, rows, elements between rows of x.
+// activation, rows, elements between rows of x; addresses of what adapters add to both products, or
+// 0, and of the adapters of rows.
 PyObject* mlp(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  int64_t all[2 * kFactor + 6];
-  if (!interposer_numbers(arguments, given, 2 * kFactor + 6, all)) return nullptr;
+  int64_t all[2 * kFactor + 9];
+  if (!interposer_numbers(arguments, given, 2 * kFactor + 9, all)) return nullptr;
   const int64_t* values = all + 2 * kFactor;
   interposer_mlp_call call = {};
   call.gate_up = factor(all);
@@ -42,6 +43,10 @@ PyObject* mlp(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   call.activation = static_cast<int32_t>(values[3]);
   call.rows = values[4];
   call.x_stride = values[5];
+  for (int i = 0; i < 2; ++i) {
+    call.added[i] = {address<const interposer_low_rank>(values[6 + i]),
+                     address<const int64_t>(values[8])};
+  }
   int32_t failure;
   Py_BEGIN_ALLOW_THREADS;
   failure = interposer_mlp(&call);
@@ -51,9 +56,9 @@ PyObject* mlp(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
 
 // The weight as `factor` takes it; addresses of x, of the result, of the weights of query and key, of
 // cosines and sines; type, heads, kv heads, size, half of the rotated size; rows, elements between
-// rows of x; eps.
+// rows of x; addresses of what adapters add, or 0, and of the adapters of rows; eps.
 PyObject* project_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  constexpr Py_ssize_t kNumbers = kFactor + 13;
+  constexpr Py_ssize_t kNumbers = kFactor + 15;
   int64_t all[kNumbers];
   if (given != kNumbers + 1) {
     PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", kNumbers + 1, given);
@@ -78,6 +83,8 @@ PyObject* project_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given)
   call.half = *value++;
   call.rows = *value++;
   call.x_stride = *value++;
+  call.added.low_rank = address<const interposer_low_rank>(*value++);
+  call.added.ids = address<const int64_t>(*value++);
   call.eps = static_cast<float>(eps);
   int32_t failure;
   Py_BEGIN_ALLOW_THREADS;
@@ -91,10 +98,11 @@ PyObject* project_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given)
 // weights of the input's norm, of query and key, and of the second norm; of cosines and sines, the plan and the cache; bytes between its heads and
 // pages; addresses of sinks, of scales of keys and values, elements between the scales of two
 // heads; addresses of x and the residual, whether x is added; rows; address and number of the
-// chosen ones, -1 for all; addresses of the result and of the stream.
+// chosen ones, -1 for all; addresses of the result and of the stream; addresses of what adapters add
+// to each of the four products, or 0, and of the adapters of all rows and of the chosen ones.
 PyObject* decoder_block(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  int64_t values[31];
-  if (!interposer_numbers(arguments, given, 31, values)) return nullptr;
+  int64_t values[37];
+  if (!interposer_numbers(arguments, given, 37, values)) return nullptr;
   const int64_t* value = values;
   interposer_block_call call = {};
   call.block = address<const interposer_block>(*value++);
@@ -125,6 +133,11 @@ PyObject* decoder_block(PyObject*, PyObject* const* arguments, Py_ssize_t given)
   call.num_chosen = *value++;
   call.out = address<void>(*value++);
   call.total = address<float>(*value++);
+  for (const interposer_low_rank*& added : call.low_rank) {
+    added = address<const interposer_low_rank>(*value++);
+  }
+  call.ids = address<const int64_t>(*value++);
+  call.chosen_ids = address<const int64_t>(*value++);
   int32_t failure;
   Py_BEGIN_ALLOW_THREADS;
   failure = interposer_decoder_block(&call);

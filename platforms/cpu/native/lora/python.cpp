@@ -38,7 +38,7 @@ PyObject* lora_expand(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   call.b = address<const void>(values[1]);
   call.ids = address<const int64_t>(values[2]);
   call.y = address<void>(values[3]);
-  call.type = static_cast<int32_t>(values[4]);
+  call.type = call.y_type = static_cast<int32_t>(values[4]);
   call.tokens = values[5];
   call.rank = values[6];
   call.outputs = values[7];

@@ -24,14 +24,14 @@ void lora_shrink_out(TorchValue* stack, uint64_t, uint64_t) {
   if (out.count()) interposer_lora_shrink_rows(&call);
 }
 
-// x [T, R] float32, b [A, R, O], ids [T]; y [T, O].
+// x [T, R] float32, b of A R O numbers as [A, R, O], ids [T]; y [T, O].
 void lora_expand_out(TorchValue* stack, uint64_t, uint64_t) {
   const TorchTensor y(stack[0]), x(stack[1]), b(stack[2]), ids(stack[3]);
   interposer_lora_expand call = {};
   call.x = x.data<const float>(), call.b = b.data<const void>();
   call.ids = ids.data<const int64_t>();
   call.y = y.data<void>();
-  call.type = y.type();
+  call.type = call.y_type = y.type();
   call.tokens = y.size(0), call.rank = b.size(1), call.outputs = b.size(2);
   call.x_stride = x.stride(0), call.y_stride = y.stride(0);
   if (y.count()) interposer_lora_expand_rows(&call);

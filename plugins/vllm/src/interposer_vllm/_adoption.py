@@ -122,7 +122,9 @@ def emptied(layer: nn.Module, operands: Iterable[Any], keep: Iterable[str] = ())
 
     They stay as empty tensors, of which vLLM asks the device and the dtype.
     """
-    held = {t.untyped_storage().data_ptr() for t in operands if isinstance(t, Tensor)}
+    # Packed layouts are copies, without a storage that could be asked for.
+    tensors = [t for t in operands if isinstance(t, Tensor) and t.layout == torch.strided]
+    held = {t.untyped_storage().data_ptr() for t in tensors}
     for name, parameter in list(layer._parameters.items()):
         if parameter is None or name in keep or not parameter.numel():
             continue

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from interposer import Config, QuantizationScheme, Resolver, Site, place
 from interposer.errors import ConfigError, InterposerError, UnknownNameError
 from interposer_vllm._report import Report
 
-__all__ = ["Session", "session"]
+__all__ = ["Session", "closed_session", "session"]
 
 _log = logging.getLogger("vllm.interposer")
 
@@ -93,3 +94,13 @@ def session() -> Session:
     if isinstance(found, InterposerError):
         raise found
     return found
+
+
+@contextmanager
+def closed_session() -> Iterator[None]:
+    """Let the first layer inside open a session of its own, which ends with the block."""
+    _opened.cache_clear()
+    try:
+        yield
+    finally:
+        _opened.cache_clear()

@@ -119,10 +119,9 @@ def serve(
             cache_tokens=cache_tokens,
             max_sequences=max_sequences,
             prefix_cache=prefix_cache,
+            adapters=adapters,
             speculation=speculate,
         )
-        for each, folder in adapters.items():
-            model.load_adapter(each, folder)
     named = name or model_dir.resolve().name
     hosts = {*_LOOPBACK, host} if is_local and not keys else None
     app = application(model, named, limits=limits, keys=keys, hosts=hosts)

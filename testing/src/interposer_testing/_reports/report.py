@@ -24,6 +24,7 @@ class Report:
         distribution: whose records were verified, of ``version``.
         date: when it began, in UTC, as ``"2026-03-01T12:00:00Z"``.
         op, case: what it was limited to; empty where it was not.
+        host: name and version of the engine in whose layers kernels were tried; empty where none.
         quick: whether only few cases of each op were tried.
         seconds: that all of it took, the making of cases included.
     """
@@ -36,6 +37,7 @@ class Report:
     quick: bool
     op: str = ""
     case: str = ""
+    host: str = ""
     seconds: float = 0.0
     candidates: tuple[Examined, ...] = ()
 
@@ -133,6 +135,7 @@ class Report:
         limits = [f"seed {self.seed}"]
         limits += [f"op {self.op}"] if self.op else []
         limits += [f"case {self.case!r}"] if self.case else []
+        limits += [f"in layers of {self.host}"] if self.host else []
         limits += ["quick: few cases of each op"] if self.quick else []
         return [
             f"{self.distribution} {self.version}, {self.date}: {', '.join(limits)}",

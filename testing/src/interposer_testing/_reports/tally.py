@@ -113,10 +113,12 @@ def _command(scope: Scope, outcome: Outcome, platform: str) -> str:
     if outcome.version == _IN_CODE:
         limits = f"op={op!r}, " if op else ""
         limits += f"case={outcome.case!r}, seed={scope.seed}, quick={scope.quick}"
+        limits += f", host={scope.host!r}" if scope.host else ""
         return f"interposer_testing.verify({scope.distribution!r}, {limits})"
     words = ["interposer", "verify", scope.distribution]
     words += ["--op", op] if op else []
     words += ["--case", outcome.case, "--seed", str(scope.seed)]
     words += ["--quick"] if scope.quick else []
+    words += ["--host", scope.host] if scope.host else []
     words += ["--platform", platform] if platform else []
     return shlex.join(words)

@@ -76,7 +76,7 @@ def conformance(
     """
     for name in [op] if op else registry.ops:
         everyone = registry.candidates("kernel", name)
-        candidates = _eligible(registry, everyone, device, distribution)
+        candidates = eligible(registry, everyone, device, distribution)
         if candidates:
             yield from _kernel_trials(registry, name, candidates, device, seed, quick)
     if op:
@@ -99,10 +99,10 @@ def _kernel_trials(
     label = "cases"
     try:
         op: CustomOp[..., Any] = load_target(registry.ops[name].target)
-        latest, found = _Latest(), list[Exemplar]()
+        latest, found = Latest(), list[Exemplar]()
         for plan in planned_cases(op, seed, quick=quick):
             label, case = plan.label, latest.built(plan)
-            request = _request("kernel", name, plan.dtype, device, case.dims)
+            request = kernel_request(name, plan.dtype, device, case.dims)
             if quick and (exemplar := exemplar_of(op, plan, case, seed)):
                 found.append(exemplar)
             for candidate in candidates:
@@ -124,7 +124,7 @@ def attention_trials(
 ) -> Iterator[Trial]:
     """Yield a trial of every attention backend and spec, and of promises once for each dtype."""
     resolver = Resolver(registry, device, Config())
-    for candidate in _eligible(registry, registry.candidates("attention"), device, distribution):
+    for candidate in eligible(registry, registry.candidates("attention"), device, distribution):
         tried: set[torch.dtype] = set()
         page_sizes = getattr(candidate.record, "page_sizes", ())
         for label, spec in attention_specs(quick=quick, page_sizes=page_sizes):
@@ -142,7 +142,7 @@ def attention_trials(
                     yield Trial(candidate, request, label, verdict, check, aspect)
 
 
-class _Latest:
+class Latest:
     """Builds cases and keeps the last one, so that a list of trials does not hold them all.
 
     What the reference says of it is kept too: the candidates of an op follow one another on a case.
@@ -167,7 +167,7 @@ class _Latest:
         return self._expectation
 
 
-def _eligible(
+def eligible(
     registry: Registry, candidates: list[Candidate], device: Device, distribution: str
 ) -> list[Candidate]:
     """Return the candidates of the distribution whose platform, if any, the device's one runs."""
@@ -177,6 +177,16 @@ def _eligible(
         if getattr(candidate.record, "platform", "") in registry.runs(device.platform)
         and distribution in ("", candidate.provider)
     ]
+
+
+def kernel_request(
+    name: str,
+    dtype: torch.dtype,
+    device: Device,
+    dims: Mapping[str, int | float | str | bool],
+) -> Request:
+    """Return the request of a case for a kernel of the op ``name``."""
+    return _request("kernel", name, dtype, device, dims)
 
 
 def _request(
@@ -192,7 +202,7 @@ def _request(
 
 
 def _check_candidate(
-    candidate: Candidate, op: CustomOp[..., Any], latest: _Latest, plan: PlannedCase, device: str
+    candidate: Candidate, op: CustomOp[..., Any], latest: Latest, plan: PlannedCase, device: str
 ) -> list[Fault]:
     record, case = candidate.record, latest.built(plan)
     expect = partial(latest.expected, op, plan)

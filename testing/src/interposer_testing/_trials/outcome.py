@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import FunctionType
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from interposer.errors import UnknownNameError, nearest_first
 from interposer.records import DeviceEntry, TuningEntry
 from interposer_testing._checks.fault import Fault
 from interposer_testing._trials.conformance import conformance
+from interposer_testing._trials.host import find_host, host_trials
 from interposer_testing._trials.trial import Trial
 
 _MOST_LABELS = 12
@@ -23,13 +25,18 @@ Progress = Callable[[int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The limits of a verification; empty texts do not limit it."""
+    """The limits of a verification; empty texts do not limit it.
+
+    Attributes:
+        host: name of the engine in whose layers kernels are tried; empty tries them by themselves.
+    """
 
     distribution: str
     op: str = ""
     case: str = ""
     seed: int = 0
     quick: bool = False
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +93,13 @@ def outcomes(
 def trials(registry: Registry, device: Device, scope: Scope) -> Iterator[Trial]:
     """Yield the trials in ``scope``.
 
-    Raises: UnknownNameError: no case of any of them has the label of the scope.
+    Raises:
+        UnknownNameError: there is no such host, or no case has the label of the scope.
+        ConfigError: the host cannot be used.
     """
     labels = dict[str, None]()
-    for trial in conformance(
+    generate = partial(host_trials, host=find_host(scope.host)) if scope.host else conformance
+    for trial in generate(
         registry,
         device,
         distribution=scope.distribution,

@@ -18,6 +18,7 @@ from interposer.tooling import Kind
 from interposer_testing._reports.facts import NO_CASE, Examined, Ground
 from interposer_testing._reports.report import Report
 from interposer_testing._reports.tally import examined
+from interposer_testing._trials.host import find_host
 from interposer_testing._trials.outcome import Outcome, Progress, Scope, outcomes
 
 Run = Callable[[Registry, Device, Scope, Progress | None], Iterable[Outcome]]
@@ -38,6 +39,7 @@ def verify(
     quick: bool = False,
     date: str = "",
     progress: Progress | None = None,
+    host: str = "",
     run: Run = outcomes,
 ) -> Report:
     """Return the report on every record of a distribution.
@@ -53,18 +55,21 @@ def verify(
         quick: try only few cases of each op, among which every value of every axis occurs.
         date: when it is, in UTC, as the report states it; without one, now.
         progress: called before each trial.
+        host: name of an engine in whose layers the kernels are tried, instead of by themselves.
         run: what runs the trials.
 
     Raises:
-        UnknownNameError: no plugin of this distribution is installed, or none has the op or case.
-        ConfigError: the policy leaves the distribution out.
+        UnknownNameError: no plugin of this distribution is installed, none has the op or case, or
+            there is no such host.
+        ConfigError: the policy leaves the distribution out, or the host cannot be used.
         PluginError: one of its plugins is quarantined, so it is not known what it declares.
         PlatformUnavailableError: there is no device to run on.
     """
     config = Config(platform=platform) if platform else Config()
     registry = registry or current_registry(config)
-    scope = known_scope(registry, Scope(distribution, op, case, seed, quick))
+    scope = known_scope(registry, Scope(distribution, op, case, seed, quick, host))
     device = device or place(config).device
+    engine = find_host(host).version if host else ""
     began = date or datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     start = time.perf_counter()
     found = examined(run(registry, device, scope, progress), scope, platform)
@@ -79,6 +84,7 @@ def verify(
         quick=quick,
         op=op,
         case=case,
+        host=engine,
         seconds=time.perf_counter() - start,
         candidates=(*found, *missing),
     )
@@ -159,7 +165,7 @@ def _identity(kind: str, subject: str, provider: str, name: str) -> tuple[str, .
 
 def declared(registry: Registry, scope: Scope) -> Iterator[tuple[str, str, Candidate]]:
     """Yield the candidates in ``scope``, each with its kind and its subject."""
-    for kind in ("kernel",) if scope.op else _KINDS:
+    for kind in ("kernel",) if scope.op or scope.host else _KINDS:
         subjects = [scope.op] if scope.op else registry.subjects(kind)
         for subject in subjects:
             for candidate in registry.candidates(kind, subject):

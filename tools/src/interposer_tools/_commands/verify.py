@@ -38,6 +38,10 @@ def verify(
         int | None,
         typer.Option("--jobs", "-j", metavar="N", help="As --isolate, in so many processes."),
     ] = None,
+    host: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Try kernels in the layers of this engine."),
+    ] = "",
     merge: Annotated[
         bool, typer.Option("--merge", help="Run nothing: put reports of several devices together.")
     ] = False,
@@ -72,6 +76,7 @@ def verify(
                 "--quick": quick,
                 "--isolate": isolate,
                 "--jobs": jobs is not None,
+                "--host": host,
                 "--merge": merge,
                 "--junit": junit,
                 "--html": html,
@@ -91,6 +96,7 @@ def verify(
                     quick,
                     seed,
                     1 if isolate and jobs is None else jobs,
+                    host,
                 )
             ]
         _write(reports, json, junit, html, markdown)
@@ -141,6 +147,7 @@ def _verified(
     quick: bool,
     seed: int,
     jobs: int | None,
+    host: str,
 ) -> Report:
     _check_one(targets)
     from interposer_testing import Isolation, side_by_side
@@ -158,6 +165,7 @@ def _verified(
             seed=seed,
             quick=quick,
             progress=progress,
+            host=host,
             run=side_by_side(platform) if jobs is None else Isolation(platform, jobs),
         )
     console = wide_terminal()

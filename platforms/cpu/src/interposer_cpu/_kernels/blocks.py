@@ -1,8 +1,8 @@
 """Layers that compute several of their parts by one call of the compiled library.
 
 Where a part is of another class than the standard one, or holds a kernel that is not declared in
-``fusion``, or has hooks, they do what the standard layers do. So they do under torch's compiler,
-which then sees the parts.
+``fusion``, or has hooks that ``additions`` does not know, they do what the standard layers do. So
+they do under torch's compiler, which then sees the parts.
 
 Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size, R rotated size.
 """
@@ -15,8 +15,8 @@ import torch
 from torch.compiler import is_compiling
 
 from interposer import AttentionSpec, Site
+from interposer_cpu._kernels.additions import ProductHooks
 from interposer_cpu._kernels.fusion import (
-    ForwardHooks,
     InputCodings,
     activation_number,
     is_fused,
@@ -56,7 +56,7 @@ class NativeGatedMLP(GatedMLP):
         # Found faster than submodules are, and with what they hold after weights were exchanged.
         self._parts: Any = (self.gate_up_proj, self.down_proj)
         self._codings = InputCodings()
-        self._hooks = ForwardHooks((*self._parts, self.activation))
+        self._hooks = ProductHooks(self._parts, (self.activation,))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[T, H]`` of ``x`` ``[T, H]``."""
@@ -64,7 +64,7 @@ class NativeGatedMLP(GatedMLP):
         if (
             not self.is_fusable
             or is_compiling()
-            or any(self._hooks.dicts)
+            or (added := self._hooks.added()) is None
             or None in (codings := self._codings.of(gate_up.kernel, down.kernel))
             or x.ndim != 2
             or not x.is_contiguous()
@@ -82,6 +82,8 @@ class NativeGatedMLP(GatedMLP):
             self.activation_number,
             count,
             length,
+            *added.addresses,
+            added.ids(count),
         )
         return out
 
@@ -112,7 +114,7 @@ class NativeSelfAttention(SelfAttention):
         )
         self._parts: Any = (self.qkv_proj, *norms)
         self._codings = InputCodings()
-        self._hooks = ForwardHooks((self.qkv_proj, rotary, *filter(None, norms)))
+        self._hooks = ProductHooks((self.qkv_proj,), (rotary, *filter(None, norms)))
 
     def heads(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -122,7 +124,7 @@ class NativeSelfAttention(SelfAttention):
         if (
             not self.is_fusable
             or is_compiling()
-            or any(self._hooks.dicts)
+            or (added := self._hooks.added()) is None
             or None in (codings := self._codings.of(projection.kernel))
             or cos.dtype is not FLOAT32
             or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous())
@@ -148,6 +150,8 @@ class NativeSelfAttention(SelfAttention):
             cos.shape[1],
             count,
             length,
+            *added.addresses,
+            added.ids(count),
             self.eps,
         )
         query, key, value = out.split(self.counts, 1)

@@ -14,9 +14,10 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from interposer import Site
+from interposer_cpu._kernels.additions import Added, ProductHooks
 from interposer_cpu._kernels.attention import NativeBackend, Plan
 from interposer_cpu._kernels.blocks import NativeGatedMLP, NativeSelfAttention
-from interposer_cpu._kernels.fusion import FLOATS, ForwardHooks, input_coding, is_fused
+from interposer_cpu._kernels.fusion import FLOATS, input_coding, is_fused
 from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
 from interposer_ops.layers.attention import Attention
@@ -29,6 +30,7 @@ _INT64 = torch.int64
 # What the library reads of a block: see interposer_block.
 _FACTS = struct.Struct("=23q3d")
 _NO_SCALES: tuple[int, ...] = (0, 0, 0, 0)
+_NOTHING = Added((0, 0), None)
 
 
 class _Bound:
@@ -99,12 +101,12 @@ class NativeDecoderBlock(DecoderBlock):
             before, behind = self.input_layernorm, self.post_attention_layernorm
             norms = (before, mixer.q_norm, mixer.k_norm, behind)
             self._parts = (mixer.qkv_proj, mixer.o_proj, *norms, mixer.attn)
-            mixers = (mixer, mixer.rotary)
+            mixers = (*norms, mixer.attn, mixer, mixer.rotary)
         up_and_down = (last.gate_up_proj, last.down_proj) if self.takes_mlp else ()
         self._last: Any = up_and_down
-        self._hooks = ForwardHooks([m for m in (*self._parts, *mixers) if m is not None])
-        after = (last, last.activation, *up_and_down) if self.takes_mlp else ()
-        self._mlp_hooks = ForwardHooks(after)
+        self._hooks = ProductHooks(self._parts[:2], [m for m in mixers if m is not None])
+        after = (last, last.activation) if self.takes_mlp else ()
+        self._mlp_hooks = ProductHooks(up_and_down, after)
         self._bound = _Bound((), False, None)
 
     def forward(
@@ -118,7 +120,7 @@ class NativeDecoderBlock(DecoderBlock):
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what ``DecoderBlock.forward`` does."""
-        if not self.is_fusable or is_compiling() or any(self._hooks.dicts):
+        if not self.is_fusable or is_compiling() or (added := self._hooks.added()) is None:
             return super().forward(x, residual, cos, sin, cache, plan, rows)
         projection, output, norm, query_norm, key_norm, post_norm, attn = self._parts
         kernels: tuple[Any, ...]
@@ -160,7 +162,11 @@ class NativeDecoderBlock(DecoderBlock):
         hidden_size = self.hidden_size
         out = torch.empty(chosen, hidden_size, dtype=x.dtype)
         total = torch.empty(chosen, hidden_size, dtype=FLOAT32)
-        is_whole = bound.is_whole and not any(self._mlp_hooks.dicts)
+        added_last = self._mlp_hooks.added() if bound.is_whole else None
+        is_whole = added_last is not None
+        if added_last is None:
+            added_last = _NOTHING  # the MLP sees to it
+        user = added if added.hook is not None else added_last
         input_scales = _NO_SCALES
         if bound.statics:
             products = (projection, output, up, down)
@@ -199,6 +205,10 @@ class NativeDecoderBlock(DecoderBlock):
             -1 if rows is None else chosen,
             out.data_ptr(),
             total.data_ptr(),
+            *added.addresses,
+            *added_last.addresses,
+            user.ids(count),
+            user.ids(chosen),
         )
         return (out if is_whole else self.mlp(out)), total
 

@@ -80,6 +80,11 @@ def fused(
     return declare
 
 
+def is_declared(kernel: object, op: str) -> bool:
+    """Say whether ``kernel`` declares to be fused as ``op``."""
+    return _FUSED.get(kernel, _ALONE).op == op
+
+
 def is_fused(layer: nn.Module, standard: type[nn.Module], kernel: object, op: str) -> bool:
     """Say whether a layer only calls ``kernel``, and this declares to be fused as ``op``.
 
@@ -87,7 +92,7 @@ def is_fused(layer: nn.Module, standard: type[nn.Module], kernel: object, op: st
         standard: the layer's own class, which others may replace. A replacement does not declare
             what it computes, so that its parts have to be called.
     """
-    return type(layer) is standard and _FUSED.get(kernel, _ALONE).op == op
+    return type(layer) is standard and is_declared(kernel, op)
 
 
 def coding_words(
@@ -164,17 +169,19 @@ class ForwardHooks:
             would hold the hooks of another module.
     """
 
-    __slots__ = ("dicts", "modules")
+    __slots__ = ("before", "dicts", "modules")
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.modules = tuple(modules)
-        own = (h for m in self.modules for h in (m._forward_hooks, m._forward_pre_hooks))
+    def __init__(self, modules: Iterable[nn.Module], before: Iterable[nn.Module] = ()) -> None:
+        """Look at the hooks of ``modules``, and at those that run before ``before``."""
+        self.modules, self.before = tuple(modules), tuple(before)
+        own = [h for m in self.modules for h in (m._forward_hooks, m._forward_pre_hooks)]
+        own += [m._forward_pre_hooks for m in self.before]
         self.dicts: tuple[Any, ...] = (
             every_module._global_forward_hooks,
             every_module._global_forward_pre_hooks,
             *own,
         )
 
-    def __reduce__(self) -> tuple[type[ForwardHooks], tuple[tuple[nn.Module, ...]]]:
+    def __reduce__(self) -> tuple[type[ForwardHooks], tuple[tuple[nn.Module, ...], ...]]:
         """Let a copy look at the copies of the modules, and at what is common to all."""
-        return ForwardHooks, (self.modules,)
+        return ForwardHooks, (self.modules, self.before)

@@ -11,9 +11,14 @@ import torch
 from torch.compiler import is_compiling
 
 from interposer_cpu import native
+from interposer_cpu._kernels.fusion import fused
 from interposer_cpu._kernels.interface import FLOAT32, TYPES, float64_bits
 
+# As kLoraRanks, kLoraInputs and kLoraPanel.
+_RANKS, _INPUTS, _PANEL = 4, 32, 64
 
+
+@fused("lora_shrink")
 def lora_shrink(
     x: torch.Tensor, lora_a: torch.Tensor, adapter_ids: torch.Tensor, scale: float
 ) -> torch.Tensor:
@@ -38,6 +43,7 @@ def lora_shrink(
     return out
 
 
+@fused("lora_expand")
 def lora_expand(
     shrunk: torch.Tensor,
     lora_b: torch.Tensor,
@@ -45,7 +51,7 @@ def lora_expand(
     y: torch.Tensor,
     offset: int,
 ) -> None:
-    """Compute the op ``lora_expand`` for ``lora_b`` ``[A, R, O]``."""
+    """Compute the op ``lora_expand`` for ``lora_b`` of ``prepare_expand``."""
     rank, outputs = lora_b.shape[1:]
     columns = y[:, offset : offset + outputs]
     if is_compiling():
@@ -66,10 +72,34 @@ def lora_expand(
 
 
 def prepare_shrink(lora_a: torch.Tensor) -> dict[str, Any]:
-    """Return the constants of ``lora_shrink``, without gaps."""
-    return {"lora_a": lora_a.contiguous()}
+    """Return the constants of ``lora_shrink``, ``[A, R, I]`` in the order of a call's reads.
+
+    Blocks of 4 ranks stand behind each other, and in a block 32 inputs of each rank.
+    """
+    count, rank, inputs = lora_a.shape
+    even = inputs // _INPUTS * _INPUTS
+    blocks = []
+    for block in lora_a.split(_RANKS, 1):
+        chunks = block[..., :even].unflatten(2, (even // _INPUTS, _INPUTS)).transpose(1, 2)
+        blocks += [chunks.flatten(1), block[..., even:].flatten(1)]
+    return {"lora_a": torch.cat(blocks, 1).view(count, rank, inputs)}
 
 
 def prepare_expand(lora_b: torch.Tensor) -> dict[str, Any]:
-    """Return the constants of ``lora_expand``, with the outputs of a rank beside each other."""
-    return {"lora_b": lora_b.transpose(1, 2).contiguous()}
+    """Return the constants of ``lora_expand``, ``[A, R, O]`` in the order of a call's reads.
+
+    All ranks of a panel of 64 outputs stand behind each other; of bfloat16 pairs of ranks, whose
+    numbers take turns.
+    """
+    count, outputs, rank = lora_b.shape
+    even = outputs // _PANEL * _PANEL
+    panels = lora_b[:, :even].unflatten(1, (even // _PANEL, _PANEL)), lora_b[:, None, even:]
+    whole = torch.cat([_ranks_in_turn(panel).flatten(1) for panel in panels], 1)
+    return {"lora_b": whole.view(count, rank, outputs)}
+
+
+def _ranks_in_turn(panels: torch.Tensor) -> torch.Tensor:
+    """Return ``[A, panels, R * outputs]`` of ``[A, panels, outputs, R]``."""
+    paired = panels.shape[3] // 2 * 2 if panels.dtype is torch.bfloat16 else 0
+    pairs = panels[..., :paired].unflatten(3, (paired // 2, 2)).transpose(2, 3)
+    return torch.cat((pairs.flatten(2), panels[..., paired:].transpose(2, 3).flatten(2)), 2)

@@ -1,0 +1,132 @@
+"""The kinds of batch that contenders run, each of prompts that are drawn anew.
+
+A kind takes a contender and a row, and returns seconds and tokens. Standard library only.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from cpu_contenders.contract import BatchContender, Unsupported
+
+__all__ = ["KINDS"]
+
+Row = dict[str, Any]
+END_TOKENS = 20
+JOIN_STEPS = 8
+
+
+def drawn(row: Row, batch: int, length: int) -> list[list[int]]:
+    """Return random prompts, the same for every contender of a round."""
+    generator = random.Random(f"{row['seed']} {row['kind']} {length}")
+    return [generator.choices(range(row["vocab_size"]), k=length) for _ in range(batch)]
+
+
+def decode(contender: BatchContender, row: Row) -> dict[str, float]:
+    """Decode requests behind prompts of ``context`` tokens, where ``adapters`` are theirs."""
+    batch, new, adapters = row["batch"], row["new_tokens"], row.get("adapters")
+    contender.reserve(batch, row["context"] + new + 1)
+    if adapters is not None:
+        contender.use_adapters(adapters)
+    prompts = drawn(row, batch, row["context"])
+    start = time.perf_counter()
+    contender.prefill(prompts, new + 1)
+    middle = time.perf_counter()
+    counts = {len(contender.step()) for _ in range(new)}
+    end = time.perf_counter()
+    contender.end()
+    if adapters is not None:
+        contender.use_adapters([])
+    if counts != {batch}:
+        raise RuntimeError(f"steps gave {sorted(counts)} tokens instead of {batch}")
+    prompt_tokens, new_tokens = batch * row["context"], batch * new
+    return {"prefill": prompt_tokens / (middle - start), "decode": new_tokens / (end - middle)}
+
+
+def extend(contender: BatchContender, row: Row) -> dict[str, float]:
+    """Compute a prompt of ``context`` tokens, then one of ``new_tokens`` more behind it."""
+    behind, more = row["context"], row["new_tokens"]
+    contender.reserve(1, behind + more + 2)
+    (prompt,) = drawn(row, 1, behind + more)
+    start = time.perf_counter()
+    contender.prefill([prompt[:behind]], 1)
+    middle = time.perf_counter()
+    contender.end()
+    again = time.perf_counter()
+    contender.extend(prompt, behind)
+    end = time.perf_counter()
+    contender.end()
+    return {"new": behind / (middle - start), "known": more / (end - again)}
+
+
+def shared(contender: BatchContender, row: Row) -> dict[str, float]:
+    """Ask for a first token behind a prefix that is new, then behind the same and another end."""
+    common = row["context"]
+    contender.reserve(1, common + END_TOKENS + 2)
+    (prompt,) = drawn(row, 1, common + 2 * END_TOKENS)
+    other = prompt[:common] + prompt[-END_TOKENS:]
+    start = time.perf_counter()
+    contender.prefill([prompt[:-END_TOKENS]], 1)
+    middle = time.perf_counter()
+    contender.end()
+    again = time.perf_counter()
+    contender.extend(other, common)
+    end = time.perf_counter()
+    contender.end()
+    tokens = common + END_TOKENS
+    return {"new": tokens / (middle - start), "known": tokens / (end - again)}
+
+
+def mixed(contender: BatchContender, row: Row) -> dict[str, float]:
+    """Decode requests that prompts of ``joining`` tokens join, one every eighth step."""
+    batch, new, size = row["batch"], row["new_tokens"], row["joining"]
+    contender.reserve(batch + 1, max(row["context"] + new, size) + 2)
+    joins = iter(drawn(row, -(-new // JOIN_STEPS), size))
+    contender.prefill(drawn(row, batch, row["context"]), new + 1)
+    gaps = []
+    start = time.perf_counter()
+    for number in range(new):
+        began = time.perf_counter()
+        if number % JOIN_STEPS == 0:
+            contender.join(next(joins))
+        contender.step()
+        gaps.append(time.perf_counter() - began)
+    seconds = time.perf_counter() - start
+    contender.end()
+    p95 = sorted(gaps)[int(0.95 * (len(gaps) - 1))]
+    return {"tokens": batch * new / seconds, "gap_ms": 1e3 * p95}
+
+
+def guesses(contender: BatchContender, row: Row) -> dict[str, float]:
+    """Continue the prompt of the row, drawing at its temperature, one request at a time."""
+    new, prompt = row["new_tokens"], row["prompt"]
+    contender.reserve(1, len(prompt) + new + 8)
+    contender.draw(row["temperature"], row["seed"])
+    contender.prefill([prompt], new + 8)
+    start, tokens = time.perf_counter(), 0
+    while tokens < new:
+        tokens += len(contender.several()[0])
+    seconds = time.perf_counter() - start
+    contender.end()
+    return {"tokens": tokens / seconds}
+
+
+KINDS: dict[str, Callable[[BatchContender, Row], dict[str, float]]] = {
+    "decode": decode,
+    "extend": extend,
+    "guesses": guesses,
+    "mixed": mixed,
+    "shared": shared,
+}
+
+
+def run(contender: BatchContender, row: Row) -> dict[str, Any]:
+    """Return the figures of a row, or the reason that the library gives none."""
+    try:
+        return dict(KINDS[row["kind"]](contender, row))
+    except Unsupported as error:
+        contender.end()
+        return {"unsupported": str(error)}

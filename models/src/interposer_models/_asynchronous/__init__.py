@@ -1,0 +1,1 @@
+"""The asynchronous front: requests of any event loop, stepped by one thread."""

@@ -1,0 +1,86 @@
+"""The rows of a benchmark as bars: of characters for a terminal, and as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from interposer_models._bench.results import Benchmark, Row
+
+_COLUMNS = 40
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+_LABEL, _BAR, _NUMBERS, _LINE, _HEAD = 290, 320, 210, 24, 66
+_FONT = "Helvetica, Arial, sans-serif"
+_INK, _QUIET, _TRACK = "#1c2330", "#5d6675", "#e9ecf1"
+_COLORS = {"memory": "#3949ab", "arithmetic": "#2e7d5b", "host": "#c0662b"}
+_LEGEND = "share of the ceiling, by what holds it:"
+
+
+def bars(found: Benchmark) -> str:
+    """Return a line for each row: a bar of the share of its ceiling, and its tokens per second.
+
+    Rows without a ceiling have no bar.
+    """
+    width = max(len(row.what) for row in found.rows)
+    lines = [f"{row.what.ljust(width)}  {_bar(row)}  {_figures(row)}" for row in found.rows]
+    return "\n".join((f"{' ' * width}  0 % {'of the ceiling':^{_COLUMNS - 9}} 100 %", *lines))
+
+
+def _bar(row: Row) -> str:
+    if row.reached is None:
+        return " " * (_COLUMNS + 2)
+    eighths = round(8 * _COLUMNS * min(row.reached, 1.0))
+    full, rest = divmod(eighths, 8)
+    drawn = "█" * full + (_EIGHTHS[rest] if rest else "")
+    return f"▕{drawn.ljust(_COLUMNS)}▏"
+
+
+def _figures(row: Row) -> str:
+    share = "" if row.reached is None else f", {row.reached:.0%}"
+    ratio = "" if row.ratio is None else f", x{row.ratio:.2f}"
+    return f"{row.median:.1f} tokens/s{share}{ratio}"
+
+
+def drawn(found: Benchmark) -> str:
+    """Return the rows as one SVG document, with bars in the color of what holds them."""
+    width = _LABEL + _BAR + _NUMBERS
+    height = _HEAD + _LINE * len(found.rows) + 14
+    title = f"{found.model} on {found.device}"
+    marks = [_box(0, 0, width, height, "#ffffff"), _text(14, 24, title, size=16)]
+    marks += [*_legend(), *(m for n, row in enumerate(found.rows) for m in _marks(n, row))]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
+        f' role="img" aria-label="{escape(title)}" font-family="{_FONT}">'
+    )
+    return "\n".join([head, *marks, "</svg>", ""])
+
+
+def _legend() -> Iterator[str]:
+    yield _text(14, 46, _LEGEND, _QUIET)
+    for number, (name, color) in enumerate(_COLORS.items()):
+        left = _LABEL + 96 * number
+        yield _box(left, 36, 11, 11, color)
+        yield _text(left + 16, 46, name, _QUIET)
+
+
+def _marks(number: int, row: Row) -> Iterator[str]:
+    y = _HEAD + _LINE * number
+    yield _text(_LABEL - 8, y + 14, row.what, anchor="end")
+    if row.reached is not None:
+        yield _box(_LABEL, y + 3, _BAR, _LINE - 8, _TRACK)
+        color = _COLORS.get(row.held_by or "", _QUIET)
+        yield _box(_LABEL, y + 3, _BAR * min(row.reached, 1.0), _LINE - 8, color)
+    yield _text(_LABEL + _BAR + 8, y + 14, _figures(row))
+
+
+def _text(
+    x: float, y: float, said: str, color: str = _INK, *, size: int = 12, anchor: str = "start"
+) -> str:
+    place = f'x="{x:g}" y="{y:g}" font-size="{size}" fill="{color}" text-anchor="{anchor}"'
+    return f"<text {place}>{escape(said)}</text>"
+
+
+def _box(x: float, y: float, width: float, height: float, color: str) -> str:
+    size = f'width="{width:.1f}" height="{height:g}"'
+    return f'<rect x="{x:g}" y="{y:g}" {size} rx="2" fill="{color}"/>'

@@ -1,0 +1,270 @@
+"""The kinds of batch that a benchmark runs, each with the least that it takes.
+
+A kind is what a row of the table measures: its requests, and the steps that they need.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from interposer_models._bench.session import Sample, Session
+from interposer_models._bench.sizes import END_TOKENS, RUNNING, Sizes
+from interposer_models._bench.work import ModelWork
+
+ADAPTER = "bench"
+
+
+class Step(NamedTuple):
+    """The least of a step: bytes to read, operations to compute, tokens that count for the rate.
+
+    Attributes:
+        times: how many of such steps there are.
+    """
+
+    num_bytes: float
+    operations: float
+    tokens: int
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Kind(ABC):
+    """One row.
+
+    Attributes:
+        name: by which results are known; it stays.
+        what: for people.
+        test: the name that llama-bench has for it; None where it has none.
+        beside: the name of the row that it is compared with, run by run; None without one.
+    """
+
+    name: str
+    what: str
+    test: str | None = None
+    beside: str | None = None
+
+    @abstractmethod
+    def run(self, session: Session) -> Sample:
+        """Run it once."""
+
+    def least(self, work: ModelWork) -> list[Step]:
+        """Return the steps of a run by what they take at least; none where that is unknown."""
+        return []
+
+
+@dataclass(frozen=True)
+class Prefill(Kind):
+    """A prompt up to its first token."""
+
+    tokens: int = 0
+
+    def run(self, session: Session) -> Sample:
+        """Run it once."""
+        prompt = session.tokens(self.tokens)
+
+        def first() -> int:
+            session.first_tokens(session.add([prompt], 1))
+            return self.tokens
+
+        return session.timed(first)
+
+    def least(self, work: ModelWork) -> list[Step]:
+        """Return one step that reads the weights."""
+        return [Step(work.weight_bytes(self.tokens), work.operations(self.tokens), self.tokens)]
+
+
+@dataclass(frozen=True)
+class Decode(Kind):
+    """Tokens behind a context, for one request or a batch."""
+
+    context: int = 0
+    new: int = 0
+    batch: int = 1
+    adapter: str | None = None
+    repeats: bool = False
+    plain: bool = True
+
+    def run(self, session: Session) -> Sample:
+        """Run it once."""
+        draw = session.repeating if self.repeats else session.tokens
+        prompts = [draw(self.context) for _ in range(self.batch)]
+        added = session.add_decoding(prompts, self.new, self.adapter)
+        return session.timed(lambda: session.decode(added, self.new))
+
+    def least(self, work: ModelWork) -> list[Step]:
+        """Return steps that read weights and caches; of guesses nothing is known beforehand."""
+        if not self.plain:
+            return []
+        middle = self.context + self.new // 2
+        return [_decode(work, self.batch, middle)._replace(times=self.new)]
+
+
+@dataclass(frozen=True)
+class Extend(Kind):
+    """A prompt behind tokens that are in the cache."""
+
+    tokens: int = 0
+    behind: int = 0
+
+    def run(self, session: Session) -> Sample:
+        """Run it once; a step takes as many tokens as are to be in the cache."""
+        (sequence,) = session.add([session.tokens(self.behind + self.tokens)], 1)
+        session.until(lambda: sequence.num_computed >= self.behind)
+
+        def rest() -> int:
+            session.first_tokens([sequence])
+            return self.tokens
+
+        return session.timed(rest)
+
+    def least(self, work: ModelWork) -> list[Step]:
+        """Return one step that reads the weights and the cache."""
+        num_bytes = work.weight_bytes(self.tokens) + work.context_bytes(self.behind)
+        return [Step(num_bytes, work.operations(self.tokens, self.behind), self.tokens)]
+
+
+@dataclass(frozen=True)
+class Mixed(Kind):
+    """Prompts that join requests that decode: new tokens of these, and the gaps between them."""
+
+    context: int = 0
+    new: int = 0
+    prompt: int = 0
+    joins: int = 0
+
+    def run(self, session: Session) -> Sample:
+        """Run it once; a prompt joins every eighth step."""
+        prompts = [session.tokens(self.context) for _ in range(RUNNING)]
+        running = session.add_decoding(prompts, self.new)
+        joining = iter([session.tokens(self.prompt) for _ in range(self.joins)])
+        gaps: list[float] = []
+
+        def decode() -> int:
+            tokens = 0
+            for number in range(self.new):
+                if number % 8 == 0:
+                    session.add([next(joining)], 1)
+                start = time.perf_counter()
+                tokens += session.decode(running, 1)
+                session.settle()
+                gaps.append(time.perf_counter() - start)
+            return tokens
+
+        sample = session.timed(decode)
+        sample.gaps = gaps
+        return sample
+
+    def least(self, work: ModelWork) -> list[Step]:
+        """Return the steps with a prompt and those without."""
+        alone = _decode(work, RUNNING, self.context + self.new // 2)
+        both = Step(
+            alone.num_bytes - work.weight_bytes(RUNNING) + work.weight_bytes(RUNNING + self.prompt),
+            alone.operations + work.operations(self.prompt),
+            RUNNING,
+            self.joins,
+        )
+        return [both, alone._replace(times=self.new - self.joins)]
+
+
+@dataclass(frozen=True)
+class SharedPrefix(Kind):
+    """A first token behind a common prefix, which an earlier prompt has left in the cache or not.
+
+    The prefix is drawn anew for each run, so that no earlier run has left it.
+    """
+
+    common: int = 0
+    is_known: bool = False
+
+    def run(self, session: Session) -> Sample:
+        """Run it once; where the prefix is to be known, another prompt computes it first."""
+        common = session.tokens(self.common)
+        if self.is_known:
+            session.first_tokens(session.add([common + session.tokens(END_TOKENS)], 1))
+        prompt = common + session.tokens(END_TOKENS)
+
+        def first() -> int:
+            session.first_tokens(session.add([prompt], 1))
+            return len(prompt)
+
+        return session.timed(first)
+
+    def least(self, work: ModelWork) -> list[Step]:
+        """Return one step for what is not in the cache."""
+        behind = self.common if self.is_known else 0
+        tokens = self.common + END_TOKENS - behind
+        num_bytes = work.weight_bytes(tokens) + work.context_bytes(behind)
+        return [Step(num_bytes, work.operations(tokens, behind), self.common + END_TOKENS)]
+
+
+def kinds_of(
+    sizes: Sizes, *, adapter: bool = False, speculates: bool = False, whole_prompts: bool = False
+) -> Iterator[Kind]:
+    """Yield the rows that these sizes and options ask for.
+
+    Args:
+        whole_prompts: a prompt is computed in one step, so that none extends another.
+    """
+    options: dict[str, Any]
+    new, first, batch = sizes.new, sizes.contexts[0], sizes.batch
+    together = sizes.together
+    pp, tg = f"pp{sizes.prompt}", f"tg{new}"
+    yield Prefill("prefill", f"prefill of {sizes.prompt}", pp, tokens=sizes.prompt)
+    for context in sizes.contexts:
+        test = tg if context == 1 else f"{tg} @ d{context}"
+        what = f"decode, context {context}"
+        yield Decode(f"decode_{context}", what, test, context=context, new=new)
+    if batch > 1:
+        what = f"batch of {batch}, context {together}"
+        yield Decode(f"batch_{batch}", what, context=together, new=new, batch=batch)
+    if not whole_prompts:
+        what = f"prefill of {sizes.prompt} behind {sizes.behind}"
+        test = f"{pp} @ d{sizes.behind}"
+        yield Extend("extend", what, test, tokens=sizes.prompt, behind=sizes.behind)
+    what = f"decode of {RUNNING}, prompts of {sizes.prompt} join"
+    yield Mixed("mixed", what, context=together, new=new, prompt=sizes.prompt, joins=sizes.joins)
+    if sizes.shared:
+        what = f"first token behind {sizes.shared} + {END_TOKENS}"
+        yield SharedPrefix("prefix_new", what, common=sizes.shared)
+        what = f"the same, {sizes.shared} in the cache"
+        options = {"common": sizes.shared, "is_known": True}
+        yield SharedPrefix("prefix_known", what, beside="prefix_new", **options)
+    if adapter:
+        what, beside = f"decode, context {first}, adapter", f"decode_{first}"
+        options = {
+            "beside": beside,
+            "context": first,
+            "new": new,
+            "adapter": ADAPTER,
+        }
+        yield Decode(f"{beside}_adapter", what, **options)
+    if adapter and batch > 1:
+        what, beside = f"batch of {batch}, context {together}, adapter", f"batch_{batch}"
+        options |= {"beside": beside, "context": together, "batch": batch}
+        yield Decode(f"{beside}_adapter", what, **options)
+    if speculates:
+        what = f"decode of what repeats, context {first}"
+        yield Decode("repeats", what, context=first, new=new, repeats=True)
+        options = {"context": first, "new": new, "repeats": True, "plain": False}
+        yield Decode("repeats_guessed", "the same, guessed", beside="repeats", **options)
+
+
+@contextmanager
+def prepared(kind: Kind, session: Session, adapter: str | None) -> Iterator[None]:
+    """Have what a kind needs within a ``with`` block, and nothing that it does not."""
+    with ExitStack() as stack:
+        if getattr(kind, "plain", True):
+            stack.enter_context(session.unspeculated())
+        if getattr(kind, "adapter", None) is not None and adapter is not None:
+            stack.enter_context(session.adapted(ADAPTER, adapter))
+        yield
+
+
+def _decode(work: ModelWork, batch: int, context: int) -> Step:
+    num_bytes = work.weight_bytes(batch) + batch * work.context_bytes(context)
+    return Step(num_bytes, work.operations(1, context, batch), batch)

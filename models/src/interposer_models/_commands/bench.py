@@ -1,0 +1,155 @@
+"""The subcommand ``interposer bench``.
+
+What is heavy is imported inside the command, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from interposer_tools.options import (
+    AsJson,
+    Dtype,
+    Kernels,
+    Locked,
+    PlatformName,
+    Quantization,
+    Speculate,
+    policy,
+)
+
+if TYPE_CHECKING:
+    from interposer_models._bench.benchmark import Progress
+
+
+def bench(
+    model_dir: Annotated[
+        Path,
+        typer.Argument(
+            help="A model directory, a name as Qwen/Qwen3-0.6B, or a file that a plugin reads."
+        ),
+    ],
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
+    contexts: Annotated[
+        str, typer.Option(help="Tokens in front of those that are decoded.")
+    ] = "128,1024,4096",
+    new_tokens: Annotated[int, typer.Option(help="Tokens that are decoded.")] = 32,
+    batch: Annotated[int, typer.Option(help="Requests that decode together; 1 for none.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Runs of each row, behind one to warm up.")] = 3,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Adds rows with this LoRA adapter.")
+    ] = None,
+    shared_prefix: Annotated[
+        int, typer.Option(metavar="TOKENS", help="Adds a prompt that begins as an earlier one.")
+    ] = 0,
+    speculate: Speculate = None,
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    threads: Annotated[int | None, typer.Option(help="Threads that compute on a host.")] = None,
+    platform: PlatformName = None,
+    kernel: Kernels = None,
+    locked: Locked = False,
+    read_mib: Annotated[
+        int | None, typer.Option(help="MiB to measure the bandwidth with; few say little.")
+    ] = None,
+    as_json: AsJson = False,
+    llama_bench: Annotated[
+        bool, typer.Option("--llama-bench", help="Print the rows of llama-bench, as it does.")
+    ] = False,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw the rows below the table.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Draw the rows into this file.")] = None,
+) -> None:
+    """Measure how fast a model runs here, and how fast this machine would let it."""
+    import torch
+
+    from interposer.errors import ConfigError
+    from interposer_models._bench.benchmark import judged_rows, measured_runs, roofs_of
+    from interposer_models._bench.drawing import bars, drawn
+    from interposer_models._bench.kinds import kinds_of
+    from interposer_models._bench.results import Benchmark
+    from interposer_models._bench.sizes import END_TOKENS, Sizes, parsed_contexts
+    from interposer_models._bench.work import ModelWork
+    from interposer_models._commands.run import load_with_progress, peak_memory
+    from interposer_models._engine.sources import reads_sources
+    from interposer_models._loader import plan
+
+    counts = {"--rounds": rounds, "--threads": threads, "--read-mib": read_mib}
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}, must be an integer of at least 1")
+    if svg is not None and not svg.absolute().parent.is_dir():
+        raise ConfigError(f"--svg is {str(svg)!r}, and its folder does not exist")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    config = policy(kernel, platform, locked)
+    planned = plan(model_dir, dtype, config=config, quantization=quantization)
+    if reads_sources(planned.model):
+        raise ConfigError(
+            f"{model_dir} has an encoder, and bench measures decoders alone. Try: interposer run"
+        )
+    context = planned.decoder.max_position_embeddings
+    given = parsed_contexts(contexts)
+    sizes = Sizes.within(context, prompt, given, new_tokens, batch, shared_prefix)
+    whole = any(layer.backend.spec.prefix_lm for layer in planned.model.attention_layers)
+    compute, longest = planned.dtype, max(*sizes.contexts, sizes.shared + END_TOKENS)
+    del planned
+    started = time.perf_counter()
+    lm = load_with_progress(
+        model_dir,
+        dtype,
+        quantization,
+        config,
+        speculate,
+        max_sequences=sizes.max_sequences,
+        max_step_tokens=max(sizes.behind, longest) if whole else sizes.behind,
+        cache_tokens=sizes.cache_tokens(),
+        prefix_cache=bool(sizes.shared),
+    )
+    load_s = time.perf_counter() - started
+    options: dict[str, Any] = {"adapter": adapter is not None, "whole_prompts": whole}
+    kinds = list(kinds_of(sizes, speculates=speculate is not None, **options))
+    with _progress() as progress:
+        runs = measured_runs(lm, kinds, rounds, adapter, progress)
+        peak = peak_memory(lm)  # before the bandwidth is measured, which takes more
+        progress("measuring bandwidth and arithmetic")
+        roofs = roofs_of(lm, compute, sizes.prompt, None if read_mib is None else read_mib << 20)
+    work = ModelWork.of(lm.engine.model)
+    found = Benchmark(
+        model=str(model_dir),
+        platform=lm.placement.platform.name,
+        device=lm.placement.device.name,
+        dtype=str(compute).removeprefix("torch."),
+        quantization=quantization,
+        rounds=rounds,
+        weights=work.numbers,
+        weight_bytes=work.weight_bytes(1),
+        load_s=load_s,
+        peak_memory_bytes=peak,
+        roofs=roofs,
+        rows=judged_rows(kinds, runs, work, roofs),
+        notes=(*sizes.notes, *(("prompts are computed whole: none extends another",) * whole)),
+    )
+    if svg is not None:
+        svg.write_text(drawn(found), encoding="utf-8")
+    print(found.to_json() if as_json else found.llama_bench() if llama_bench else found)
+    if plot and not as_json:
+        print(f"\n{bars(found)}")
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Show what runs, on a terminal alone."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("") as status:
+        yield status.update

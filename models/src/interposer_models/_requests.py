@@ -1,0 +1,54 @@
+"""Prompts and parameters as callers give them, and the completions that they get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from interposer.errors import RequestError
+from interposer_models._engine.request_batch import chosen_params
+from interposer_models._engine.sampling_params import SamplingParams
+from interposer_models._stream import Completion, Stream
+from interposer_models._tokenizer import TextTokenizer
+
+Prompt = str | Sequence[int]
+
+
+def requests(
+    prompts: str | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    settings: dict[str, Any],
+    n: int,
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Return each prompt with its parameters.
+
+    Raises: RequestError: the prompts or ``n`` are none, or parameters are given twice or for
+        another number of prompts.
+    """
+    if not hasattr(prompts, "__iter__"):
+        raise RequestError(f"prompts is {prompts!r}, must be a text or a list of prompts")
+    if type(n) is not int or n < 1:
+        raise RequestError(f"n is {n!r}, must be an integer of at least 1")
+    texts: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+    return [*zip(texts, chosen_params(params, settings, len(texts)), strict=True)]
+
+
+def token_ids_of(prompt: Prompt, tokenizer: TextTokenizer) -> Sequence[int]:
+    """Return the ids of a prompt that may be a text."""
+    if not isinstance(prompt, str):
+        return prompt
+    # An empty text is no prompt, though a tokenizer may put a special token in front.
+    return tokenizer.encode(prompt) if prompt else []
+
+
+def completions(streams: Sequence[Stream], n: int) -> list[Completion]:
+    """Return what was produced, where the ``n`` answers to each prompt follow each other."""
+    told: list[Completion] = []
+    for place, stream in enumerate(streams):
+        own = stream.completion()
+        # The first one alone asked for the log probabilities of their prompt.
+        if place % n and (shared := told[-1].prompt_logprobs):
+            own = replace(own, prompt_logprobs=shared)
+        told.append(own)
+    return told

@@ -1,0 +1,171 @@
+"""Heads of EAGLE-3: one block that reads the states of three layers of a model.
+
+Dimensions: T tokens, R tokens whose predictions are wanted, H hidden size of the head, F three
+times that of the model, V vocabulary of the model, W that of the head.
+
+Source: arXiv:2503.01840; huggingface.co/yuhuili/EAGLE3-LLaMA3.1-Instruct-8B for names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from interposer import AttentionSpec, PluggableLayer, Site
+from interposer_models._decoder.decoder import CausalLM
+from interposer_models._decoder.family import DecoderFamily
+from interposer_models._decoder.prediction_head import PredictionHead
+from interposer_models._decoder.settings import Positive
+from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.embedding import Embedding, LMHead
+from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.rotary import RotaryEmbedding
+from interposer_ops.layers.self_attention import SelfAttention
+from interposer_ops.rotary import rotary_table
+
+_BLOCK = "midlayer"
+_FIRST_POSITIONS = 4096
+
+
+def read_layers(num_layers: int) -> tuple[int, int, int]:
+    """Return the layers of a model whose inputs a head reads."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+class WideAttention(SelfAttention):
+    """Attention whose queries, keys and values are of a token and a state, ``[T, 2 * H]``."""
+
+    def __init__(
+        self, site: Site, spec: AttentionSpec, hidden_size: int, rotary_size: int, bias: bool
+    ) -> None:
+        PluggableLayer.__init__(self, site)
+        size = self.head_size = spec.head_size
+        width, kv_width = spec.num_heads * size, spec.num_kv_heads * size
+        self.sizes = (width, kv_width, kv_width)
+        parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
+        self.qkv_proj = MergedLinear(site.at("qkv_proj"), 2 * hidden_size, parts, bias)
+        self.o_proj = Linear(site.at("o_proj"), width, hidden_size, bias)
+        self.q_norm = self.k_norm = None
+        self.rotary = RotaryEmbedding(site.at("rotary"), size, rotary_size)
+        self.attn = Attention(site.at("attn"), spec)
+
+
+class Eagle3(DecoderFamily):
+    """The settings of a head: those of a Llama of one layer, and two vocabularies."""
+
+    num_hidden_layers: Annotated[int, Field(ge=1, le=1)] = 1
+    draft_vocab_size: Positive
+    target_hidden_size: Positive | None = None
+    eagle_config: dict[str, Any] | None = None
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+
+    @property
+    def stated_layers(self) -> object:
+        """The config's numbers of the layers that are read; None where it has none."""
+        fields = {"eagle_aux_hidden_state_layer_ids": self.eagle_aux_hidden_state_layer_ids}
+        return {**fields, **(self.eagle_config or {})}["eagle_aux_hidden_state_layer_ids"]
+
+    @model_validator(mode="after")
+    def _sound_vocabulary(self) -> Self:
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}"
+            )
+        return self
+
+    def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
+        """Return attention that reads a token and a state."""
+        return WideAttention(site, spec, self.hidden_size, self.rotary_size, self.attention_bias)
+
+    def spec(self, site: Site, page_size: int) -> AttentionSpec:
+        """Return what the attention of the head below a site has to do."""
+        return self.attention_spec(site.at(f"{_BLOCK}.self_attn"), 0, page_size)
+
+
+class Eagle3Head(PredictionHead):
+    """A head of EAGLE-3 for a model.
+
+    It predicts the token after next of three states at first, and of its own ones from there on,
+    which are taken before the last norm.
+
+    Args:
+        embeds: it has an embedding of its own; others share that of the model.
+    Attributes:
+        places: ``[W]`` int64, the token of the model that each one of the head is; None where they
+            are the same.
+    """
+
+    config: Eagle3
+    places: Tensor | None = None
+
+    def __init__(
+        self, site: Site, config: Eagle3, page_size: int, model: CausalLM, embeds: bool
+    ) -> None:
+        super().__init__()
+        size, self.config, self._model = config.hidden_size, config, (model,)
+        self.layers = read_layers(model.model.config.num_hidden_layers)
+        read = len(self.layers) * model.model.config.hidden_size
+        self.fc = Linear(site.at("fc"), read, size, bias=False)
+        self.embed_tokens = (
+            Embedding(site.at("embed_tokens"), config.vocab_size, size) if embeds else None
+        )
+        block = site.at(_BLOCK)
+        self.token_norm: Any = config.norm(block.at("input_layernorm"))
+        self.state_norm: Any = config.norm(block.at("hidden_norm"))
+        at = block.at("self_attn")
+        self.self_attn = config.self_attention(at, 0, config.attention_spec(at, 0, page_size))
+        self.inner_norm: Any = config.norm(block.at("post_attention_layernorm"))
+        self.mlp: nn.Module = config.mlp(block, 0)
+        self.norm: Any = config.norm(site.at("norm"))
+        self.lm_head = LMHead(site.at("lm_head"), config.draft_vocab_size, size)
+        self._table: tuple[Tensor, Tensor] | None = None
+        self.unread = ("d2t", "t2d")
+
+    def renamed(self, name: str) -> str | None:
+        """Return the name of a tensor by the names that EAGLE-3 was published with."""
+        return name.removeprefix("model.").replace("layers.0.", f"{_BLOCK}.", 1)
+
+    def reserve_positions(self, count: int, device: str) -> None:
+        """Compute the angles of ``count`` positions at least."""
+        if self._table is None or count > len(self._table[0]):
+            rows, config = max(2 * count, _FIRST_POSITIONS), self.config
+            size, longest = config.rotary_size, max(rows, config.max_position_embeddings)
+            cos, sin = rotary_table(rows, size, *config.rotation(0), longest)
+            self._table = cos.to(device), sin.to(device)
+
+    def fused(self, states: Tensor) -> Tensor:
+        """Return ``[T, H]`` of the states of three layers, ``[T, F]``."""
+        return self.fc(states)  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        states: Tensor,
+        positions: Tensor,
+        caches: Sequence[Any],
+        plans: Sequence[Any],
+        rows: Tensor,
+    ) -> Tensor:
+        """Return the head's states of the tokens that ``rows`` names; see ``PredictionHead``."""
+        assert self._table is not None
+        cos, sin = (table[positions] for table in self._table)
+        embedding = self.embed_tokens or self._model[0].model.embed_tokens
+        token = self.token_norm(embedding(token_ids))
+        x = torch.cat([token, self.state_norm(states)], dim=-1)
+        x = self.self_attn(x, cos, sin, caches[0], plans[0], rows)
+        x, residual = self.inner_norm.forward_add(x, states[rows])
+        return (residual + self.mlp(x)).to(states.dtype)  # type: ignore[no-any-return]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits ``[R, V]``; tokens that the head does not know have none."""
+        logits: Tensor = self.lm_head(self.norm(states))
+        if self.places is None:
+            return logits
+        size = self._model[0].config.vocab_size
+        return logits.new_full((len(logits), size), float("-inf")).index_copy(
+            1, self.places, logits
+        )

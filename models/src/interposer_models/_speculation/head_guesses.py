@@ -1,0 +1,119 @@
+"""Prediction heads from a checkpoint to what guesses by them, with a cache of their own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from interposer import Resolver, Site
+from interposer.errors import ConfigError
+from interposer_models._checkpoint.checkpoint import Checkpoint
+from interposer_models._checkpoint.weights import Weights
+from interposer_models._decoder.family import DecoderFamily
+from interposer_models._decoder.hidden_states import HiddenStates
+from interposer_models._decoder.prediction_head import PredictionHead
+from interposer_models._dequantization.decision import dequantize_once
+from interposer_models._engine.engine import Engine
+from interposer_models._family_choice import blamed_on_family
+from interposer_models._speculation.draft_checks import check_sources
+from interposer_models._speculation.draft_sampling import DraftSampling
+from interposer_models._speculation.head_runner import HeadRunner
+from interposer_models._speculation.heads import HeadProposer
+from interposer_models._speculation.proposer import Proposer
+from interposer_models._speculation.settings import Speculation
+from interposer_models._speculation.speculator import repeats
+from interposer_models._speculation.target import Target
+
+
+class HeadGuesses:
+    """A prediction head that is loaded.
+
+    Args:
+        page_size: that its attention takes.
+        told: of what it is, for people.
+    """
+
+    certain = False
+
+    def __init__(
+        self, head: PredictionHead, settings: Speculation, target: Target, page_size: int, told: str
+    ) -> None:
+        planned = target.planned
+        tokens = settings.cache_tokens or target.default_tokens
+        self._told = told
+        self._runner = HeadRunner(
+            head,
+            planned.placement.device.torch_device,
+            page_size=page_size,
+            num_pages=-(-tokens // page_size),
+            max_sequences=target.max_sequences,
+            max_step_tokens=target.max_step_tokens,
+            numerics=planned.numerics,
+        )
+
+    def __str__(self) -> str:
+        return self._told
+
+    def proposer(self, engine: Engine, sampling: DraftSampling, num_drafts: int) -> Proposer:
+        """Return what lets the head follow; see ``Guesses``.
+
+        Raises: ConfigError: the model does not tell its hidden states.
+        """
+        engine.runner.watch(HiddenStates(self._runner.head.layers))
+        draws = partial(repeats, engine)
+        return HeadProposer(self._runner, engine.runner, sampling, draws)
+
+
+def stored_head(settings: Speculation, target: Target) -> HeadGuesses:
+    """Return the head that the checkpoint of a model holds.
+
+    Raises:
+        ConfigError: it holds none that its family knows.
+        CheckpointError: what it holds is incomplete.
+    """
+    planned, checkpoint = target.planned, target.checkpoint
+    check_sources(planned.path, planned.model)
+    site = Site(planned.resolver, "", planned.dtype)
+    head: PredictionHead | None = None
+    if isinstance(checkpoint, Checkpoint) and isinstance(planned.decoder, DecoderFamily):
+        model: Any = planned.model
+        with torch.device("meta"), blamed_on_family(planned.resolver, "prediction_head"):
+            head = planned.decoder.prediction_head(site, model, planned.page_size)
+    if (
+        head is None
+        or not isinstance(checkpoint, Checkpoint)
+        or not any(map(head.renamed, checkpoint.names()))
+    ):
+        raise ConfigError(
+            f"{planned.path} holds no head that predicts further tokens. Try: "
+            "speculation='ngram', or the path of a draft model"
+        )
+    dequantize_once(head, site, planned.placement)
+    load_head(head, checkpoint, target)
+    return HeadGuesses(head, settings, target, planned.page_size, "the checkpoint's own head")
+
+
+def load_head(
+    head: PredictionHead, checkpoint: Checkpoint, target: Target, resolver: Resolver | None = None
+) -> None:
+    """Fill a head with the tensors of a checkpoint that are its own.
+
+    Args:
+        resolver: through which it was built; None is that of the model.
+    """
+    planned = target.planned
+    weights = Weights(head, planned.placement.device.torch_device)
+
+    def is_read(name: str) -> bool:
+        found = head.renamed(name)
+        return found is not None and not found.startswith(head.unread)
+
+    tensors = checkpoint.stream(is_read)
+    names = [*filter(is_read, checkpoint.names())]
+    scheme = (resolver or planned.resolver).scheme
+    with planned.numerics():
+        restored = tensors if scheme is None else scheme.restored(tensors, weights)
+        weights.load(restored, checkpoint.path, None, names)
+        head.reserve_positions(0, planned.placement.device.torch_device)

@@ -1,0 +1,24 @@
+"""``linear`` by vLLM's product of packed weights. T tokens, I input, O output features."""
+
+from __future__ import annotations
+
+import torch
+
+from interposer_vllm._ops.library import op
+
+__all__ = ["linear", "prepare"]
+
+
+def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+    """Return the weight in the layout of matrix instructions, and the bias as float32."""
+    packed = op("_C::convert_weight_packed")(weight.contiguous())
+    return {"weight": packed, "bias": None if bias is None else bias.float()}
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute ``linear`` of constants that ``prepare`` has returned."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    out = x.new_empty((len(rows), len(weight)))
+    if len(rows):
+        op("_C::weight_packed_linear")(out, rows, weight, bias, True)
+    return out.view(*x.shape[:-1], len(weight))

@@ -1,0 +1,36 @@
+"""Rotary embedding by vLLM's op. T tokens, N heads, K kv heads, D head size, R rotated size."""
+
+from __future__ import annotations
+
+import torch
+
+from interposer_vllm._ops.library import op
+
+__all__ = ["rotary_embedding", "rotary_embedding_interleaved"]
+
+
+def rotary_embedding(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``rotary_embedding``."""
+    return _rotated(query, key, cos, sin, halves=True)
+
+
+def rotary_embedding_interleaved(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``rotary_embedding_interleaved``."""
+    return _rotated(query, key, cos, sin, halves=False)
+
+
+def _rotated(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, halves: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate copies in place: the angles of a token are the row of its number in the table."""
+    rotated = [t.clone(memory_format=torch.contiguous_format) for t in (query, key)]
+    if len(query):
+        table = torch.cat((cos, sin), dim=-1)
+        places = torch.arange(len(query), device=query.device)
+        flat = (t.flatten(1) for t in rotated)
+        op("_C::rotary_embedding")(places, *flat, query.shape[-1], table, halves)
+    return rotated[0], rotated[1]

@@ -1,0 +1,104 @@
+"""vLLM as a host of kernels: its layers, built with the seams taken, compute cases of ops."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from interposer.errors import ConfigError
+from interposer_testing import Host
+from interposer_vllm._session import closed_session, session
+from interposer_vllm._taking import TAKEN
+from interposer_vllm.register import register
+
+__all__ = ["VLLM"]
+
+# By op, the seam that puts kernels into the layers.
+_LAYERS = {"linear": ("linear", ("RowParallelLinear", "ColumnParallelLinear"))}
+_numbers = itertools.count()
+
+
+class VLLM(Host):
+    """Builds single layers of vLLM, without an engine around them."""
+
+    def __init__(self) -> None:
+        """Take the seams, as each of vLLM's processes does.
+
+        Raises: ConfigError: vLLM is not installed.
+        """
+        try:
+            import vllm
+        except ImportError as error:
+            raise ConfigError(
+                f"vLLM cannot be imported: {error}. Try: install it beside interposer-vllm"
+            ) from error
+        register()
+        self._version = str(vllm.__version__)
+
+    @property
+    def version(self) -> str:
+        """Name and version of the engine."""
+        return f"vllm {self._version}"
+
+    def layers(self, op: str) -> tuple[str, ...]:
+        """Return the layers that compute ``op``; none where their seam was refused."""
+        seam, layers = _LAYERS.get(op, ("", ()))
+        return layers if TAKEN.get(seam) else ()
+
+    def compute(self, layer: str, op: str, arguments: Mapping[str, Any]) -> Any:
+        """Return ``op`` by a new layer, whose weights are loaded as those of a checkpoint.
+
+        Raises: ConfigError: the layer stays vLLM's own; the reason is that of the report.
+        """
+        import vllm.model_executor.layers.linear as linears
+
+        x, weight, bias = (arguments[name] for name in ("x", "weight", "bias"))
+        prefix = f"cases.{next(_numbers)}"
+        with _alone():
+            built = getattr(linears, layer)(
+                weight.shape[1],
+                weight.shape[0],
+                bias=bias is not None,
+                params_dtype=weight.dtype,
+                prefix=prefix,
+                return_bias=False,
+                disable_tp=True,
+            )
+            built.weight.weight_loader(built.weight, weight)
+            if bias is not None:
+                built.bias.weight_loader(built.bias, bias)
+            built.quant_method.process_weights_after_loading(built)
+            if prefix not in session().taken:
+                reason = session().kept.get(prefix, "it was not asked")
+                raise ConfigError(f"{layer} stays vLLM's own: {reason}")
+            with torch.no_grad():
+                return built(x)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Build layers outside of an engine, with a session of the configuration in force."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    with set_current_vllm_config(VllmConfig()), closed_session():
+        _form_group()
+        yield
+
+
+@cache
+def _form_group() -> None:
+    """Make this process the only one of its group, of which layers ask their rank."""
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    # A file that all processes of the group meet at; this one has met itself when it is removed.
+    with TemporaryDirectory() as folder:
+        place = f"file://{Path(folder, 'group')}"
+        init_distributed_environment(1, 0, place, local_rank=0, backend="gloo")
+        initialize_model_parallel()

@@ -1,0 +1,102 @@
+"""Answers of ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from interposer.errors import RequestError
+from interposer_models import Delta
+from interposer_serve._formats import Answer, Format, Spell
+from interposer_serve._messages import answer_message
+
+_PARTIAL = "\N{REPLACEMENT CHARACTER}"
+
+
+class ChatFormat(Format):
+    """``/v1/chat/completions``."""
+
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(
+        self,
+        model: str,
+        spell: Spell,
+        tells_logprobs: bool,
+        parse: Callable[[list[int]], dict[str, Any] | None] | None,
+    ) -> None:
+        """Tell answers of ``model``.
+
+        Args:
+            spell: see ``Spell``.
+            parse: returns the message that tokens are, for answers that may call tools; they are
+                told when they are whole.
+        """
+        super().__init__(model, spell, tells_logprobs)
+        self._parse = parse
+
+    def choice(self, answer: Answer) -> dict[str, Any]:
+        """Return a whole answer."""
+        message = answer_message(answer.text, self._parsed(answer))
+        return {
+            "index": answer.index,
+            "message": message,
+            "logprobs": self._logprobs(answer.deltas),
+            "finish_reason": _reason(answer, message),
+        }
+
+    def chunks(self, answer: Answer) -> list[dict[str, Any]]:
+        """Return the role, the text of the newest token, and how the answer ended, if it has."""
+        newest, ended = answer.deltas[-1], answer.reason is not None
+        deltas: list[dict[str, Any]] = []
+        reason = answer.reason
+        if len(answer.deltas) == 1:
+            deltas.append({"role": "assistant", "content": ""})
+        if self._parse is None:
+            if newest.text or self.tells_logprobs:
+                deltas.append({"content": newest.text})
+        elif ended:
+            message = self.choice(answer)["message"]
+            reason = _reason(answer, message)
+            calls = message.get("tool_calls", [])
+            numbered = [{"index": index, **call} for index, call in enumerate(calls)]
+            del message["role"]
+            deltas.append({**message, "tool_calls": numbered} if numbered else message)
+        told = [self._chunk(answer.index, delta, None) for delta in deltas]
+        if self.tells_logprobs and told:
+            told[-1]["logprobs"] = self._logprobs(
+                [newest] if self._parse is None else answer.deltas
+            )
+        return [*told, self._chunk(answer.index, {}, reason)] if ended else told
+
+    def _parsed(self, answer: Answer) -> dict[str, Any] | None:
+        try:
+            return None if self._parse is None else self._parse(answer.token_ids)
+        except RequestError:
+            return None  # the model did not write what its template describes; a text it is
+
+    @staticmethod
+    def _chunk(index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+    def _logprobs(self, deltas: list[Delta]) -> dict[str, Any] | None:
+        if not self.tells_logprobs:
+            return None
+        return {"content": [self._token(delta) for delta in deltas], "refusal": None}
+
+    def _token(self, delta: Delta) -> dict[str, Any]:
+        likely = [self._spelled(*each) for each in delta.top_logprobs]
+        return {**self._spelled(delta.token_id, delta.logprob), "top_logprobs": likely}
+
+    def _spelled(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self.spell(token_id)
+        # The bytes of a part of a character are not known from its text.
+        known = None if _PARTIAL in text else list(text.encode())
+        return {"token": text, "logprob": logprob, "bytes": known}
+
+
+def _reason(answer: Answer, message: dict[str, Any]) -> str | None:
+    calls = answer.reason == "stop" and message.get("tool_calls")
+    return "tool_calls" if calls else answer.reason
