@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "pa
 
 def backend(name: str, dtype: torch.dtype = torch.float32, **facts: Any) -> AttentionBackend:
     spec = AttentionSpec(**{"dtype": dtype, "cache_dtype": dtype, "scale": 0.2, **SIZES, **facts})
-    session = Session("cpu", Config(attention={"*": name}))
+    session = Session("cpu", Config(attention={"decoder": name}))
     made: AttentionBackend = session.resolver.attention(spec, session.site("here", dtype))
     return made
 
