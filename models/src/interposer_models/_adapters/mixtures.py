@@ -133,9 +133,8 @@ class PlainParts:
         self.dispatcher = LocalDispatcher(site, spec)
         self.activate = self._products.activate
         self.interleaves = self.activate.interleaves
-        self._gate_up, self._gate_up_bias, self._down, self._down_bias = self._products.operands(
-            **held
-        )
+        operands: Any = self._products.operands(**held)
+        self._gate_up, self._gate_up_bias, self._down, self._down_bias = operands
 
     def first(self, rows: Tensor, starts: Tensor) -> Tensor:
         """Return ``[M, 2 I]`` of ``[M, H]``."""

@@ -1,0 +1,33 @@
+"""vLLM's build for CPUs, with and without the plugin that brings kernels of here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cpu_contenders.contract import BatchContender, Settings
+from cpu_contenders.vllm_engine import Engine
+
+__all__ = ["PLUGINS", "open_contender"]
+
+PLUGINS = {"plain": "", "bridge": "interposer"}
+"""The names in ``VLLM_PLUGINS`` by option."""
+
+
+def open_contender(
+    path: Path, option: str, threads: int, settings: Settings | None = None
+) -> BatchContender:
+    """Load the model in bfloat16, or as its checkpoint is quantized."""
+    os.environ["VLLM_PLUGINS"] = PLUGINS[option]
+    engine = Engine(path, threads, settings or Settings())
+    if option == "bridge":
+        _check()
+    return engine
+
+
+def _check() -> None:
+    """Raise RuntimeError where nothing was taken over: it would measure vLLM beside itself."""
+    from interposer_vllm._session import session
+
+    if not session().taken:
+        raise RuntimeError(f"nothing was taken over: {session().kept}")

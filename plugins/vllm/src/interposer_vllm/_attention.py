@@ -1,0 +1,252 @@
+"""vLLM's attention on CPUs, where the backends here write and read its cache.
+
+vLLM builds one ``Impl`` per layer, one ``Builder`` per group of layers, and one ``Metadata`` per
+step and group. The builder is the first that knows a layer's name, scales and block size, and no
+step was taken before: there each layer is chosen for.
+
+Dimensions: T tokens, N heads, K kv heads, D head size, P blocks, S block size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from interposer import AttentionBackend, AttentionBatch
+from interposer.errors import ConfigError, InterposerError
+from interposer_vllm._attention_request import spec_of
+from interposer_vllm._block_views import View, view_for
+from interposer_vllm._methods import keep
+from interposer_vllm._session import session
+
+__all__ = ["Backend", "Builder", "Impl", "Metadata"]
+
+
+@dataclass
+class Metadata(CPUAttentionMetadata):
+    """One step of a group of layers, with the batch as backends here take it.
+
+    Attributes:
+        batch: None where all layers of the group are vLLM's own.
+        plans: by backend, made by the first layer that asks.
+    """
+
+    batch: AttentionBatch | None = None
+    plans: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The backend of a layer.
+
+    Attributes:
+        attend: takes query, key, value, cache and plan.
+    """
+
+    backend: AttentionBackend
+    view: View
+    attend: Callable[..., Tensor]
+
+
+class Impl(CPUAttentionBackendImpl):  # type: ignore[misc]
+    """One layer: a backend here, or vLLM's own kernels where none is chosen."""
+
+    chosen: Chosen | None = None
+    _blocks: Tensor | None = None
+    _cache: Tensor
+
+    def choose(self, name: str, layer: Any, page_size: int, config: Any) -> None:
+        """Choose a backend for the layer; it stays vLLM's own where none can be had.
+
+        Raises: NoCandidateError, UnknownNameError: the user asked for what cannot be had.
+        """
+        try:
+            found = session()
+            spec = spec_of(name, layer, page_size, config)
+            backend = found.resolver.attention(spec, found.site(name, spec.dtype))
+            self.chosen = Chosen(backend, view_for(backend), self._bound(backend, layer))
+            found.taken.append(name)
+        except InterposerError as error:
+            self.chosen = None
+            keep(name, error)
+
+    def _bound(self, backend: AttentionBackend, layer: Any) -> Callable[..., Tensor]:
+        spec = backend.spec
+        more: dict[str, Any] = {}
+        if spec.is_quantized:
+            scales = (layer._k_scale_float, layer._v_scale_float)
+            more["scales"] = backend.prepare_scales(*(torch.tensor([scale]) for scale in scales))
+        if spec.sinks:
+            more["sinks"] = self.sinks.detach().to(spec.dtype).contiguous()
+        match spec.is_quantized, spec.sinks:
+            case False, False:
+                return backend.forward
+            case False, True:
+                return partial(backend.forward_with_sinks, **more)
+            case True, False:
+                return partial(backend.forward_quantized, **more)
+        return partial(backend.forward_quantized_with_sinks, **more)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Write ``key`` and ``value`` to the cache, then attend.
+
+        Args:
+            query: ``[T, N, D]``, padded at the end.
+            key: ``[T, K, D]``.
+            value: ``[T, K, D]``.
+            kv_cache: ``[P, K, S, 2 D]``.
+            attn_metadata: of this step; None while vLLM warms up.
+            output: ``[T, N, D]``, written to.
+        Returns: ``output``.
+        """
+        if attn_metadata is None:
+            return output
+        chosen = self.chosen
+        if chosen is None:
+            self._store(layer, key, value, kv_cache, attn_metadata)
+            return super().forward(  # type: ignore[no-any-return]
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+        plans, backend = attn_metadata.plans, chosen.backend
+        plan = plans.get(id(backend))
+        if plan is None:
+            plan = plans[id(backend)] = backend.plan(attn_metadata.batch)
+        if kv_cache is not self._blocks:
+            self._blocks, self._cache = kv_cache, chosen.view(kv_cache)
+        count = attn_metadata.num_actual_tokens
+        if count != len(query):
+            query, key, value = query[:count], key[:count], value[:count]
+            chosen_output = output[:count]
+        else:
+            chosen_output = output
+        chosen_output.copy_(chosen.attend(query, key, value, self._cache, plan))
+        return output
+
+    def _store(
+        self, layer: Any, key: Tensor | None, value: Tensor | None, kv_cache: Tensor, step: Any
+    ) -> None:
+        """Write to vLLM's own cache, which vLLM leaves to ``forward`` of this backend."""
+        if key is None or value is None or self.kv_sharing_target_layer_name is not None:
+            return
+        slots = step.slot_mapping
+        if self.attn_type == "decoder":
+            count = step.num_actual_tokens
+            key, value, slots = key[:count], value[:count], slots[:count]
+        self.do_kv_cache_update(layer, key, value, kv_cache, slots)
+
+
+class Builder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
+    """Describe each step to vLLM's kernels, to backends here, or to both."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        for name, layer in layers.items():
+            if isinstance(layer.impl, Impl):
+                layer.impl.choose(name, layer, kv_cache_spec.block_size, vllm_config)
+        found = [getattr(layer.impl, "chosen", None) is not None for layer in layers.values()]
+        self._any, self._all = any(found), all(found)
+        if layers:
+            _write_report()
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
+        """Return the metadata of a step.
+
+        Raises: ConfigError: a step that is not causal, of layers that were chosen for as such.
+        """
+        step = common_attn_metadata
+        if not self._any:
+            return super().build(common_prefix_len, step, fast_build)
+        if step.causal is not True:
+            raise ConfigError(
+                "vLLM runs a step in which tokens see later ones, of layers that it described as "
+                "causal. Try: VLLM_PLUGINS without interposer"
+            )
+        if self._all:
+            return Metadata(
+                num_actual_tokens=step.num_actual_tokens,
+                max_query_len=step.max_query_len,
+                query_start_loc=step.query_start_loc,
+                max_seq_len=step.max_seq_len,
+                seq_lens=step.seq_lens,
+                block_table=step.block_table_tensor,
+                slot_mapping=step.slot_mapping,
+                scheduler_metadata=None,
+                batch=_batch(step, self.block_size),
+            )
+        own = super().build(common_prefix_len, step, fast_build)
+        return Metadata(**vars(own), batch=_batch(step, self.block_size))
+
+
+def _batch(step: Any, page_size: int) -> AttentionBatch:
+    count = step.num_reqs
+    seq_lens = step.seq_lens[:count].long()
+    # vLLM's own number may be an upper bound.
+    longest = int(seq_lens.max()) if count else 0
+    pages = -(-longest // page_size)
+    return AttentionBatch(
+        query_starts=step.query_start_loc[: count + 1].long(),
+        seq_lens=seq_lens,
+        page_table=step.block_table_tensor[:count, :pages].long(),
+        slots=step.slot_mapping[: step.num_actual_tokens].long(),
+        max_query_tokens=step.max_query_len,
+        max_seq_tokens=longest,
+    )
+
+
+def _write_report() -> None:
+    """Write the report again: attention is chosen for after the weights are loaded."""
+    # That none can be written was said when the weights were loaded.
+    with suppress(InterposerError):
+        session().report().write()
+
+
+class Backend(CPUAttentionBackend):  # type: ignore[misc]
+    """vLLM's backend for CPUs, whose ``forward`` writes the cache as well."""
+
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_impl_cls() -> type[Impl]:
+        """Return the class of a layer."""
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        """Return the class of a group of layers."""
+        return Builder
