@@ -44,7 +44,7 @@ test-hub: $(INSTALLED) ## Install a transformers that takes the installed kernel
 
 test-vllm: $(INSTALLED) ## Install vLLM for CPUs into .vllm-env, 4 GB, and run models on it with and without interposer.
 	$(BIN)/python benchmarks/vllm_environment.py .vllm-env
-	$(BIN)/python -m pytest -m vllm plugins/vllm/tests -s
+	.vllm-env/bin/python -m pytest -p no:cacheprovider -m vllm plugins/vllm/tests -s
 
 test-libraries: $(INSTALLED) ## Install libraries, 400 MB, that run adapted models or ask the server.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group libraries

@@ -27,6 +27,8 @@ DISTRIBUTIONS = (
     "platforms/cpu",
     "plugins/vllm",
 )
+# What the tests of plugins/vllm import there.
+TESTS = ("hypothesis", "pytest>=9,<9.2", "pytest-timeout", "pytest-xdist")
 
 
 def install(python: Path) -> None:
@@ -41,7 +43,7 @@ def install(python: Path) -> None:
         wheels = [str(path) for path in Path(folder).glob("*.whl")]
         pip = [str(python), "-m", "pip", "install", "--quiet"]
         # What they require, which vLLM's own requirements hold to its versions, and then they.
-        subprocess.run([*pip, *wheels], check=True)
+        subprocess.run([*pip, *TESTS, *wheels], check=True)
         subprocess.run([*pip, "--no-deps", "--force-reinstall", *wheels], check=True)
 
 

@@ -34,11 +34,14 @@ def adopt(layer: Any) -> None:
     """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    plain = isinstance(layer.quant_method, UnquantizedLinearMethod)
+    settings = None
+    if not isinstance(layer.quant_method, UnquantizedLinearMethod):
+        settings = checkpoint_settings()
+        if settings is None:
+            keep(layer.prefix, "vLLM quantizes it while it loads")
+            return
     try:
-        adoption = Adoption(
-            session(), layer, None if plain else checkpoint_settings(), _fused_names(layer)
-        )
+        adoption = Adoption(session(), layer, settings, _fused_names(layer))
     except InterposerError as error:
         keep(layer.prefix, error)
         return
@@ -100,8 +103,8 @@ def keep(prefix: str, why: InterposerError | str) -> None:
         session().kept[prefix] = str(why)
 
 
-def checkpoint_settings() -> Mapping[str, Any]:
-    """Return the ``quantization_config`` of the model that is being built."""
+def checkpoint_settings() -> Mapping[str, Any] | None:
+    """Return the ``quantization_config`` of the model that is being built, None without one."""
     from vllm.config import get_current_vllm_config
 
     config = get_current_vllm_config().model_config.hf_config
@@ -109,7 +112,7 @@ def checkpoint_settings() -> Mapping[str, Any]:
         found = getattr(config, name, None) or getattr(config.get_text_config(), name, None)
         if found is not None:
             return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
-    return {"quant_method": None}
+    return None
 
 
 def _fused_names(layer: Any) -> Mapping[str, list[str]]:
