@@ -7,10 +7,13 @@ with the plugin and one without.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
 import sys
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +34,33 @@ TEXTS = (
 SCHEMES = {"int8": None, "int4": 32, "w4a8": 32}
 SMALL = [[5, 17, 99, 200, 31], [400, 401, 7, 8], [100, 22, 3, 4, 5, 6, 7, 8, 9, 10]]
 QUANTIZED_TOKENS = 32
+# Of the trained model, in order.
+RUNS = ("eager", "compiled", "shared blocks", "guesses")
 
 # One worker starts the engines.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600), pytest.mark.xdist_group("vllm")]
 
 
-def trained(**options: object) -> dict[str, Any]:
+def trained(texts: Sequence[str] = TEXTS, **options: object) -> dict[str, Any]:
     tokenizer = Tokenizer.from_file(str(TRAINED / "tokenizer.json"))
-    prompts = [tokenizer.encode(text).ids for text in TEXTS]
+    prompts = [tokenizer.encode(text).ids for text in texts]
     asked = {"dtype": "float32", **options}
     return {"model": str(TRAINED), "options": asked, "prompts": prompts, "tokens": 256}
+
+
+def paged() -> list[dict[str, Any]]:
+    """Return runs whose prompts share blocks of the cache, are cut into steps, or are guessed from.
+
+    The longer prompts begin with the same blocks of 128 tokens, and join steps of others' tokens.
+    """
+    source = inspect.getsource(textwrap)
+    texts = (source[:1400], source[:1400] + source[3000:3100], *TEXTS)
+    eager = {"enforce_eager": True, "max_model_len": 1024, "max_num_batched_tokens": 96}
+    guesses = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    return [
+        trained(texts, enable_prefix_caching=True, **eager),
+        trained(texts, speculative_config=guesses, **eager),
+    ]
 
 
 def run(runs: list[dict[str, Any]], **variables: str) -> list[dict[str, Any]]:
@@ -87,19 +107,19 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def runs(checkpoints: dict[str, Path]) -> list[dict[str, Any]]:
-    """Return all runs: the trained model without and with its compiler, and quantized ones."""
+    """Return all runs: of the trained model, the first ones, and of quantized ones."""
     eager = {"dtype": "float32", "enforce_eager": True}
     quantized = [
         {"model": str(path), "options": eager, "prompts": SMALL, "tokens": QUANTIZED_TOKENS}
         for path in checkpoints.values()
     ]
-    return [trained(enforce_eager=True), trained(), *quantized]
+    return [trained(enforce_eager=True), trained(), *paged(), *quantized]
 
 
 @pytest.fixture(scope="module")
 def own(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what vLLM makes of the trained model by itself."""
-    return run(runs[:2], VLLM_PLUGINS="")
+    return run(runs[: len(RUNS)], VLLM_PLUGINS="")
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +128,7 @@ def bridged(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return run(runs)
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["eager", "compiled"])
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=RUNS)
 @pytest.mark.parametrize("way", ["alone", "batch"])
 def test_a_trained_model_says_the_same(
     own: list[dict[str, Any]], bridged: list[dict[str, Any]], number: int, way: str
@@ -143,7 +163,7 @@ def test_the_kill_switch_leaves_vllm_alone(own: list[dict[str, Any]]) -> None:
 def test_a_quantized_model_says_what_it_says_without_vllm(
     checkpoints: dict[str, Path], bridged: list[dict[str, Any]], scheme: str
 ) -> None:
-    found = bridged[2 + list(SCHEMES).index(scheme)]
+    found = bridged[len(RUNS) + list(SCHEMES).index(scheme)]
     lm = load(checkpoints[scheme], dtype="float32", cache_tokens=512)
     expected = [
         completion.token_ids

@@ -6,7 +6,6 @@ Dimensions: I input features, O output features.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,18 +15,11 @@ from torch import Tensor, nn
 from interposer import LinearMethod
 from interposer.errors import ConfigError, UnknownNameError
 from interposer_ops.layers.linear import PlainLinear
-from interposer_vllm._graph_ops import multiply, place_call
+from interposer_vllm._graph_ops import multiply, new_place, place_call
 from interposer_vllm._session import Session
 from interposer_vllm._stored_weights import fill, parts_of
 
-__all__ = ["Adoption", "emptied", "named_place"]
-
-_numbers = itertools.count()
-
-
-def named_place(prefix: str) -> str:
-    """Return a name for a place in graphs; two models of a process may have the same prefix."""
-    return f"{prefix}#{next(_numbers)}"
+__all__ = ["Adoption", "emptied"]
 
 
 class Adoption:
@@ -52,7 +44,7 @@ class Adoption:
     ) -> None:
         if getattr(layer, "_cpu_skip_gemm_dispatch", False):
             raise ConfigError("vLLM reads its weight itself")
-        self.place = named_place(layer.prefix)
+        self.place = new_place()
         self.biased = _adds_bias(layer)
         sizes = list(getattr(layer, "output_partition_sizes", [layer.output_size]))
         self.out_features = sum(sizes)

@@ -1,59 +1,69 @@
 """Ops that stand for bound kernels where torch's compiler traces a model.
 
 Prepared weights are no tensors that a compiler could look into, and a kernel may be no Python at
-all. So the compiler sees one op with the name of a place; what is not compiled calls the kernel
+all. So the compiler sees one op with the number of a place; what is not compiled calls the kernel
 itself, without anything in between.
+
+The number is a tensor: a graph takes that as an input, so that all layers of a model share what is
+compiled for one. A name would be a constant of the graph, and each layer compiled for itself.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["look_up", "multiply", "place_call"]
+__all__ = ["look_up", "multiply", "new_place", "place_call"]
 
-_CALLS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]] = {}
+_numbers = itertools.count()
+_CALLS: dict[int, tuple[Callable[..., Tensor], tuple[Any, ...]]] = {}
 _NAMESPACE = "interposer_vllm"
 
 
-def place_call(place: str, kernel: Callable[..., Tensor], operands: tuple[Any, ...]) -> None:
+def new_place() -> Tensor:
+    """Return the number of a place, int64, for which no call is known yet."""
+    return torch.tensor(next(_numbers), device="cpu")
+
+
+def place_call(place: Tensor, kernel: Callable[..., Tensor], operands: tuple[Any, ...]) -> None:
     """Let the ops find at ``place`` what to call; again, it replaces what was there."""
-    _CALLS[place] = kernel, operands
+    _CALLS[int(place)] = kernel, operands
 
 
-def multiply(x: Tensor, place: str, out_features: int) -> Tensor:
+def multiply(x: Tensor, place: Tensor, out_features: int) -> Tensor:
     """Return the product of ``x`` ``[..., I]`` at ``place``, ``[..., O]``, as an op."""
     product: Tensor = torch.ops.interposer_vllm.multiply(x, place, out_features)
     return product
 
 
-def look_up(token_ids: Tensor, place: str, hidden_size: int, dtype: torch.dtype) -> Tensor:
+def look_up(token_ids: Tensor, place: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
     """Return the rows of ``token_ids`` ``[T]`` at ``place``, ``[T, H]``, as an op."""
     rows: Tensor = torch.ops.interposer_vllm.look_up(token_ids, place, hidden_size, dtype)
     return rows
 
 
-def _call(x: Tensor, place: str, *_: Any) -> Tensor:
-    kernel, operands = _CALLS[place]
+def _call(x: Tensor, place: Tensor, *_: Any) -> Tensor:
+    kernel, operands = _CALLS[int(place)]
     return kernel(x, *operands)
 
 
-def _fake_product(x: Tensor, place: str, out_features: int) -> Tensor:
+def _fake_product(x: Tensor, place: Tensor, out_features: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
-def _fake_rows(x: Tensor, place: str, hidden_size: int, dtype: torch.dtype) -> Tensor:
+def _fake_rows(x: Tensor, place: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
     return x.new_empty((*x.shape, hidden_size), dtype=dtype)
 
 
 # One for the process: what it defines is gone with it.
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 for _schema, _fake in (
-    ("multiply(Tensor x, str place, int out_features) -> Tensor", _fake_product),
-    ("look_up(Tensor x, str place, int hidden_size, ScalarType dtype) -> Tensor", _fake_rows),
+    ("multiply(Tensor x, Tensor place, int out_features) -> Tensor", _fake_product),
+    ("look_up(Tensor x, Tensor place, int hidden_size, ScalarType dtype) -> Tensor", _fake_rows),
 ):
     _LIBRARY.define(_schema)
     _name = f"{_NAMESPACE}::{_schema.partition('(')[0]}"

@@ -15,8 +15,8 @@ from interposer import BoundKernel
 from interposer.errors import InterposerError
 from interposer_ops.embedding import embedding
 from interposer_ops.linear import linear
-from interposer_vllm._adoption import emptied, named_place
-from interposer_vllm._graph_ops import look_up, multiply, place_call
+from interposer_vllm._adoption import emptied
+from interposer_vllm._graph_ops import look_up, multiply, new_place, place_call
 from interposer_vllm._methods import keep, with_method
 from interposer_vllm._session import session
 
@@ -26,8 +26,8 @@ __all__ = ["adopt_head", "adopt_table"]
 class _Call:
     """A bound kernel with its operands, and the op that stands for it in graphs."""
 
-    def __init__(self, prefix: str) -> None:
-        self.place = named_place(prefix)
+    def __init__(self) -> None:
+        self.place = new_place()
         self.kernel: Callable[..., Tensor] | None = None
         self.operands: tuple[Any, ...] = ()
 
@@ -42,13 +42,13 @@ def adopt_table(layer: Any) -> None:
     One that is alone stays vLLM's own: a lookup of stored rows has nothing to gain.
     """
     if _is_plain(layer):
-        with_method(layer, _AdoptedTable, lookup=_Call(layer.prefix), is_tied=False)
+        with_method(layer, _AdoptedTable, lookup=_Call(), is_tied=False)
 
 
 def adopt_head(layer: Any) -> None:
     """Let a head of vLLM use what is chosen here for the product."""
     if _is_plain(layer):
-        with_method(layer, _AdoptedHead, product=_Call(layer.prefix), table=())
+        with_method(layer, _AdoptedHead, product=_Call(), table=())
 
 
 def _is_plain(layer: Any) -> bool:
