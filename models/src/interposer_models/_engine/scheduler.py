@@ -257,6 +257,6 @@ def _until_told(sequence: Sequence, most: int) -> int:
 
 
 def _num_told(sequence: Sequence, num_tokens: int) -> int:
-    """Return how many of the next tokens want logits, to be told the log probabilities of a prompt."""
+    """Return of how many of the next tokens logits are wanted, for what a prompt is told."""
     known = len(sequence.prompt_logprobs) - sequence.num_computed
     return max(0, min(num_tokens - known, sequence.num_untold))
