@@ -37,7 +37,7 @@ __all__ = ["Backend", "Builder", "Impl", "Metadata"]
 
 
 @dataclass
-class Metadata(CPUAttentionMetadata):
+class Metadata(CPUAttentionMetadata):  # type: ignore[misc]
     """One step of a group of layers, with the batch as backends here take it.
 
     Attributes:

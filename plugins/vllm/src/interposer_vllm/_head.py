@@ -93,7 +93,7 @@ class _AdoptedHead:
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """Share the table of ``embed_tokens``."""
-        if isinstance(embed_tokens.quant_method, _AdoptedTable):
+        if isinstance(getattr(embed_tokens, "quant_method", None), _AdoptedTable):
             # In a tuple, so that nothing takes it for a part of the head.
             self.table = (embed_tokens,)
             embed_tokens.quant_method.is_tied = True

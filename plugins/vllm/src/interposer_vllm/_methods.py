@@ -51,14 +51,14 @@ def adopt(layer: Any) -> None:
 def with_method(layer: Any, mixin: type, **attributes: object) -> None:
     """Replace the method of ``layer`` by one of its own class with ``mixin`` before it."""
     own = layer.quant_method
-    kind = _class(mixin, type(own))
+    kind: Any = _class(mixin, type(own))
     replaced = kind.__new__(kind)
     vars(replaced).update(vars(own), own=own, **attributes)
     layer.quant_method = replaced
 
 
 @cache
-def _class(mixin: type, own: type) -> type:
+def _class(mixin: Any, own: Any) -> Any:
     # Under the same name: vLLM looks some of its methods up by it.
     return type(own.__name__, (mixin, own), {"__module__": __name__})
 

@@ -61,6 +61,7 @@ class Session:
         if key not in self._schemes:
             try:
                 self.resolver.choose_scheme(settings)
+                assert self.resolver.scheme is not None  # what was chosen
                 self._schemes[key] = self.resolver.scheme
             except (ConfigError, UnknownNameError) as error:
                 self._schemes[key] = error
