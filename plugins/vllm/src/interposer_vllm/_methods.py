@@ -6,7 +6,7 @@ kind of method a layer has finds what it looks for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -51,7 +51,8 @@ def adopt(layer: Any) -> None:
 def with_method(layer: Any, mixin: type, **attributes: object) -> None:
     """Replace the method of ``layer`` by one of its own class with ``mixin`` before it."""
     own = layer.quant_method
-    kind: Any = _class(mixin, type(own))
+    base: Hashable = type(own)
+    kind: Any = _class(mixin, base)
     replaced = kind.__new__(kind)
     vars(replaced).update(vars(own), own=own, **attributes)
     layer.quant_method = replaced

@@ -6,7 +6,7 @@ Dimensions: I input features, O output features, P layers of the checkpoint that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +38,10 @@ def empty_layer(parts: Mapping[str, int]) -> Linear:
 
     Methods ask a layer of this class for the layers of the checkpoint that are fused.
     """
-    layer = Linear.__new__(Linear)
+    layer: Any = Linear.__new__(Linear)
     nn.Module.__init__(layer)
     layer.parts = dict(parts)
-    return layer
+    return cast(Linear, layer)
 
 
 def fill(holder: Linear, loaded: Mapping[str, Tensor | None]) -> None:
