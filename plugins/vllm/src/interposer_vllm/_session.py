@@ -13,7 +13,6 @@ import torch
 
 from interposer import Config, QuantizationScheme, Resolver, Site, place
 from interposer.errors import ConfigError, InterposerError, UnknownNameError
-from interposer_vllm._report import Report
 
 __all__ = ["Session", "closed_session", "session"]
 
@@ -69,10 +68,6 @@ class Session:
         if isinstance(found, Exception):
             raise found
         return found
-
-    def report(self) -> Report:
-        """Return what was taken over in this process up to now, and why the rest was not."""
-        return Report.of(self)
 
 
 @cache
