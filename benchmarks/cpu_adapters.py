@@ -2,10 +2,9 @@
 
     python benchmarks/cpu_adapters.py [--threads 1] [--rounds 12] [--quantization none int8]
 
-The model has random weights. Every round measures the model before an adapter is loaded, with one
-that all requests use, with as many as were asked for that requests use in turn, and with these
-loaded and none used. Each figure is the median over rounds of a ratio of two speeds of the same
-round.
+The model has random weights. Every round measures it before an adapter is loaded, with one that all
+requests use, with as many as were asked for that requests use in turn, and with these loaded and
+none used. Each figure is the median over rounds of a ratio of two speeds of the same round.
 """
 
 from __future__ import annotations

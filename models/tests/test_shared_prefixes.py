@@ -309,6 +309,16 @@ def test_the_state_behind_an_answer_is_a_beginning() -> None:
     assert second.num_shared == 30 + 12 - 1  # the last token of the answer was never computed
 
 
+def test_a_state_with_guesses_in_it_is_no_beginning() -> None:
+    machine = Machine(num_checkpoints=20)
+    first = machine.add(tokens(30, 1), 6)
+    while machine.scheduler.busy:
+        machine.step(guesses=2)
+    for count in range(1, 7):
+        machine.add([*first.prompt, *first.output[:count], 5])
+        machine.run()
+
+
 def test_who_shares_all_but_an_end_computes_about_twice_that() -> None:
     machine = Machine(page_size=16, num_pages=(400,), num_checkpoints=99, max_step_tokens=4000)
     prompt = tokens(1200, 1)
@@ -356,6 +366,10 @@ def test_what_was_given_up_comes_back_from_the_store(kind: str) -> None:
     assert found[1] >= 100
     assert 0 < counts.restored_pages <= counts.stored_pages <= counts.evicted_pages
     assert f"of which {counts.stored_pages} were stored" in str(counts)
+    restored = counts.restored_pages
+    machine.add(tokens(103, 2))
+    machine.run()
+    assert counts.restored_pages == restored  # it is known on the device again
     machine.shared.forget()
     again = machine.add(tokens(103, 2))
     machine.run()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from importlib.metadata import entry_points
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 
 from interposer import Config, Device, OpEntry, current_registry, place
 from interposer.hookspecs import GROUP
 from interposer_testing import (
-    Aspect,
     Trial,
     attention_trials,
     check_lightness,
@@ -24,7 +23,7 @@ from interposer_testing import (
 # for every condition and case.
 REGISTRY, DEVICE = current_registry(Config(isolation="off")), place().device
 OPS = sorted(REGISTRY.ops)
-ASPECTS = get_args(Aspect)
+ASPECTS = get_args(get_type_hints(Trial)["aspect"])
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ from interposer import (
     custom_op,
 )
 from interposer.records import PlatformEntry, Record
-from interposer_testing import Aspect, Trial, conformance
+from interposer_testing import Trial, conformance
+from interposer_testing._trials.trial import Aspect
 from interposer_testing.cases import Axis, CaseSpace, Point, normal
 
 EVERYTHING = frozenset(

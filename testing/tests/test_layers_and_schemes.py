@@ -32,7 +32,8 @@ from interposer.records import (
     SchemeEntry,
     TuningEntry,
 )
-from interposer_testing import Aspect, Fault, Trial, conformance
+from interposer_testing import Fault, Trial, conformance
+from interposer_testing._trials.trial import Aspect
 from interposer_testing.cases._layer import LayerCase, Placed
 
 DEVICE = Device("cpu", "cpu", "test", Capability("any"))

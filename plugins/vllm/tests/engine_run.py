@@ -59,9 +59,10 @@ def attempt(asked: dict[str, Any]) -> dict[str, Any]:
         cleanup_dist_env_and_memory()
     result: dict[str, Any] = {"alone": alone, "batch": batch}
     if "interposer_vllm._session" in sys.modules:
+        from interposer_vllm._report import Report
         from interposer_vllm._session import session
 
-        result["report"] = json.loads(session().report().to_json())
+        result["report"] = json.loads(Report.of(session()).to_json())
     return result
 
 

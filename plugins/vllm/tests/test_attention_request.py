@@ -89,7 +89,7 @@ SHARING = SimpleNamespace(kv_sharing_target_layer_name=NAME)
         ({"layer": {"head_size_v": 32}}, "has values of 32 and keys of 64"),
         ({"layer": {"use_mm_prefix": True}}, "tokens see later ones"),
         ({"layer": {"is_draft_layer": True}}, "tokens see later ones"),
-        ({"transfer": object()}, "hands its cache to another engine"),
+        ({"transfer": "a connector"}, "hands its cache to another engine"),
         ({"parallel": {"decode_context_parallel_size": 2}}, "on several workers"),
         ({"others": {"model.layers.9.attn": SHARING}}, "'model.layers.9.attn' reads that of"),
         ({"layer": {"kv_sharing_target_layer_name": "model.layers.3"}}, "shares a cache"),

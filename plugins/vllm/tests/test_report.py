@@ -27,7 +27,7 @@ def session(no_policy: None) -> Session:
 
 
 def test_a_report_is_read_as_it_was_written(session: Session) -> None:
-    report = session.report()
+    report = Report.of(session)
     path = report.write()
     assert Report.read(path) == report
     assert json.loads(path.read_text(encoding="utf-8")) == json.loads(report.to_json())
@@ -35,7 +35,7 @@ def test_a_report_is_read_as_it_was_written(session: Session) -> None:
 
 
 def test_the_text_names_choices_and_reasons(session: Session) -> None:
-    text = str(session.report())
+    text = str(Report.of(session))
     for part in (
         "layers on kernels of interposer: 1",
         "layers that stay vLLM's own: 5",
@@ -49,7 +49,7 @@ def test_the_text_names_choices_and_reasons(session: Session) -> None:
 
 def test_the_explanation_is_that_of_every_other_model(session: Session) -> None:
     (choice,) = (
-        choice for choice in session.report().explanation["choices"] if choice["name"] == "linear"
+        choice for choice in Report.of(session).explanation["choices"] if choice["name"] == "linear"
     )
     assert choice["chosen"] == "reference"
     assert choice["places"] == ["model.layers.0.mlp.down_proj"]

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from interposer import Config, Resolver, Site, current_registry, place
 from interposer.errors import ConfigError
-from interposer_vllm._stored_weights import fill, parts_of
+from interposer_ops.layers.linear import Linear
+from interposer_vllm._stored_weights import empty_layer, fill, parts_of
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 PACKED = {
@@ -34,15 +35,14 @@ PARTS = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
 IN, OUT = 64, 64
 
 
-def created(settings: dict[str, Any], parts: dict[str, int] = PARTS) -> tuple[Any, nn.Module]:
+def created(settings: dict[str, Any], parts: dict[str, int] = PARTS) -> tuple[Any, Linear]:
     """Return a method and a module with its parameters, without memory."""
     resolver = Resolver(current_registry(), place().device, Config())
     resolver.choose_scheme(settings)
     prefix = "model.layers.0.self_attn.qkv_proj"
     method = resolver.scheme.linear_method(prefix, tuple(parts))  # type: ignore[union-attr]
     assert method is not None
-    holder = nn.Module()
-    holder.parts = parts  # type: ignore[assignment]
+    holder = empty_layer(parts)
     with torch.device("meta"):
         method.create_weights(
             holder, Site(resolver, prefix, torch.float32), IN, sum(parts.values()), False

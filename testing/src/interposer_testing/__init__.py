@@ -36,12 +36,11 @@ if TYPE_CHECKING:
     from interposer_testing._trials.isolation import Isolation, side_by_side
     from interposer_testing._trials.layers_and_schemes import layer_trials, scheme_trials
     from interposer_testing._trials.outcome import Progress
-    from interposer_testing._trials.trial import Aspect, Trial
+    from interposer_testing._trials.trial import Trial
     from interposer_testing._trials.trial_group import TrialGroup
     from interposer_testing._trials.verification import verify
 
 __all__ = [
-    "Aspect",
     "Examined",
     "Expectation",
     "Fault",
@@ -102,7 +101,7 @@ __getattr__ = lazy_attributes(
         "interposer_testing._trials.isolation": "Isolation side_by_side",
         "interposer_testing._trials.layers_and_schemes": "layer_trials scheme_trials",
         "interposer_testing._trials.outcome": "Progress",
-        "interposer_testing._trials.trial": "Aspect Trial",
+        "interposer_testing._trials.trial": "Trial",
         "interposer_testing._trials.trial_group": "TrialGroup",
         "interposer_testing._trials.verification": "verify",
     },

@@ -151,9 +151,9 @@ class Scheduler:
             for _, pool in self._windowed:
                 # A small pool takes a long chunk in parts, between which pages come back.
                 wanted = min(wanted, pool.room(sequence.num_computed, pool.num_pages))
-            known = len(sequence.prompt_logprobs) - sequence.num_computed
-            if sequence.num_untold > left_told:
-                wanted = min(wanted, known + left_told)
+            is_told = sequence.params.prompt_logprobs is not None
+            if is_told:
+                wanted = min(wanted, _until_told(sequence, left_told))
             if self._prefixes is not None:
                 wanted = self._prefixes.cut(sequence, wanted)
             if wanted < self._least(sequence):
@@ -161,7 +161,7 @@ class Scheduler:
                     self._delayed = sequence
                 continue
             if self._reserve(sequence, sequence.num_computed + wanted):
-                told = max(0, min(wanted - known, sequence.num_untold))
+                told = _num_told(sequence, wanted) if is_told else 0
                 chunks.append(Chunk(sequence, wanted, num_told=told))
                 budget -= wanted
                 left_told -= told
@@ -187,6 +187,10 @@ class Scheduler:
 
     def advance(self, chunks: Items[Chunk]) -> None:
         """Count the tokens of chunks as computed, and take back the pages that none sees now."""
+        if self._prefixes is None and not self._windowed:
+            for chunk in chunks:
+                chunk.sequence.num_computed += chunk.num_tokens
+            return
         for chunk in chunks:
             self._advance(chunk, has_guesses=bool(chunk.drafts))
 
@@ -211,8 +215,7 @@ class Scheduler:
 
     def _least(self, sequence: Sequence) -> int:
         """Return how many tokens the next chunk of a sequence has at least."""
-        unseen = len(sequence.prompt) - sequence.num_computed
-        return max(unseen, 1) if self._whole_prompts else 1
+        return max(len(sequence.prompt) - sequence.num_computed, 1) if self._whole_prompts else 1
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Get pages for ``num_tokens`` tokens, at the cost of sequences that joined later."""
@@ -244,3 +247,16 @@ class Scheduler:
             self.sources.release(sequence.source_pages)
         self.pools[0].return_slot(sequence.state_slot)
         sequence.state_slot = -1
+
+
+def _until_told(sequence: Sequence, most: int) -> int:
+    """Return after how many tokens so many more of the prompt are told; all if they are fewer."""
+    if sequence.num_untold <= most:
+        return len(sequence) - sequence.num_computed
+    return len(sequence.prompt_logprobs) - sequence.num_computed + most
+
+
+def _num_told(sequence: Sequence, num_tokens: int) -> int:
+    """Return of how many of the next tokens logits are wanted, for what a prompt is told."""
+    known = len(sequence.prompt_logprobs) - sequence.num_computed
+    return max(0, min(num_tokens - known, sequence.num_untold))

@@ -17,7 +17,7 @@ from interposer.errors import ConfigError, UnknownNameError
 from interposer_ops.layers.linear import PlainLinear
 from interposer_vllm._graph_ops import multiply, new_place, place_call
 from interposer_vllm._session import Session
-from interposer_vllm._stored_weights import fill, parts_of
+from interposer_vllm._stored_weights import empty_layer, fill, parts_of
 
 __all__ = ["Adoption", "emptied"]
 
@@ -51,8 +51,7 @@ class Adoption:
         in_features = int(getattr(layer, "input_size_per_partition", layer.input_size))
         parts = parts_of(layer.prefix, sizes, fused)
         self._method = _method(session, layer.prefix, parts, settings)
-        self._created = nn.Module()
-        self._created.parts = parts  # type: ignore[assignment]
+        self._created = empty_layer(parts)
         site = session.site(layer.prefix, layer.params_dtype)
         # vLLM allocates what is loaded; here is only said in which form it is wanted.
         with torch.device("meta"):

@@ -31,13 +31,14 @@ from interposer.errors import ConfigError, InterposerError
 from interposer_vllm._attention_request import spec_of
 from interposer_vllm._block_views import View, view_for
 from interposer_vllm._methods import keep
+from interposer_vllm._report import Report
 from interposer_vllm._session import session
 
 __all__ = ["Backend", "Builder", "Impl", "Metadata"]
 
 
 @dataclass
-class Metadata(CPUAttentionMetadata):
+class Metadata(CPUAttentionMetadata):  # type: ignore[misc]
     """One step of a group of layers, with the batch as backends here take it.
 
     Attributes:
@@ -233,7 +234,7 @@ def _write_report() -> None:
     """Write the report again: attention is chosen for after the weights are loaded."""
     # That none can be written was said when the weights were loaded.
     with suppress(InterposerError):
-        session().report().write()
+        Report.of(session()).write()
 
 
 class Backend(CPUAttentionBackend):  # type: ignore[misc]

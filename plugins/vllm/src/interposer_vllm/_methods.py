@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,16 +50,20 @@ def adopt(layer: Any) -> None:
 def with_method(layer: Any, mixin: type, **attributes: object) -> None:
     """Replace the method of ``layer`` by one of its own class with ``mixin`` before it."""
     own = layer.quant_method
-    kind = _class(mixin, type(own))
+    kind: Any = _class(mixin, type(own))
     replaced = kind.__new__(kind)
     vars(replaced).update(vars(own), own=own, **attributes)
     layer.quant_method = replaced
 
 
-@cache
+_classes: dict[tuple[type, type], type] = {}
+
+
 def _class(mixin: type, own: type) -> type:
-    # Under the same name: vLLM looks some of its methods up by it.
-    return type(own.__name__, (mixin, own), {"__module__": __name__})
+    if (mixin, own) not in _classes:
+        # Under the same name: vLLM looks some of its methods up by it.
+        _classes[mixin, own] = type(own.__name__, (mixin, own), {"__module__": __name__})
+    return _classes[mixin, own]
 
 
 class _AdoptedLinear:

@@ -45,7 +45,7 @@ class Report:
 
     @classmethod
     def of(cls, session: Session) -> Report:
-        """Return the report of a session."""
+        """Return what was taken over in a session up to now, and why the rest was not."""
         seams = {name: "" if verdict else verdict.reason for name, verdict in TAKEN.items()}
         explained = explain(session).to_dict()
         return cls(os.getpid(), seams, list(session.taken), dict(session.kept), explained)

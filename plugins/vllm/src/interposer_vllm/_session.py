@@ -13,7 +13,6 @@ import torch
 
 from interposer import Config, QuantizationScheme, Resolver, Site, place
 from interposer.errors import ConfigError, InterposerError, UnknownNameError
-from interposer_vllm._report import Report
 
 __all__ = ["Session", "closed_session", "session"]
 
@@ -61,6 +60,7 @@ class Session:
         if key not in self._schemes:
             try:
                 self.resolver.choose_scheme(settings)
+                assert self.resolver.scheme is not None  # what was chosen
                 self._schemes[key] = self.resolver.scheme
             except (ConfigError, UnknownNameError) as error:
                 self._schemes[key] = error
@@ -68,10 +68,6 @@ class Session:
         if isinstance(found, Exception):
             raise found
         return found
-
-    def report(self) -> Report:
-        """Return what was taken over in this process up to now, and why the rest was not."""
-        return Report.of(self)
 
 
 @cache

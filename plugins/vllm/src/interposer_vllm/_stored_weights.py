@@ -6,14 +6,15 @@ Dimensions: I input features, O output features, P layers of the checkpoint that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from interposer.errors import ConfigError
+from interposer_ops.layers.linear import Linear
 
-__all__ = ["fill", "parts_of"]
+__all__ = ["empty_layer", "fill", "parts_of"]
 
 # The sizes of a packed weight. vLLM keeps those of one of the fused layers, whole even where it
 # holds a slice; the sizes that the method was built with are those of what it holds.
@@ -32,7 +33,18 @@ def parts_of(prefix: str, sizes: list[int], fused: Mapping[str, list[str]]) -> d
     return dict(zip(names, sizes, strict=True)) if len(names) == len(sizes) else {own: sum(sizes)}
 
 
-def fill(holder: nn.Module, loaded: Mapping[str, Tensor | None]) -> None:
+def empty_layer(parts: Mapping[str, int]) -> Linear:
+    """Return a linear layer of ``parts`` without parameters, for a method to create them.
+
+    Methods ask a layer of this class for the layers of the checkpoint that are fused.
+    """
+    layer: Any = Linear.__new__(Linear)
+    nn.Module.__init__(layer)
+    layer.parts = dict(parts)
+    return cast(Linear, layer)
+
+
+def fill(holder: Linear, loaded: Mapping[str, Tensor | None]) -> None:
     """Put what vLLM loaded into the parameters that a method here created, by name.
 
     Nothing is copied that has the right form.
@@ -46,7 +58,7 @@ def fill(holder: nn.Module, loaded: Mapping[str, Tensor | None]) -> None:
     if strays:
         raise ConfigError(f"vLLM holds {', '.join(sorted(strays))} besides, which no method reads")
     for name, own in wanted.items():
-        data = _form(name, own, loaded.get(name), len(holder.parts))  # type: ignore[arg-type]
+        data = _form(name, own, loaded.get(name), len(holder.parts))
         filled = nn.Parameter(data, requires_grad=False)
         vars(filled).update(vars(own))
         holder.register_parameter(name, filled)

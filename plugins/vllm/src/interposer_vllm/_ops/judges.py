@@ -1,4 +1,4 @@
-"""Verdicts of vLLM's ops on requests, without importing torch."""
+"""Verdicts of vLLM's ops on requests; torch is imported only where vLLM is installed."""
 
 from __future__ import annotations
 

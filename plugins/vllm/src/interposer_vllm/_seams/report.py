@@ -8,6 +8,7 @@ from typing import Any
 
 from interposer import Verdict
 from interposer.errors import InterposerError
+from interposer_vllm._report import Report
 from interposer_vllm._seam import Member, Seam
 from interposer_vllm._session import session
 
@@ -38,7 +39,7 @@ def _take() -> Verdict:
 def _tell() -> None:
     """Write the report of this worker, and log where it lies."""
     try:
-        report = session().report()
+        report = Report.of(session())
         path = report.write()
     except InterposerError as error:
         _log.warning("interposer: no report is written: %s", error)
