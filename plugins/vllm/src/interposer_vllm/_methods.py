@@ -51,7 +51,8 @@ def adopt(layer: Any) -> None:
 def with_method(layer: Any, mixin: type, **attributes: object) -> None:
     """Replace the method of ``layer`` by one of its own class with ``mixin`` before it."""
     own = layer.quant_method
-    kind: Any = _class(mixin, type(own))
+    of: Any = type(own)
+    kind: Any = _class(mixin, of)
     replaced = kind.__new__(kind)
     vars(replaced).update(vars(own), own=own, **attributes)
     layer.quant_method = replaced

@@ -38,10 +38,11 @@ def empty_layer(parts: Mapping[str, int]) -> Linear:
 
     Methods ask a layer of this class for the layers of the checkpoint that are fused.
     """
-    layer = Linear.__new__(Linear)
+    layer: Any = Linear.__new__(Linear)
     nn.Module.__init__(layer)
     layer.parts = dict(parts)
-    return layer
+    made: Linear = layer
+    return made
 
 
 def fill(holder: Linear, loaded: Mapping[str, Tensor | None]) -> None:
