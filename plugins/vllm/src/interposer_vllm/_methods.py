@@ -24,6 +24,10 @@ from interposer_vllm._session import session
 __all__ = ["adopt", "checkpoint_settings", "keep", "with_method"]
 
 
+# vLLM writes these into the checkpoint's quantization_config, for cutting the scales of a cache.
+_FACTS_OF_VLLM = {"total_num_heads", "total_num_kv_heads"}
+
+
 def adopt(layer: Any) -> None:
     """Let a linear layer of vLLM, which is built and not loaded, use what is chosen here.
 
@@ -50,7 +54,8 @@ def adopt(layer: Any) -> None:
 def with_method(layer: Any, mixin: type, **attributes: object) -> None:
     """Replace the method of ``layer`` by one of its own class with ``mixin`` before it."""
     own = layer.quant_method
-    kind: Any = _class(mixin, type(own))
+    of: Any = type(own)
+    kind: Any = _class(mixin, of)
     replaced = kind.__new__(kind)
     vars(replaced).update(vars(own), own=own, **attributes)
     layer.quant_method = replaced
@@ -114,7 +119,8 @@ def checkpoint_settings() -> Mapping[str, Any] | None:
     for name in ("quantization_config", "compression_config"):
         found = getattr(config, name, None) or getattr(config.get_text_config(), name, None)
         if found is not None:
-            return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
+            settings = found if isinstance(found, Mapping) else found.to_dict()
+            return {key: value for key, value in settings.items() if key not in _FACTS_OF_VLLM}
     return None
 
 
