@@ -62,6 +62,8 @@ def test_any_schedule_gives_what_is_built_anew(
         for sequence, more in zip(sequences, new, strict=True):
             sequence.output += more
         chosen = [sequences[number] for number in drawing]
+        if all(sequence.params.takes_likeliest for sequence in chosen):
+            continue  # they need no parameters
         wanted = sampling_batch(chosen, VOCAB_SIZE, "cpu")
         found = state.batch(chosen)
         if any(sequence.params.is_penalised for sequence in chosen):

@@ -21,7 +21,7 @@ from interposer_models._engine.sampling_state import SamplingState
 from interposer_models._engine.scheduler import Chunk, Scheduler
 from interposer_models._engine.sequence import Event, FinishReason, Sequence
 from interposer_models._engine.speculation import StepSpeculation
-from interposer_ops.layers.sampler import Sampler
+from interposer_ops.layers.sampler import Sampler, SamplingBatch
 
 
 class Engine:
@@ -174,7 +174,9 @@ class Engine:
     def run(self, chunks: Items[Chunk]) -> list[Event]:
         """Compute chunks without drafts, and return the new tokens."""
         sampled = [chunk.sequence for chunk in chunks if chunk.is_last]
-        logits = self._prompts.tell(chunks, self.runner.compute(chunks))
+        logits = self.runner.compute(chunks)
+        if len(logits) > len(sampled):
+            logits = self._prompts.tell(chunks, logits)
         self.scheduler.advance(chunks)
         return self.sample(sampled, logits) if sampled else []
 
@@ -255,8 +257,10 @@ class Engine:
     def sample(self, sequences: list[Sequence], logits: torch.Tensor) -> list[Event]:
         """Draw the next token of each sequence from ``logits``, ``[B, V]``."""
         plain = all(sequence.params.takes_likeliest for sequence in sequences)
-        batch = self._state.batch(sequences)
-        if not plain:
+        if plain:
+            batch = SamplingBatch.greedy(len(sequences), self.device)
+        else:
+            batch = self._state.batch(sequences)
             logits = self._edits.edit(sequences, logits, batch)
         tokens, logprobs = self.sampler(logits, batch)
         if not plain:

@@ -54,8 +54,6 @@ class PromptLogprobs:
         Args:
             logits: ``[R, V]``, that the chunks want.
         """
-        if not any(chunk.num_told for chunk in chunks):
-            return logits
         start = 0
         others: list[int] = []
         for chunk in chunks:

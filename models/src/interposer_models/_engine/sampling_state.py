@@ -53,9 +53,10 @@ class SamplingState:
         """Return the parameters of a row of logits for each of ``sequences``.
 
         They are as the sequences stand until the next call, which changes them.
+
+        Args:
+            sequences: not all of which take the likeliest token.
         """
-        if all(sequence.params.takes_likeliest for sequence in sequences):
-            return SamplingBatch.greedy(len(sequences), self._device)
         if self._batch is not None:
             self._count(self._batch)
         if self._batch is None or not same(self._sequences, sequences):
