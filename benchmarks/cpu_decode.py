@@ -54,6 +54,11 @@ class Row:
     new_tokens: int
     shown: tuple[str, ...]
 
+    def command(self, seed: int, vocab_size: int) -> dict[str, int]:
+        """Return what a worker is told."""
+        sizes = {"batch": self.batch, "context": self.context, "new_tokens": self.new_tokens}
+        return {**sizes, "seed": seed, "vocab_size": vocab_size}
+
     @property
     def labels(self) -> dict[str, str]:
         alone = {"prefill": f"prefill {self.context}", "decode": f"decode, context {self.context}"}
@@ -148,13 +153,7 @@ def run_row(
     order = list(workers)
     random.Random(f"{index} {row}").shuffle(order)
     for name in order:
-        command = {
-            "batch": row.batch,
-            "context": row.context,
-            "new_tokens": row.new_tokens,
-            "seed": index,
-            "vocab_size": options.vocab_size,
-        }
+        command = row.command(index, options.vocab_size)
         try:
             found = workers[name].run(command)
         except Unavailable as error:

@@ -99,13 +99,7 @@ def measured(source: str, options: argparse.Namespace) -> Pair:
             for row in rows_of(options.new_tokens):
                 # Who is first changes with the round.
                 for option in sorted(workers, reverse=bool(index % 2)):
-                    command = {
-                        "batch": row.batch,
-                        "context": row.context,
-                        "new_tokens": row.new_tokens,
-                        "seed": index,
-                        "vocab_size": options.vocab_size,
-                    }
+                    command = row.command(index, options.vocab_size)
                     found = workers[option].run(command)
                     for label, rate in row.rates(found).items() if index else ():
                         pair.add(label, option, rate)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models.tests.conftest import SIZES, example, write_checkpoint
+from models.tests.schedules import beside_one_that_leaves, kinds_of_requests
 from models.tests.test_speculation import (
     KINDS,
     SMALL,
@@ -279,11 +280,7 @@ def pair(eagle: tuple[Path, Path]) -> dict[str, LanguageModel]:
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    requests=st.lists(
-        st.tuples(st.integers(1, 60), st.integers(1, 40), st.sampled_from(KINDS)),
-        min_size=1,
-        max_size=6,
-    ),
+    requests=kinds_of_requests(KINDS),
     leaver=st.integers(0, 20),
     name=st.sampled_from(["head", "few pages", "prefixes"]),
 )
@@ -297,11 +294,7 @@ def test_any_schedule_gives_the_tokens_of_plain_decoding(
     prompts = prompts_of(length for length, _, _ in requests)
     params = [SamplingParams(max_new_tokens=count, **kind) for _, count, kind in requests]
     wanted = pair["plain"].generate(prompts, params)
-    leaving = lm.engine.add([5, 6] * 10, SamplingParams(max_new_tokens=40))
-    for _ in range(leaver):
-        lm.engine.step()
-    lm.engine.cancel(leaving)
-    found = lm.generate(prompts, params)
+    found = beside_one_that_leaves(lm, prompts, params, leaver)
     assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
     assert not lm.engine.busy
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models.tests.conftest import CONFIGS, SIZES, example, write_checkpoint
+from models.tests.schedules import beside_one_that_leaves, kinds_of_requests
 from models.tests.test_windowed_caches import loaded, spoil, unwindowed
 from tests.adapter_files import write_adapter
 from tests.tape import TapePlatform
@@ -79,11 +80,7 @@ def prompts_of(lengths: Any) -> list[list[int]]:
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    requests=st.lists(
-        st.tuples(st.integers(1, 60), st.integers(1, 40), st.sampled_from(KINDS)),
-        min_size=1,
-        max_size=6,
-    ),
+    requests=kinds_of_requests(KINDS),
     leaver=st.integers(0, 20),
     name=st.sampled_from(["ngram", "same", "other", "few pages"]),
 )
@@ -98,11 +95,7 @@ def test_any_schedule_gives_the_tokens_of_plain_decoding(
     prompts = prompts_of(length for length, _, _ in requests)
     params = [SamplingParams(max_new_tokens=count, **kind) for _, count, kind in requests]
     wanted = plain.generate(prompts, params)
-    leaving = lm.engine.add([5, 6] * 10, SamplingParams(max_new_tokens=40))
-    for _ in range(leaver):
-        lm.engine.step()
-    lm.engine.cancel(leaving)
-    found = lm.generate(prompts, params)
+    found = beside_one_that_leaves(lm, prompts, params, leaver)
     for one, two in zip(wanted, found, strict=True):
         assert two.token_ids == one.token_ids
         assert two.logprobs == pytest.approx(one.logprobs, abs=1e-4)
