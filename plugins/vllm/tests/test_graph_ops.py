@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from interposer_vllm._graph_ops import look_up, multiply, new_place, place_call
+from interposer_vllm._graph_ops import PlacedKernel, look_up, multiply, new_place, place_call
 
 WEIGHT = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -62,3 +64,23 @@ def test_layers_share_what_is_compiled_for_one() -> None:
         place_call(place, lambda x, weight: x @ weight.T, (factor * WEIGHT,))
         torch.testing.assert_close(layer(x, place), factor * (x @ WEIGHT.T))
     assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("is_traceable", [False, True])
+def test_a_graph_holds_what_a_traceable_kernel_calls(is_traceable: bool) -> None:
+    held: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        held.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    placed, x = PlacedKernel(), torch.randn(3, 8)
+    placed.bind(torch.nn.functional.linear, (WEIGHT,), is_traceable)
+    layer = torch.compile(lambda x: placed.multiply(x, 4), backend=backend, fullgraph=True)
+    torch.testing.assert_close(layer(x), x @ WEIGHT.T)
+    assert any("interposer_vllm" in name for name in held) is not is_traceable
+    # Weights that are exchanged are inputs of the graph, not constants.
+    compiled = len(held)
+    placed.bind(torch.nn.functional.linear, (2 * WEIGHT,), is_traceable)
+    torch.testing.assert_close(layer(x), 2 * (x @ WEIGHT.T))
+    assert len(held) == compiled

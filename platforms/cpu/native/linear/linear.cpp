@@ -4,6 +4,7 @@
 
 #include "../levels.h"
 #include "../pool.h"
+#include "../shares.h"
 #include "../vectors.h"
 #include "packed.h"
 
@@ -15,19 +16,20 @@ namespace {
 constexpr int64_t kFewRows = 8;
 // Rows that a thread takes at a time where there are fewer blocks than threads need.
 constexpr int64_t kRowShare = 48;
-// From so many rows on, a block takes long enough for whoever is free to take the next one: then
-// nobody waits for a thread that something else held up. Fewer are read as they follow each other.
+// From so many rows on, a block is computed longer than it is read, so that whoever is free takes the
+// next one. Fewer are read as they follow each other.
 constexpr int64_t kManyRows = 32;
 
 struct Job {
-  const interposer_product* product;
-  const LinearKernels* kernels;
-  Prepared prepared;
-  char* data;
-  int64_t row_bytes;
-  int32_t* sums;
+  const interposer_product* product = nullptr;
+  const LinearKernels* kernels = nullptr;
+  Prepared prepared = {};
+  char* data = nullptr;
+  int64_t row_bytes = 0;
+  int32_t* sums = nullptr;
   std::atomic<bool> failed{false};
   std::atomic<int64_t> next{0};
+  Shares shares;
 };
 
 void prepare_some(void* argument, int thread, int threads) {
@@ -66,8 +68,13 @@ struct Tasks {
 void multiply_some(void* argument, int thread, int threads) {
   Job& job = *static_cast<Job*>(argument);
   const Tasks tasks(*job.product, threads);
-  if (threads == 1 || job.product->rows < kManyRows) {
+  const bool few = job.product->rows < kManyRows;
+  if (threads == 1 || (few && threads > Shares::kMost)) {
     return tasks.run(job, tasks.count() * thread / threads, tasks.count() * (thread + 1) / threads);
+  }
+  if (few) {
+    return job.shares.work(tasks.count(), thread, threads,
+                           [&](int64_t task) { tasks.run(job, task, task + 1); });
   }
   for (;;) {
     const int64_t task = job.next.fetch_add(1, std::memory_order_relaxed);
@@ -91,7 +98,10 @@ extern "C" int32_t interposer_linear(const interposer_product* product) {
   if (chosen == nullptr) return kNoKernels;
   if (product->rows == 0) return kDone;
 
-  Job job{product, chosen, {}, nullptr, chosen->prepared_row_bytes(*product), nullptr};
+  Job job;
+  job.product = product;
+  job.kernels = chosen;
+  job.row_bytes = chosen->prepared_row_bytes(*product);
   job.prepared.data = product->x;
   job.prepared.stride = product->x_stride * size_of(product->x_type);
   job.prepared.num_groups = groups;

@@ -6,7 +6,7 @@ Dimensions: I input features, O output features.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from interposer import LinearMethod
 from interposer.errors import ConfigError, UnknownNameError
 from interposer_ops.layers.linear import PlainLinear
-from interposer_vllm._graph_ops import multiply, new_place, place_call
+from interposer_vllm._graph_ops import PlacedKernel
 from interposer_vllm._session import Session
 from interposer_vllm._stored_weights import empty_layer, fill, parts_of
 
@@ -44,7 +44,8 @@ class Adoption:
     ) -> None:
         if getattr(layer, "_cpu_skip_gemm_dispatch", False):
             raise ConfigError("vLLM reads its weight itself")
-        self.place = new_place()
+        self.placed = PlacedKernel()
+        self._session, self._prefix = session, layer.prefix
         self.biased = _adds_bias(layer)
         sizes = list(getattr(layer, "output_partition_sizes", [layer.output_size]))
         self.out_features = sum(sizes)
@@ -58,8 +59,6 @@ class Adoption:
             self._method.create_weights(
                 self._created, site, in_features, self.out_features, self.biased
             )
-        self.kernel: Callable[..., Tensor] | None = None
-        self.operands: tuple[Any, ...] = ()
 
     def finalize(self, layer: Any) -> None:
         """Hand the loaded weights to the method, and free those that the operands replace.
@@ -72,16 +71,13 @@ class Adoption:
         holder = copy.copy(self._created)
         holder._parameters = dict(self._created._parameters)
         fill(holder, {n: p for n, p in layer._parameters.items() if n != "bias" or self.biased})
-        self.kernel, self.operands = self._method.finalize(holder)
-        place_call(self.place, self.kernel, self.operands)
-        emptied(layer, self.operands, keep=("bias",))
+        kernel, operands = self._method.finalize(holder)
+        self.placed.bind(kernel, operands, self._session.is_traceable(self._prefix))
+        emptied(layer, operands, keep=("bias",))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product of ``x`` ``[..., I]``, ``[..., O]``, plus ``bias`` if there is one."""
-        if torch.compiler.is_compiling():
-            product = multiply(x, self.place, self.out_features)
-        else:
-            product = self.kernel(x, *self.operands)  # type: ignore[misc]
+        product = self.placed.multiply(x, self.out_features)
         return product if bias is None or self.biased else product + bias
 
 

@@ -1,8 +1,9 @@
-"""Ops that stand for bound kernels where torch's compiler traces a model.
+"""Bound kernels where torch's compiler traces a model.
 
-Prepared weights are no tensors that a compiler could look into, and a kernel may be no Python at
-all. So the compiler sees one op with the number of a place; what is not compiled calls the kernel
-itself, without anything in between.
+A traceable kernel is traced: the graph holds what it calls, and its operands are inputs. The
+weights of others may be no tensors that a compiler could look into, and the kernel no Python at
+all. There the compiler sees one op with the number of a place. What is not compiled calls the
+kernel itself, without anything in between.
 
 The number is a tensor: a graph takes that as an input, so that all layers of a model share what is
 compiled for one. A name would be a constant of the graph, and each layer compiled for itself.
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["look_up", "multiply", "new_place", "place_call"]
+__all__ = ["PlacedKernel", "look_up", "multiply", "new_place", "place_call"]
 
 _numbers = itertools.count()
 _CALLS: dict[int, tuple[Callable[..., Tensor], tuple[Any, ...]]] = {}
@@ -44,6 +45,43 @@ def look_up(token_ids: Tensor, place: Tensor, hidden_size: int, dtype: torch.dty
     """Return the rows of ``token_ids`` ``[T]`` at ``place``, ``[T, H]``, as an op."""
     rows: Tensor = torch.ops.interposer_vllm.look_up(token_ids, place, hidden_size, dtype)
     return rows
+
+
+class PlacedKernel:
+    """A kernel with its operands, and the form that it has in graphs.
+
+    Attributes:
+        kernel: None before it is bound.
+    """
+
+    def __init__(self) -> None:
+        self.place = new_place()
+        self.is_traceable = False
+        self.kernel: Callable[..., Tensor] | None = None
+        self.operands: tuple[Any, ...] = ()
+
+    def bind(
+        self, kernel: Callable[..., Tensor], operands: tuple[Any, ...], is_traceable: bool
+    ) -> None:
+        """Call ``kernel`` with ``operands`` behind the input from now on.
+
+        Args:
+            is_traceable: torch's compiler can see into the kernel.
+        """
+        self.kernel, self.operands, self.is_traceable = kernel, operands, is_traceable
+        place_call(self.place, kernel, operands)
+
+    def multiply(self, x: Tensor, out_features: int) -> Tensor:
+        """Return the product of ``x`` ``[..., I]``, ``[..., O]``."""
+        if torch.compiler.is_compiling() and not self.is_traceable:
+            return multiply(x, self.place, out_features)
+        return self.kernel(x, *self.operands)  # type: ignore[misc]
+
+    def look_up(self, token_ids: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
+        """Return the rows of ``token_ids`` ``[T]``, ``[T, H]``."""
+        if torch.compiler.is_compiling() and not self.is_traceable:
+            return look_up(token_ids, self.place, hidden_size, dtype)
+        return self.kernel(token_ids, *self.operands)  # type: ignore[misc]
 
 
 def _call(x: Tensor, place: Tensor, *_: Any) -> Tensor:

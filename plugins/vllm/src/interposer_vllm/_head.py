@@ -5,10 +5,8 @@ Dimensions: T tokens, V vocabulary of this worker with its padding, H hidden siz
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from interposer import BoundKernel
@@ -16,24 +14,11 @@ from interposer.errors import InterposerError
 from interposer_ops.embedding import embedding
 from interposer_ops.linear import linear
 from interposer_vllm._adoption import emptied
-from interposer_vllm._graph_ops import look_up, multiply, new_place, place_call
+from interposer_vllm._graph_ops import PlacedKernel
 from interposer_vllm._methods import keep, with_method
 from interposer_vllm._session import session
 
 __all__ = ["adopt_head", "adopt_table"]
-
-
-class _Call:
-    """A bound kernel with its operands, and the op that stands for it in graphs."""
-
-    def __init__(self) -> None:
-        self.place = new_place()
-        self.kernel: Callable[..., Tensor] | None = None
-        self.operands: tuple[Any, ...] = ()
-
-    def bind(self, kernel: Callable[..., Tensor], operands: tuple[Any, ...]) -> None:
-        self.kernel, self.operands = kernel, operands
-        place_call(self.place, kernel, operands)
 
 
 def adopt_table(layer: Any) -> None:
@@ -42,13 +27,13 @@ def adopt_table(layer: Any) -> None:
     One that is alone stays vLLM's own: a lookup of stored rows has nothing to gain.
     """
     if _is_plain(layer):
-        with_method(layer, _AdoptedTable, lookup=_Call(), is_tied=False)
+        with_method(layer, _AdoptedTable, lookup=PlacedKernel(), is_tied=False)
 
 
 def adopt_head(layer: Any) -> None:
     """Let a head of vLLM use what is chosen here for the product."""
     if _is_plain(layer):
-        with_method(layer, _AdoptedHead, product=_Call(), table=())
+        with_method(layer, _AdoptedHead, product=PlacedKernel(), table=())
 
 
 def _is_plain(layer: Any) -> bool:
@@ -63,7 +48,7 @@ def _is_plain(layer: Any) -> bool:
 class _AdoptedTable:
     """Part of a method that looks rows up by ``lookup``, once a head has bound it."""
 
-    lookup: _Call
+    lookup: PlacedKernel
     is_tied: bool
     own: Any
     supports_pre_processed_weights = False
@@ -78,15 +63,13 @@ class _AdoptedTable:
         if self.lookup.kernel is None:
             rows: Tensor = self.own.embedding(layer, input_)
             return rows
-        if torch.compiler.is_compiling():
-            return look_up(input_, self.lookup.place, layer.embedding_dim, layer.params_dtype)
-        return self.lookup.kernel(input_, *self.lookup.operands)
+        return self.lookup.look_up(input_, layer.embedding_dim, layer.params_dtype)
 
 
 class _AdoptedHead:
     """Part of a method that multiplies by ``product``, with the table that it shares if any."""
 
-    product: _Call
+    product: PlacedKernel
     table: tuple[Any, ...]
     own: Any
     supports_pre_processed_weights = False
@@ -113,10 +96,7 @@ class _AdoptedHead:
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the logits ``[T, V]`` of ``x`` ``[T, H]``."""
-        if torch.compiler.is_compiling():
-            logits = multiply(x, self.product.place, layer.num_embeddings_per_partition)
-        else:
-            logits = self.product.kernel(x, *self.product.operands)  # type: ignore[misc]
+        logits = self.product.multiply(x, layer.num_embeddings_per_partition)
         return logits if bias is None else logits + bias
 
 
@@ -142,7 +122,8 @@ def bind_tied(head: Any, table: Any) -> None:
     weight = table.weight.data
     looked_up = lookup.prepared(weight=weight)["weight"]
     _bind_product(head, product, weight)
-    table.quant_method.lookup.bind(lookup.function, (looked_up,))
+    is_traceable = session().is_traceable(table.prefix)
+    table.quant_method.lookup.bind(lookup.function, (looked_up,), is_traceable)
     operands = (looked_up, *head.quant_method.product.operands)
     emptied(head, operands, keep=("bias",))
     emptied(table, operands)
@@ -155,4 +136,6 @@ def _sizes(head: Any) -> dict[str, int | float | str | bool]:
 
 def _bind_product(head: Any, bound: BoundKernel[..., Tensor], weight: Tensor) -> None:
     prepared = bound.prepared(weight=weight, bias=None)
-    head.quant_method.product.bind(bound.function, (prepared["weight"], prepared["bias"]))
+    operands = (prepared["weight"], prepared["bias"])
+    is_traceable = session().is_traceable(head.prefix)
+    head.quant_method.product.bind(bound.function, operands, is_traceable)

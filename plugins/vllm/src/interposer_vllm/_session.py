@@ -51,6 +51,11 @@ class Session:
         """Return the site of a layer at ``prefix``."""
         return Site(self.resolver, prefix, dtype)
 
+    def is_traceable(self, prefix: str) -> bool:
+        """Say whether torch's compiler can see into every kernel that was chosen at ``prefix``."""
+        chosen = [c.chosen for c, places in self.resolver.choices.values() if prefix in places]
+        return bool(chosen) and all("traceable" in kernel.properties for kernel in chosen)
+
     def scheme(self, settings: Mapping[str, Any]) -> QuantizationScheme:
         """Return the scheme for a checkpoint's ``quantization_config``; asking again is cheap.
 
