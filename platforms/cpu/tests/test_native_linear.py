@@ -155,3 +155,23 @@ def test_what_a_weight_of_nan_multiplies_is_nan(level: str, rows: int, forced: N
     expected = torch.full((70,), False)
     expected[3] = expected[66] = True
     assert torch.equal(result.isnan(), expected.expand(rows, 70))
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 40])
+@pytest.mark.parametrize("num_threads", [2, 3, 5, 70])
+def test_every_output_is_written_once_whoever_takes_it(num_threads: int, num_rows: int) -> None:
+    # 3, and 9, blocks of 64 outputs: fewer than threads, and shares of unequal size.
+    before = torch.get_num_threads()
+    generator = torch.Generator().manual_seed(num_threads)
+    for out_features in (130, 576):
+        weight = torch.randn(out_features, 64, generator=generator)
+        x = torch.randn(num_rows, 64, generator=generator)
+        packed = linear.pack(weight, None)["weight"]
+        torch.set_num_threads(1)
+        expected = linear.linear(x, packed, None)
+        torch.set_num_threads(num_threads)
+        try:
+            for _ in range(20):
+                assert torch.equal(linear.linear(x, packed, None), expected)
+        finally:
+            torch.set_num_threads(before)
