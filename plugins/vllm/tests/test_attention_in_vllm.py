@@ -117,6 +117,7 @@ def with_scales(path: Path) -> Path:
         for name, scale in (("k_scale", 0.02), ("v_scale", 0.01)):
             tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([scale])
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    integers = {"num_bits": 8, "type": "int", "symmetric": True}
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
@@ -126,7 +127,8 @@ def with_scales(path: Path) -> Path:
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+                "weights": {**integers, "strategy": "channel"},
+                "input_activations": {**integers, "strategy": "token", "dynamic": True},
             }
         },
         "ignore": ["re:.*"],
