@@ -41,6 +41,30 @@ class HeadsFirst(PagedBackend):
         return super().forward(query, key, value, cache.permute(1, 0, 3, 2, 4), plan)
 
 
+class Filling(PagedBackend):
+    """Right: writes its result to memory that it is given."""
+
+    takes_out = True
+
+    def forward(self, *step: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        result = super().forward(*step)
+        return result if out is None else out.copy_(result)
+
+
+class LeavingOut(Filling):
+    def forward(self, *step: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(*step)
+
+
+class FillingHalf(Filling):
+    def forward(self, *step: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        result = super().forward(*step)
+        if out is None:
+            return result
+        out[..., ::2] = result[..., ::2]
+        return out
+
+
 class WithoutWindow(PagedBackend):
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(replace(spec, window_tokens=None), site)
@@ -290,6 +314,13 @@ def test_accepting_sinks_without_a_forward_is_told(make_site: Callable[..., Site
     spec, site = spec_of(torch.float32, "full", "sinks"), make_site("attention", torch.float32)
     with pytest.raises(MissingMemberError, match="PromisingSinks accepted a spec with sinks"):
         check_attention(PromisingSinks, spec, site)
+
+
+def test_memory_for_the_output_is_checked(make_site: Callable[..., Site]) -> None:
+    spec, site = spec_of(torch.float32, "full"), make_site("attention", torch.float32)
+    assert check_attention(Filling, spec, site) == []
+    for wrong, check in ((LeavingOut, "structure"), (FillingHalf, "value")):
+        assert check in {fault.check for fault in check_attention(wrong, spec, site)}
 
 
 class WritingQueries(PagedBackend):

@@ -1,7 +1,8 @@
-"""Runs models on vLLM in this process and prints what they generated, as JSON.
+"""Runs models on vLLM in this process and prints what each generated, as a line of JSON.
 
 Arguments: a JSON list of runs, each with ``model``, arguments of ``vllm.LLM`` under ``options``,
-``prompts`` of token ids, ``together``: whether they are one batch, and ``tokens`` to generate.
+``prompts`` of token ids, ``tokens`` to generate, and perhaps ``scored``, token ids whose log
+probabilities are asked for. The prompts run one by one, and as a batch.
 """
 
 from __future__ import annotations
@@ -36,6 +37,16 @@ def run(llm: Any, prompts: list[list[int]], together: bool, tokens: int) -> list
     ]
 
 
+def score(llm: Any, prompt: list[int]) -> list[float]:
+    """Return the log probabilities of all tokens of a prompt but the first."""
+    import vllm
+
+    params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    found = output.prompt_logprobs
+    return [found[at][token].logprob for at, token in enumerate(prompt) if at]
+
+
 def attempt(asked: dict[str, Any]) -> dict[str, Any]:
     import vllm
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -53,11 +64,12 @@ def attempt(asked: dict[str, Any]) -> dict[str, Any]:
         alone, batch = (
             run(llm, asked["prompts"], together, asked["tokens"]) for together in (False, True)
         )
+        scores = score(llm, asked["scored"]) if "scored" in asked else []
     except Exception as error:  # noqa: BLE001 - whatever stops a run is its result
         return {"error": repr(error)}
     finally:
         cleanup_dist_env_and_memory()
-    result: dict[str, Any] = {"alone": alone, "batch": batch}
+    result: dict[str, Any] = {"alone": alone, "batch": batch, "scores": scores}
     if "interposer_vllm._session" in sys.modules:
         from interposer_vllm._report import Report
         from interposer_vllm._session import session
@@ -67,7 +79,8 @@ def attempt(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    print("RESULT" + json.dumps([attempt(asked) for asked in json.loads(sys.argv[1])]))
+    for asked in json.loads(sys.argv[1]):
+        print("RESULT" + json.dumps(attempt(asked)), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,9 @@ with the plugin and one without.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import json
-import os
-import subprocess
-import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +18,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from interposer_models import load, quantize
+
+Engines = Callable[..., list[dict[str, Any]]]
 
 ROOT = Path(__file__).parents[3]
 TRAINED = ROOT / "examples" / "models" / "stdlib-lm"
@@ -35,7 +32,14 @@ SCHEMES = {"int8": None, "int4": 32, "w4a8": 32}
 SMALL = [[5, 17, 99, 200, 31], [400, 401, 7, 8], [100, 22, 3, 4, 5, 6, 7, 8, 9, 10]]
 QUANTIZED_TOKENS = 32
 # Of the trained model, in order.
-RUNS = ("eager", "compiled", "shared blocks", "guesses")
+RUNS = (
+    "eager",
+    "compiled",
+    "shared blocks",
+    "guesses",
+    "compiled, shared blocks and guesses",
+)
+ROUNDED = len(RUNS)  # the number of the run in bfloat16
 
 # One worker starts the engines.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600), pytest.mark.xdist_group("vllm")]
@@ -55,31 +59,21 @@ def paged() -> list[dict[str, Any]]:
     """
     source = inspect.getsource(textwrap)
     texts = (source[:1400], source[:1400] + source[3000:3100], *TEXTS)
-    eager = {"enforce_eager": True, "max_model_len": 1024, "max_num_batched_tokens": 96}
+    cut = {"max_model_len": 1024, "max_num_batched_tokens": 96}
+    shared: dict[str, Any] = {"enable_prefix_caching": True}
     guesses = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    guessed: dict[str, Any] = {"speculative_config": guesses}
     return [
-        trained(texts, enable_prefix_caching=True, **eager),
-        trained(texts, speculative_config=guesses, **eager),
+        trained(texts, enforce_eager=True, **cut, **shared),
+        trained(texts, enforce_eager=True, **cut, **guessed),
+        trained(texts, **cut, **shared, **guessed),
     ]
 
 
-def run(runs: list[dict[str, Any]], **variables: str) -> list[dict[str, Any]]:
-    """Return what vLLM made of each run."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.fail("vLLM is not installed here. Try: make test-vllm")
-    environment = {**os.environ, **variables}
-    environment.pop("OMP_NUM_THREADS", None)
-    program = Path(__file__).with_name("engine_run.py")
-    done = subprocess.run(
-        [sys.executable, str(program), json.dumps(runs)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, done.stdout[-4000:] + done.stderr[-8000:]
-    found: list[dict[str, Any]] = json.loads(lines[-1].removeprefix("RESULT"))
-    return found
+def scored(dtype: str) -> dict[str, Any]:
+    """Return a compiled run that is asked for the log probabilities of a text as well."""
+    (ids,) = trained((inspect.getsource(textwrap)[:1400],))["prompts"]
+    return {**trained(dtype=dtype), "scored": ids}
 
 
 @pytest.fixture(scope="module")
@@ -113,19 +107,20 @@ def runs(checkpoints: dict[str, Path]) -> list[dict[str, Any]]:
         {"model": str(path), "options": eager, "prompts": SMALL, "tokens": QUANTIZED_TOKENS}
         for path in checkpoints.values()
     ]
-    return [trained(enforce_eager=True), trained(), *paged(), *quantized]
+    plain = [trained(enforce_eager=True), scored("float32"), *paged(), scored("bfloat16")]
+    return [*plain, *quantized]
 
 
 @pytest.fixture(scope="module")
-def own(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def own(runs: list[dict[str, Any]], run_engines: Engines) -> list[dict[str, Any]]:
     """Return what vLLM makes of the trained model by itself."""
-    return run(runs[: len(RUNS)], VLLM_PLUGINS="")
+    return run_engines(runs[: ROUNDED + 1], VLLM_PLUGINS="")
 
 
 @pytest.fixture(scope="module")
-def bridged(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def bridged(runs: list[dict[str, Any]], run_engines: Engines) -> list[dict[str, Any]]:
     """Return what it makes of all models with interposer's kernels."""
-    return run(runs)
+    return run_engines(runs)
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=RUNS)
@@ -135,6 +130,23 @@ def test_a_trained_model_says_the_same(
 ) -> None:
     assert bridged[number][way] == own[number][way]
     assert all(len(tokens) == 256 for tokens in own[number][way])
+
+
+def test_rounded_scores_are_as_close_to_whole_ones_as_vllms_own(
+    own: list[dict[str, Any]], bridged: list[dict[str, Any]]
+) -> None:
+    """Both round each layer's results to bfloat16, so both err alike.
+
+    Of n independent errors of equal size, the ratio of two root mean squares deviates from 1 by
+    1 / sqrt(n): five of that are allowed.
+    """
+    exact = torch.tensor(own[RUNS.index("compiled")]["scores"])
+    errors = [
+        (torch.tensor(results[ROUNDED]["scores"]) - exact).square().mean().sqrt()
+        for results in (own, bridged)
+    ]
+    assert len(exact) > 200
+    assert errors[1] <= errors[0] * (1 + 5 * len(exact) ** -0.5)
 
 
 def test_linear_layers_attention_and_the_tied_head_are_taken(bridged: list[dict[str, Any]]) -> None:
@@ -163,7 +175,7 @@ def test_the_kill_switch_leaves_vllm_alone(own: list[dict[str, Any]]) -> None:
 def test_a_quantized_model_says_what_it_says_without_vllm(
     checkpoints: dict[str, Path], bridged: list[dict[str, Any]], scheme: str
 ) -> None:
-    found = bridged[len(RUNS) + list(SCHEMES).index(scheme)]
+    found = bridged[ROUNDED + 1 + list(SCHEMES).index(scheme)]
     lm = load(checkpoints[scheme], dtype="float32", cache_tokens=512)
     expected = [
         completion.token_ids

@@ -94,8 +94,7 @@ class AttentionSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain values; dtypes by their names."""
-        fields = asdict(self).items()
-        return {name: str(v) if isinstance(v, torch.dtype) else v for name, v in fields}
+        return {n: str(v) if isinstance(v, torch.dtype) else v for n, v in asdict(self).items()}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> AttentionSpec:
@@ -240,15 +239,19 @@ class AttentionBackend(ABC):
     """One way to compute attention over a paged cache.
 
     A backend is constructed once per distinct spec; layers with equal specs share it, and its
-    ``plan`` runs once per step for all of them.
+    ``plan`` runs once per step for all of them. Members for caches of another dtype and for sinks
+    are called where ``accepts`` took such a spec.
 
     Attributes:
         plans_on_host: what depends on the values of a batch is computed on the host. A graph does
             not repeat that, so ``plan_fixed`` and ``update_plan`` are called around it; ``plan`` of
             another backend that promises ``graph_safe`` is a part of it.
+        takes_out: ``forward``, and what is called in its place for such a spec, take ``out`` too:
+            contiguous memory of the shape and dtype of the result, which is written and returned.
     """
 
     plans_on_host: ClassVar[bool] = False
+    takes_out: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         self.spec = spec
@@ -319,8 +322,6 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """Do what ``forward`` does, over a cache of another dtype than the spec's.
 
-        Only backends that accept a spec with such a cache are asked.
-
         Args:
             scales: of ``prepare_scales``.
         Raises: MissingMemberError: unless it is overridden.
@@ -331,8 +332,6 @@ class AttentionBackend(ABC):
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any, sinks: Tensor
     ) -> Tensor:
         """Do what ``forward`` does, with one score per head more in the softmax.
-
-        Only backends that accept a spec with ``sinks`` are asked.
 
         Args:
             sinks: ``[N]``, dtype of ``query``: scores of the layer that have no value.
@@ -351,8 +350,6 @@ class AttentionBackend(ABC):
         sinks: Tensor,
     ) -> Tensor:
         """Do what ``forward_quantized`` does, with one score per head more in the softmax.
-
-        Only backends that accept a spec with ``sinks`` and such a cache are asked.
 
         Raises: MissingMemberError: unless it is overridden.
         """

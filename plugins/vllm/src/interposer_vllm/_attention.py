@@ -147,13 +147,13 @@ class Impl(CPUAttentionBackendImpl):  # type: ignore[misc]
             plan = plans[id(backend)] = backend.plan(attn_metadata.batch)
         if kv_cache is not self._blocks:
             self._blocks, self._cache = kv_cache, chosen.view(kv_cache)
-        count = attn_metadata.num_actual_tokens
-        if count != len(query):
-            query, key, value = query[:count], key[:count], value[:count]
-            chosen_output = output[:count]
+        out, count = output, attn_metadata.num_actual_tokens
+        if count != query.shape[0]:
+            query, key, value, out = query[:count], key[:count], value[:count], output[:count]
+        if backend.takes_out:
+            chosen.attend(query, key, value, self._cache, plan, out=out)
         else:
-            chosen_output = output
-        chosen_output.copy_(chosen.attend(query, key, value, self._cache, plan))
+            out.copy_(chosen.attend(query, key, value, self._cache, plan))
         return output
 
     def _store(

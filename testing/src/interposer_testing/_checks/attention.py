@@ -6,7 +6,7 @@ Dimensions: T tokens, N heads, K kv heads, D head size, C latent size, P pages, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -120,19 +120,18 @@ class _Layer:
         key: torch.Tensor,
         value: torch.Tensor,
         plan: Any,
+        **out: torch.Tensor,
     ) -> torch.Tensor:
-        """Return what the backend does for this layer."""
-        sinks = None if self.sinks is None else self.sinks.to(self.device)
+        """Return what the backend does for this layer, perhaps in the memory ``out``."""
+        call: Callable[..., torch.Tensor]
+        step = (query, key, value, self.cache, plan)
+        sinks = () if self.sinks is None else (self.sinks.to(self.device),)
         if not self.scales:
-            if sinks is None:
-                return backend.forward(query, key, value, self.cache, plan)
-            return backend.forward_with_sinks(query, key, value, self.cache, plan, sinks)
+            call = backend.forward_with_sinks if sinks else backend.forward
+            return call(*step, *sinks, **out)
         scales = backend.prepare_scales(*(scale.to(self.device) for scale in self.scales))
-        if sinks is not None:
-            return backend.forward_quantized_with_sinks(
-                query, key, value, self.cache, plan, scales, sinks
-            )
-        return backend.forward_quantized(query, key, value, self.cache, plan, scales)
+        call = backend.forward_quantized_with_sinks if sinks else backend.forward_quantized
+        return call(*step, scales, *sinks, **out)
 
     def step(
         self,
@@ -145,15 +144,21 @@ class _Layer:
     ) -> Iterator[Fault]:
         """Run one step on both and yield where they differ.
 
-        ``fused`` gives query, key and value as slices of one product.
+        ``fused`` gives query, key and value as slices of one product, and memory for the output
+        where the backend takes it.
         """
         given = tuple(
             random_projections(self.spec, len(batch.slots), generator, fused=fused, batch=batch)
         )
         operands = [Operand(tensor, self.device) for tensor in given]
         query, key, value = (operand.tensor for operand in operands)
-        output = self.forward(backend, query, key, value, plan)
         expected = self._expected(batch, *given)
+        asked = {}
+        if fused and backend.takes_out:
+            asked["out"] = query.new_empty(expected.shape)
+        output = self.forward(backend, query, key, value, plan, **asked)
+        if asked and output is not asked["out"]:
+            yield Fault("structure", "output", "it is other memory than 'out'")
         if self.spec.type == "indexer":
             yield from naming_faults(output, expected, _score_error(self.spec), self.spec.top_k)
         else:

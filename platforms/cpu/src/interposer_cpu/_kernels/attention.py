@@ -88,6 +88,7 @@ class NativeBackend(NativePagedBackend):
         plan: Plan,
         sinks: torch.Tensor | None = None,
         scales: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
         rest = self._rest
@@ -98,7 +99,8 @@ class NativeBackend(NativePagedBackend):
         if value_strides[1:] != rest:
             value, value_strides = _contiguous(value)
         head_stride, page_stride, *_ = cache.stride()
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        if out is None:
+            out = torch.empty_like(query, memory_format=torch.contiguous_format)
         if torch.compiler.is_compiling():
             nothing = query.new_empty(0, dtype=torch.float32)
             key_scale, value_scale = (nothing, nothing) if scales is None else scales.unbind(0)

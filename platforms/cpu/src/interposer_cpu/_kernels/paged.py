@@ -30,6 +30,7 @@ class NativePagedBackend(AttentionBackend):
         reads_stored: it has a ``forward_stored``.
     """
 
+    takes_out: ClassVar[bool] = True
     reads_stored: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
@@ -91,9 +92,10 @@ class NativePagedBackend(AttentionBackend):
         value: torch.Tensor,
         cache: torch.Tensor,
         plan: Any,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, then attend; see ``AttentionBackend.forward``."""
-        return self._forward(query, key, value, cache, plan)
+        return self._forward(query, key, value, cache, plan, out=out)
 
     def forward_with_sinks(
         self,
@@ -103,9 +105,10 @@ class NativePagedBackend(AttentionBackend):
         cache: torch.Tensor,
         plan: Any,
         sinks: torch.Tensor,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, then attend; see ``AttentionBackend.forward_with_sinks``."""
-        return self._forward(query, key, value, cache, plan, sinks=sinks)
+        return self._forward(query, key, value, cache, plan, sinks=sinks, out=out)
 
     def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
         """Return the scales as one block of memory ``[2, 1]`` or ``[2, K]``."""
@@ -119,9 +122,10 @@ class NativePagedBackend(AttentionBackend):
         cache: torch.Tensor,
         plan: Any,
         scales: torch.Tensor,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Round and write, then attend; see ``AttentionBackend.forward_quantized``."""
-        return self._forward(query, key, value, cache, plan, scales=scales)
+        return self._forward(query, key, value, cache, plan, scales=scales, out=out)
 
     def forward_quantized_with_sinks(
         self,
@@ -132,9 +136,10 @@ class NativePagedBackend(AttentionBackend):
         plan: Any,
         scales: torch.Tensor,
         sinks: torch.Tensor,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Do both; see ``AttentionBackend.forward_quantized_with_sinks``."""
-        return self._forward(query, key, value, cache, plan, sinks=sinks, scales=scales)
+        return self._forward(query, key, value, cache, plan, sinks=sinks, scales=scales, out=out)
 
     @abstractmethod
     def _forward(
@@ -146,10 +151,12 @@ class NativePagedBackend(AttentionBackend):
         plan: Any,
         sinks: torch.Tensor | None = None,
         scales: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return ``[T, N, D]`` after key and value were stored.
 
         Args:
             sinks: ``[N]``.
             scales: ``[2, 1]`` or ``[2, K]``, as ``prepare_scales`` returns them.
+            out: contiguous ``[T, N, D]``, to write to; None allocates it.
         """

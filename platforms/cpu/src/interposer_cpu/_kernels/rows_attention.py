@@ -63,12 +63,14 @@ class NativeRowsBackend(NativePagedBackend):
         plan: AttentionBatch,
         sinks: torch.Tensor | None = None,
         scales: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         query, key, value = (
             x if x.stride()[1:] == self._rest else x.contiguous() for x in (query, key, value)
         )
         sinks = None if sinks is None else sinks.float()
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        if out is None:
+            out = torch.empty_like(query, memory_format=torch.contiguous_format)
         if torch.compiler.is_compiling():
             nothing = query.new_empty(0, dtype=torch.float32)
             torch.ops.interposer_cpu.page_attention_out(
