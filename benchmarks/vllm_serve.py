@@ -41,6 +41,7 @@ FIGURES = {
 }
 """The figures of vLLM's client that are printed."""
 
+CLIENT = Path(__file__).with_name("vllm_client.py")
 NAME = "model"
 # The log line of a worker whose layers were taken over.
 TAKEN = "layers run on kernels that were chosen here"
@@ -62,7 +63,9 @@ class Server:
         started = time.monotonic()
         self.process = subprocess.Popen(
             [
-                *_vllm(options.python, "serve", str(options.model_dir)),
+                # The server of ``vllm serve``, see vllm_client.py.
+                *(str(options.python), "-m", "vllm.entrypoints.openai.api_server"),
+                *("--model", str(options.model_dir)),
                 *("--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(self.port)),
                 *("--max-num-seqs", str(max(options.clients))),
                 *("--max-model-len", str(options.prompt + options.tokens + 16)),
@@ -96,7 +99,7 @@ class Server:
         """
         with tempfile.TemporaryDirectory() as folder:
             command = [
-                *_vllm(options.python, "bench", "serve", "--backend", "openai"),
+                *(str(options.python), str(CLIENT), "--backend", "openai"),
                 *("--model", NAME, "--tokenizer", str(options.model_dir)),
                 *("--host", "127.0.0.1", "--port", str(self.port), "--dataset-name", "random"),
                 *("--random-input-len", str(options.prompt)),
@@ -151,10 +154,6 @@ class Server:
         # The number of a process that was waited for may be another's by now.
         if self.process.poll() is None:
             os.killpg(self.process.pid, number)
-
-
-def _vllm(python: Path, *arguments: str) -> list[str]:
-    return [str(python), "-m", "vllm.entrypoints.cli.main", *arguments]
 
 
 def _environment() -> dict[str, str]:

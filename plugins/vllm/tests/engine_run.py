@@ -1,7 +1,8 @@
 """Runs models on vLLM in this process and prints what they generated, as JSON.
 
 Arguments: a JSON list of runs, each with ``model``, arguments of ``vllm.LLM`` under ``options``,
-``prompts`` of token ids, ``together``: whether they are one batch, and ``tokens`` to generate.
+``prompts`` of token ids, and ``tokens`` to generate, alone and as one batch; with ``adapter``, the
+folder of one, also by that.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import os
 import sys
 from typing import Any
 
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -20,7 +21,9 @@ os.environ |= {
 }
 
 
-def run(llm: Any, prompts: list[list[int]], together: bool, tokens: int) -> list[list[int]]:
+def run(
+    llm: Any, prompts: list[list[int]], together: bool, tokens: int, adapter: Any = None
+) -> list[list[int]]:
     import vllm
 
     params = vllm.SamplingParams(
@@ -31,7 +34,10 @@ def run(llm: Any, prompts: list[list[int]], together: bool, tokens: int) -> list
         list(output.outputs[0].token_ids)
         for batch in batches
         for output in llm.generate(
-            [{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False
+            [{"prompt_token_ids": ids} for ids in batch],
+            params,
+            use_tqdm=False,
+            lora_request=adapter,
         )
     ]
 
@@ -53,11 +59,17 @@ def attempt(asked: dict[str, Any]) -> dict[str, Any]:
         alone, batch = (
             run(llm, asked["prompts"], together, asked["tokens"]) for together in (False, True)
         )
+        result: dict[str, Any] = {"alone": alone, "batch": batch}
+        if "adapter" in asked:
+            from vllm.lora.request import LoRARequest
+
+            request = LoRARequest("adapter", 1, asked["adapter"])
+            result["adapted"] = run(llm, asked["prompts"], True, asked["tokens"], request)
+            result["bare"] = run(llm, asked["prompts"], True, asked["tokens"])
     except Exception as error:  # noqa: BLE001 - whatever stops a run is its result
         return {"error": repr(error)}
     finally:
         cleanup_dist_env_and_memory()
-    result: dict[str, Any] = {"alone": alone, "batch": batch}
     if "interposer_vllm._session" in sys.modules:
         from interposer_vllm._report import Report
         from interposer_vllm._session import session
@@ -67,6 +79,8 @@ def attempt(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    # Behind all else, so that plugins there register last.
+    sys.path += filter(None, os.environ.get("LAST_PATH", "").split(os.pathsep))
     print("RESULT" + json.dumps([attempt(asked) for asked in json.loads(sys.argv[1])]))
 
 

@@ -6,21 +6,14 @@ with the plugin and one without.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import json
-import os
-import subprocess
-import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from interposer_models import load, quantize
 
@@ -36,6 +29,8 @@ SMALL = [[5, 17, 99, 200, 31], [400, 401, 7, 8], [100, 22, 3, 4, 5, 6, 7, 8, 9, 
 QUANTIZED_TOKENS = 32
 # Of the trained model, in order.
 RUNS = ("eager", "compiled", "shared blocks", "guesses")
+
+Engines = Callable[..., list[dict[str, Any]]]
 
 # One worker starts the engines.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600), pytest.mark.xdist_group("vllm")]
@@ -63,45 +58,12 @@ def paged() -> list[dict[str, Any]]:
     ]
 
 
-def run(runs: list[dict[str, Any]], **variables: str) -> list[dict[str, Any]]:
-    """Return what vLLM made of each run."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.fail("vLLM is not installed here. Try: make test-vllm")
-    environment = {**os.environ, **variables}
-    environment.pop("OMP_NUM_THREADS", None)
-    program = Path(__file__).with_name("engine_run.py")
-    done = subprocess.run(
-        [sys.executable, str(program), json.dumps(runs)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, done.stdout[-4000:] + done.stderr[-8000:]
-    found: list[dict[str, Any]] = json.loads(lines[-1].removeprefix("RESULT"))
-    return found
-
-
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return quantized checkpoints of one random model, by scheme."""
     folder = tmp_path_factory.mktemp("quantized")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "plain")
     for scheme, group_size in SCHEMES.items():
-        quantize(folder / "plain", folder / scheme, scheme, group_size=group_size)
+        quantize(llama, folder / scheme, scheme, group_size=group_size)
     return {scheme: folder / scheme for scheme in SCHEMES}
 
 
@@ -117,15 +79,15 @@ def runs(checkpoints: dict[str, Path]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def own(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def own(engines: Engines, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what vLLM makes of the trained model by itself."""
-    return run(runs[: len(RUNS)], VLLM_PLUGINS="")
+    return engines(runs[: len(RUNS)], VLLM_PLUGINS="")
 
 
 @pytest.fixture(scope="module")
-def bridged(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def bridged(engines: Engines, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what it makes of all models with interposer's kernels."""
-    return run(runs)
+    return engines(runs)
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=RUNS)

@@ -1,4 +1,4 @@
-"""What a compiled model was compiled with, of all that is chosen in this process."""
+"""The choices of this process that a compiled model was compiled with."""
 
 from __future__ import annotations
 
