@@ -19,7 +19,7 @@ def register():
 
     PluggableLayer.register_oot(AcmeRowParallelLinear, name="RowParallelLinear")
 """
-OFFERS_KERNELS = """
+OFFERS_A_KERNEL = """
 from interposer.hookspecs import hookimpl
 from interposer.records import Kernel
 
@@ -28,10 +28,7 @@ INTERPOSER_API = ">=1.0,<2"
 
 @hookimpl
 def interposer_records():
-    return [
-        Kernel("linear", "linear_acme", "acme_kernels:linear", "cpu", score=0.5),
-        Kernel("linear", "linear_fatal", "acme_fatal:linear", "cpu", score=99.0),
-    ]
+    return [Kernel("linear", "linear_{name}", "{name}_kernels:linear", "cpu", score={score})]
 """
 KERNEL = """
 import torch
@@ -40,7 +37,13 @@ import torch
 def linear(x, weight, bias):
     return torch.nn.functional.linear(x, weight, bias)
 """
-ENDS_THE_PROCESS = "import os\n\nos.abort()\n"
+ENDS_THE_PROCESS = """
+import os
+
+
+def linear(x, weight, bias):
+    os.abort()
+"""
 RAISES = "raise OSError('libacme.so: no such library')\n"
 
 
@@ -61,6 +64,18 @@ def _wheel(folder: Path, name: str, points: str, modules: dict[str, str]) -> Pat
     return path
 
 
+def _kernels(folder: Path, name: str, score: float, code: str) -> Path:
+    return _wheel(
+        folder,
+        f"{name}-kernels",
+        f"[interposer.plugins]\n{name} = {name}_plugin\n",
+        {
+            f"{name}_plugin": OFFERS_A_KERNEL.format(name=name, score=score),
+            f"{name}_kernels": code,
+        },
+    )
+
+
 def install_plugins(folder: Path) -> Path:
     """Return a folder for ``sys.path`` into which pip has installed all of them."""
     folder.mkdir()
@@ -71,16 +86,8 @@ def install_plugins(folder: Path) -> Path:
             "[vllm.general_plugins]\nacme = acme_vllm:register\n",
             {"acme_vllm": REPLACES_A_LAYER},
         ),
-        _wheel(
-            folder,
-            "acme-kernels",
-            "[interposer.plugins]\nacme = acme_plugin\n",
-            {
-                "acme_plugin": OFFERS_KERNELS,
-                "acme_kernels": KERNEL,
-                "acme_fatal": ENDS_THE_PROCESS,
-            },
-        ),
+        _kernels(folder, "acme", 0.5, KERNEL),
+        _kernels(folder, "fatal", 99.0, ENDS_THE_PROCESS),
         _wheel(
             folder,
             "broken-kernels",
