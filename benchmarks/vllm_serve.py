@@ -203,6 +203,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds of a start or round")
     parser.add_argument("--also", nargs=argparse.REMAINDER, default=[], help="of vllm serve")
     options = parser.parse_args(arguments)
+    if not options.python.exists():
+        sys.exit(f"{options.python} does not exist. Try: make test-vllm, which makes .vllm-env")
     print("vllm_serve:", " ".join(arguments), flush=True)
     print("\n" + measured(options).table(), flush=True)
 
