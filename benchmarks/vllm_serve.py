@@ -180,7 +180,7 @@ def measured(options: argparse.Namespace) -> Pair:
                 for option in sorted(servers, reverse=bool(index % 2)):
                     found = servers[option].asked(clients, index, options)
                     for label, figure in found.items() if index else ():
-                        pair.add(f"{clients} clients: {label}", option, figure)
+                        pair.add(f"{label}, {clients} at once", option, figure)
     except Unavailable as error:
         pair.failures["round"] = str(error)
     finally:
