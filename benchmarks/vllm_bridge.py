@@ -43,12 +43,14 @@ class Pair:
         rates: tokens per second in each round, by label and option.
         loads: seconds until the engine stands, by option; its libraries are imported within.
         failures: why an option is not measured.
+        head: names the rows.
     """
 
     source: str
     rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     loads: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    head: str = "tokens/s"
 
     def add(self, label: str, option: str, rate: float) -> None:
         """Take the rate of a round."""
@@ -56,7 +58,7 @@ class Pair:
 
     def table(self) -> str:
         """Return Markdown: a row per label, and the seconds of loading."""
-        head = "| tokens/s | plain | bridge | ratio |"
+        head = f"| {self.head} | plain | bridge | ratio |"
         lines = [f"{self.source}:", "", head, "|---|---|---|---|"]
         for label, found in self.rates.items():
             cells = [_cell(found.get(option, [])) for option in PLUGINS]

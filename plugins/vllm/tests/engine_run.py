@@ -1,8 +1,9 @@
 """Runs models on vLLM in this process and prints what each generated, as a line of JSON.
 
 Arguments: a JSON list of runs, each with ``model``, arguments of ``vllm.LLM`` under ``options``,
-``prompts`` of token ids, ``tokens`` to generate, and perhaps ``scored``, token ids whose log
-probabilities are asked for. The prompts run one by one, and as a batch.
+``prompts`` of token ids, and ``tokens`` to generate. The prompts run one by one, and as a batch.
+``adapter``, the folder of one, makes them run by that as well. ``scored`` are token ids whose log
+probabilities are asked for. With ``held``, the bytes of all weights are counted.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import os
 import sys
 from typing import Any
 
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -21,7 +22,9 @@ os.environ |= {
 }
 
 
-def run(llm: Any, prompts: list[list[int]], together: bool, tokens: int) -> list[list[int]]:
+def run(
+    llm: Any, prompts: list[list[int]], together: bool, tokens: int, adapter: Any = None
+) -> list[list[int]]:
     import vllm
 
     params = vllm.SamplingParams(
@@ -32,7 +35,10 @@ def run(llm: Any, prompts: list[list[int]], together: bool, tokens: int) -> list
         list(output.outputs[0].token_ids)
         for batch in batches
         for output in llm.generate(
-            [{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False
+            [{"prompt_token_ids": ids} for ids in batch],
+            params,
+            use_tqdm=False,
+            lora_request=adapter,
         )
     ]
 
@@ -47,10 +53,31 @@ def score(llm: Any, prompt: list[int]) -> list[float]:
     return [found[at][token].logprob for at, token in enumerate(prompt) if at]
 
 
+def held_bytes(model: Any) -> int:
+    """Return the bytes of all weights and of what kernels hold instead, shared ones once."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    leaves: list[Any] = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        method = vars(getattr(module, "quant_method", None) or object)
+        held = [method[name] for name in ("product", "lookup") if name in method]
+        held += [method["adoption"].placed] if "adoption" in method else []
+        leaves += pytree.tree_leaves([placed.operands for placed in held])
+    strided = [t for t in leaves if getattr(t, "layout", None) == torch.strided]
+    return sum({t.data_ptr(): t.nbytes for t in strided}.values())
+
+
 def attempt(asked: dict[str, Any]) -> dict[str, Any]:
     import vllm
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    if "interposer_vllm._session" in sys.modules:
+        from interposer_vllm._session import closed_session
+
+        # That of the model before this one ends, and with it its report.
+        with closed_session():
+            pass
     options = {
         "skip_tokenizer_init": True,
         "max_num_seqs": 4,
@@ -64,12 +91,21 @@ def attempt(asked: dict[str, Any]) -> dict[str, Any]:
         alone, batch = (
             run(llm, asked["prompts"], together, asked["tokens"]) for together in (False, True)
         )
-        scores = score(llm, asked["scored"]) if "scored" in asked else []
+        result: dict[str, Any] = {"alone": alone, "batch": batch}
+        if "adapter" in asked:
+            from vllm.lora.request import LoRARequest
+
+            request = LoRARequest("adapter", 1, asked["adapter"])
+            result["adapted"] = run(llm, asked["prompts"], True, asked["tokens"], request)
+            result["bare"] = run(llm, asked["prompts"], True, asked["tokens"])
+        if "scored" in asked:
+            result["scores"] = score(llm, asked["scored"])
+        if "held" in asked:
+            (result["held_bytes"],) = llm.apply_model(held_bytes)
     except Exception as error:  # noqa: BLE001 - whatever stops a run is its result
         return {"error": repr(error)}
     finally:
         cleanup_dist_env_and_memory()
-    result: dict[str, Any] = {"alone": alone, "batch": batch, "scores": scores}
     if "interposer_vllm._session" in sys.modules:
         from interposer_vllm._report import Report
         from interposer_vllm._session import session
@@ -79,6 +115,8 @@ def attempt(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    # Behind all else, so that plugins there register last.
+    sys.path += filter(None, os.environ.get("LAST_PATH", "").split(os.pathsep))
     for asked in json.loads(sys.argv[1]):
         print("RESULT" + json.dumps(attempt(asked)), flush=True)
 

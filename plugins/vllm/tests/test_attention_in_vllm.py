@@ -145,15 +145,15 @@ def with_scales(path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def own(runs: list[dict[str, Any]], run_engines: Engines) -> list[dict[str, Any]]:
+def own(runs: list[dict[str, Any]], run_in_vllm: Engines) -> list[dict[str, Any]]:
     """Return what vLLM makes of each kind by itself."""
-    return run_engines(runs[: len(KINDS)], VLLM_PLUGINS="")
+    return run_in_vllm(runs[: len(KINDS)], VLLM_PLUGINS="")
 
 
 @pytest.fixture(scope="module")
-def bridged(runs: list[dict[str, Any]], run_engines: Engines) -> list[dict[str, Any]]:
+def bridged(runs: list[dict[str, Any]], run_in_vllm: Engines) -> list[dict[str, Any]]:
     """Return what it makes of them with interposer's kernels."""
-    return run_engines(runs)
+    return run_in_vllm(runs)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from interposer import Config
+from interposer import Config, Verdict
 from interposer.errors import ConfigError, StorageError
 from interposer_ops.linear import linear
 from interposer_vllm._report import Report
 from interposer_vllm._session import Session
+from interposer_vllm._taking import TAKEN
 
 
 @pytest.fixture
@@ -67,3 +68,20 @@ def test_what_is_no_report_is_refused_with_its_path(content: str, tmp_path: Path
 def test_a_platform_for_other_hardware_is_refused(no_policy: None) -> None:
     with pytest.raises(ConfigError, match="vLLM computes on 'cuda'"):
         Session("cuda", Config(platform="cpu"))
+
+
+def test_what_another_plugin_holds_of_a_seam_is_said(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = "except RowParallelLinear of another plugin"
+    monkeypatch.setitem(TAKEN, "linear", Verdict.accept(held))
+    monkeypatch.setitem(TAKEN, "head", Verdict.refuse("it moved"))
+    monkeypatch.setitem(TAKEN, "attention", Verdict.accept())
+    text = str(Report.of(session))
+    for line in (f"  linear: taken {held}", "  head: it moved", "  attention: taken"):
+        assert line in text.splitlines()
+
+
+def test_layers_of_equal_names_are_counted_once(session: Session) -> None:
+    session.taken *= 2
+    assert Report.of(session).taken == ["model.layers.0.mlp.down_proj"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -98,3 +99,16 @@ def test_without_vllm_nothing_is_raised(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING):
         register()
     assert "nothing is taken over" in caplog.text
+
+
+def test_a_seam_is_refused_without_the_one_that_it_needs() -> None:
+    taken: list[str] = []
+    needed = Seam(
+        name="needed", members=(Member(f"{HERE}:outdent", "()"),), take=Verdict.accept, stays="Rest"
+    )
+    needy = replace(seam(taken), needs=("needed",))
+    verdicts: dict[str, Verdict] = {}
+    take_seams([needed, needy], "0.32.0", verdicts)
+    assert verdicts["indent"].reason == "it needs the seam 'needed'"
+    take_seams([replace(needy, name="after")], "0.32.0", {"needed": Verdict.accept()})
+    assert taken == ["seam"]

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ class Report:
         taken: places whose weights are held in the form of a kernel that was chosen here.
         kept: why a layer stays vLLM's own, by place.
         explanation: as ``interposer explain --json`` prints it.
+        notes: what another plugin holds of a seam that was taken, by name.
     """
 
     process: int
@@ -42,13 +43,17 @@ class Report:
     kept: Mapping[str, str]
     explanation: Mapping[str, Any]
     version: int = VERSION
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, session: Session) -> Report:
         """Return what was taken over in a session up to now, and why the rest was not."""
         seams = {name: "" if verdict else verdict.reason for name, verdict in TAKEN.items()}
+        notes = {name: v.reason for name, v in TAKEN.items() if v and v.reason}
         explained = explain(session).to_dict()
-        return cls(os.getpid(), seams, list(session.taken), dict(session.kept), explained)
+        # A process may build several models, with layers of equal names.
+        taken = list(dict.fromkeys(session.taken))
+        return cls(os.getpid(), seams, taken, dict(session.kept), explained, notes=notes)
 
     @classmethod
     def read(cls, path: Path) -> Report:
@@ -85,9 +90,12 @@ class Report:
             places.setdefault(reason, []).append(place)
         return places
 
+    def _taken(self, seam: str) -> str:
+        return f"taken {self.notes.get(seam, '')}".rstrip()
+
     def __str__(self) -> str:
         lines = [f"worker {self.process}, {self.explanation['device']['name']}", "", "seams:"]
-        lines += [f"  {name}: {reason or 'taken'}" for name, reason in self.seams.items()]
+        lines += [f"  {name}: {reason or self._taken(name)}" for name, reason in self.seams.items()]
         lines += ["", f"layers on kernels of interposer: {len(self.taken)}"]
         lines.append(f"layers that stay vLLM's own: {len(self.kept)}")
         for reason, places in self.reasons.items():

@@ -63,12 +63,14 @@ class Seam:
         members: all that is called or overridden there.
         take: extends vLLM, after all members were checked; refuses where another plugin did so.
         stays: names the part of vLLM that runs as ever where the seam is refused.
+        needs: seams without which this one does harm; they are taken before.
     """
 
     name: str
     members: tuple[Member, ...]
     take: Callable[[], Verdict]
     stays: str
+    needs: tuple[str, ...] = ()
 
     def check(self) -> Verdict:
         """Refuse with the first member that is not as expected."""

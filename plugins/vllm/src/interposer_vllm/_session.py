@@ -14,7 +14,7 @@ import torch
 from interposer import Config, QuantizationScheme, Resolver, Site, place
 from interposer.errors import ConfigError, InterposerError, UnknownNameError
 
-__all__ = ["Session", "closed_session", "session"]
+__all__ = ["Session", "closed_session", "opened_session", "session"]
 
 _log = logging.getLogger("vllm.interposer")
 
@@ -95,6 +95,14 @@ def session() -> Session:
     if isinstance(found, InterposerError):
         raise found
     return found
+
+
+def opened_session() -> Session | None:
+    """Return the session of this process, None where no layer has opened one."""
+    if not _opened.cache_info().currsize:
+        return None
+    found = _opened()
+    return found if isinstance(found, Session) else None
 
 
 @contextmanager

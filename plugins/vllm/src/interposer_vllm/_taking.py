@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from packaging.specifiers import SpecifierSet
 
@@ -37,7 +37,7 @@ def take_seams(seams: Iterable[Seam], version: str, taken: dict[str, Verdict] = 
     for seam in seams:
         if seam.name in taken:
             continue
-        verdict = taken[seam.name] = _taken(seam, version)
+        verdict = taken[seam.name] = _taken(seam, version, taken)
         if not verdict:
             _log.warning(
                 "interposer: seam %r of vLLM %s is refused: %s. %s.",
@@ -48,12 +48,15 @@ def take_seams(seams: Iterable[Seam], version: str, taken: dict[str, Verdict] = 
             )
 
 
-def _taken(seam: Seam, version: str) -> Verdict:
+def _taken(seam: Seam, version: str, taken: Mapping[str, Verdict]) -> Verdict:
     if version not in DECLARED:
         return Verdict.refuse(
             f"this version of interposer-vllm declares vLLM {DECLARED}. Try: pip install -U "
             "interposer-vllm"
         )
+    for name in seam.needs:
+        if not taken.get(name):
+            return Verdict.refuse(f"it needs the seam {name!r}")
     try:
         return seam.check() and seam.take()
     except foreign_errors() as error:

@@ -14,6 +14,7 @@ import torch
 
 from interposer.errors import ConfigError
 from interposer_testing import Host
+from interposer_vllm._seams.loading import take_layers
 from interposer_vllm._session import closed_session, session
 from interposer_vllm._taking import TAKEN
 from interposer_vllm.register import register
@@ -40,6 +41,7 @@ class VLLM(Host):
                 f"vLLM cannot be imported: {error}. Try: install it beside interposer-vllm"
             ) from error
         register()
+        take_layers()
         self._version = str(vllm.__version__)
 
     @property

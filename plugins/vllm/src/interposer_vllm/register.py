@@ -10,17 +10,19 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Take every seam of this vLLM that looks as expected; again, it does nothing.
+    """Take the first seams if this vLLM looks as expected; again, it does nothing.
+
+    Those of layers are taken when a model is loaded.
 
     Nothing is raised. ``VLLM_PLUGINS`` without ``interposer`` keeps vLLM from calling it.
     """
     try:
         import vllm
 
-        from interposer_vllm._seams import SEAMS
+        from interposer_vllm._seams import FIRST
         from interposer_vllm._taking import take_seams
 
-        take_seams(SEAMS, vllm.__version__)
+        take_seams(FIRST, vllm.__version__)
     except foreign_errors() as error:
         logging.getLogger("vllm.interposer").warning(
             "interposer: nothing is taken over: %s", described(error)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from interposer_vllm._seam import Seam
-from interposer_vllm._seams import attention, head, linear, report
+from interposer_vllm._seams import compiled, loading
 
-__all__ = ["SEAMS"]
+__all__ = ["FIRST", "SEAMS"]
 
-SEAMS: tuple[Seam, ...] = (linear.SEAM, head.SEAM, attention.SEAM, report.SEAM)
+FIRST: tuple[Seam, ...] = (compiled.SEAM, loading.SEAM)
+"""Those that are taken when vLLM registers its plugins."""
+
+SEAMS: tuple[Seam, ...] = (*FIRST, *loading.LAYERS)

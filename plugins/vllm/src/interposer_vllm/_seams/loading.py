@@ -1,4 +1,8 @@
-"""The end of loading, where a worker writes down and logs what was chosen."""
+"""Loading: layers are replaced before it, and a worker logs what was chosen after it.
+
+All plugins of vLLM have registered by then, whatever their order: what another one replaced is
+seen, and nobody finds a class taken that he wants to replace.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,27 @@ from interposer import Verdict
 from interposer.errors import InterposerError
 from interposer_vllm._report import Report
 from interposer_vllm._seam import Member, Seam
+from interposer_vllm._seams import attention, head, linear
 from interposer_vllm._session import session
+from interposer_vllm._taking import take_seams
 
-__all__ = ["SEAM"]
+__all__ = ["LAYERS", "SEAM", "take_layers"]
+
+LAYERS: tuple[Seam, ...] = (linear.SEAM, head.SEAM, attention.SEAM)
+"""Those that are taken before the first model is loaded."""
 
 _LOADER = Member(
     "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
     "(self, vllm_config, model_config, prefix='')",
 )
 _log = logging.getLogger("vllm.interposer")
+
+
+def take_layers() -> None:
+    """Take the seams of layers; again, it does nothing."""
+    import vllm
+
+    take_seams(LAYERS, vllm.__version__)
 
 
 def _take() -> Verdict:
@@ -28,6 +44,7 @@ def _take() -> Verdict:
 
     @functools.wraps(own)
     def load_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+        take_layers()
         model = own(self, vllm_config, model_config, prefix)
         _tell()
         return model
@@ -53,4 +70,4 @@ def _tell() -> None:
     )
 
 
-SEAM = Seam(name="report", members=(_LOADER,), take=_take, stays="Log lines")
+SEAM = Seam(name="loading", members=(_LOADER,), take=_take, stays="All layers", needs=("compiled",))

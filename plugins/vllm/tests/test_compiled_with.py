@@ -1,0 +1,90 @@
+"""A compiled model has a name of its own for each set of choices, and one name for equal ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from interposer import use
+from interposer_ops.linear import linear
+from interposer_vllm import _session
+from interposer_vllm._compiled_with import compiled_with
+from interposer_vllm._session import Session, closed_session, opened_session, session
+from interposer_vllm._taking import TAKEN
+
+PLACES = ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")
+REFERENCE = {"linear": "reference"}
+PACKED = {"linear": "linear_packed_by_rows"}
+
+
+@pytest.fixture
+def processors(no_policy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a session be one for processors, without vLLM, which would say so."""
+    monkeypatch.setattr(_session, "_opened", cache(lambda: Session("cpu")))
+
+
+def bind(places: tuple[str, ...]) -> None:
+    """Bind kernels for layers at places of the session, as their loading does."""
+    for place in places:
+        site = session().site(place, torch.float32)
+        site.bind_kernel(linear, in_features=8, out_features=4, biased=False)
+        session().taken.append(place)
+
+
+def factor(kernels: Mapping[str, Any], places: tuple[str, ...] = PLACES) -> str:
+    with use(kernels=kernels), closed_session():
+        bind(places)
+        return json.dumps(compiled_with(), sort_keys=True)
+
+
+def test_nothing_is_chosen_by_asking(processors: None) -> None:
+    found = compiled_with()
+    assert set(found) == {"version", "seams"}
+    assert opened_session() is None
+
+
+def test_other_kernels_and_other_layers_are_another_model(processors: None) -> None:
+    found = {
+        factor(REFERENCE),
+        factor(PACKED),
+        factor(REFERENCE, PLACES[:1]),
+        factor({**REFERENCE, f"linear@{PLACES[0]}": PACKED["linear"]}),
+    }
+    assert len(found) == 4
+
+
+def test_equal_choices_are_one_model_whatever_led_to_them(processors: None) -> None:
+    pinned = factor(REFERENCE)
+    assert factor({"linear": {"prefer": ["reference"]}}) == pinned
+    assert factor(REFERENCE, PLACES[::-1]) == pinned
+    assert factor(REFERENCE, PLACES * 2) == pinned
+
+
+# torch's compiler, which vLLM imports, warns of what it uses itself.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.vllm
+def test_vllm_names_compiled_models_by_it(no_policy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+    from vllm.compilation.caching import aot_compile_hash_factors
+    from vllm.config import VllmConfig
+
+    from interposer_vllm.register import register
+
+    config = VllmConfig()
+    register()
+    assert TAKEN["compiled"]
+    names = []
+    for kernels in (REFERENCE, PACKED, REFERENCE):
+        with use(kernels=kernels), closed_session():
+            bind(PLACES)
+            assert kernels["linear"] in str(envs.compile_factors()["interposer"])
+            names.append(str(aot_compile_hash_factors(config)))
+    monkeypatch.delitem(envs.environment_variables, "interposer")
+    names.append(str(aot_compile_hash_factors(config)))
+    assert names[0] == names[2]
+    assert len(set(names)) == 3
