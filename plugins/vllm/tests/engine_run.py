@@ -36,6 +36,20 @@ def run(llm: Any, prompts: list[list[int]], together: bool, tokens: int) -> list
     ]
 
 
+def held_bytes(model: Any) -> int:
+    """Return the bytes of all weights and of what kernels hold instead, shared ones once."""
+    import torch
+
+    tensors = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        method = vars(getattr(module, "quant_method", None) or object)
+        holders = (method.get(name) for name in ("adoption", "product", "lookup"))
+        tensors += [each for holder in holders if holder for each in holder.operands]
+    strided = [t for t in tensors if getattr(t, "layout", None) == torch.strided]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in strided}
+    return sum(storages.values())
+
+
 def attempt(asked: dict[str, Any]) -> dict[str, Any]:
     import vllm
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -58,6 +72,7 @@ def attempt(asked: dict[str, Any]) -> dict[str, Any]:
     finally:
         cleanup_dist_env_and_memory()
     result: dict[str, Any] = {"alone": alone, "batch": batch}
+    (result["held_bytes"],) = llm.apply_model(held_bytes)
     if "interposer_vllm._session" in sys.modules:
         from interposer_vllm._report import Report
         from interposer_vllm._session import session

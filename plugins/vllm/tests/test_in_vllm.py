@@ -6,23 +6,14 @@ with the plugin and one without.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import json
-import os
-import subprocess
-import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig
-
-from interposer_models import load, quantize
 
 ROOT = Path(__file__).parents[3]
 TRAINED = ROOT / "examples" / "models" / "stdlib-lm"
@@ -31,11 +22,9 @@ TEXTS = (
     "class Stack:\n    def push(self, item):",
     "for line in open(path):",
 )
-SCHEMES = {"int8": None, "int4": 32, "w4a8": 32}
-SMALL = [[5, 17, 99, 200, 31], [400, 401, 7, 8], [100, 22, 3, 4, 5, 6, 7, 8, 9, 10]]
-QUANTIZED_TOKENS = 32
-# Of the trained model, in order.
 RUNS = ("eager", "compiled", "shared blocks", "guesses")
+
+Runs = list[dict[str, Any]]
 
 # One worker starts the engines.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600), pytest.mark.xdist_group("vllm")]
@@ -48,7 +37,7 @@ def trained(texts: Sequence[str] = TEXTS, **options: object) -> dict[str, Any]:
     return {"model": str(TRAINED), "options": asked, "prompts": prompts, "tokens": 256}
 
 
-def paged() -> list[dict[str, Any]]:
+def paged() -> Runs:
     """Return runs whose prompts share blocks of the cache, are cut into steps, or are guessed from.
 
     The longer prompts begin with the same blocks of 128 tokens, and join steps of others' tokens.
@@ -63,81 +52,32 @@ def paged() -> list[dict[str, Any]]:
     ]
 
 
-def run(runs: list[dict[str, Any]], **variables: str) -> list[dict[str, Any]]:
-    """Return what vLLM made of each run."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.fail("vLLM is not installed here. Try: make test-vllm")
-    environment = {**os.environ, **variables}
-    environment.pop("OMP_NUM_THREADS", None)
-    program = Path(__file__).with_name("engine_run.py")
-    done = subprocess.run(
-        [sys.executable, str(program), json.dumps(runs)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, done.stdout[-4000:] + done.stderr[-8000:]
-    found: list[dict[str, Any]] = json.loads(lines[-1].removeprefix("RESULT"))
-    return found
+@pytest.fixture(scope="module")
+def runs() -> Runs:
+    """Return all runs, in the order of their names."""
+    return [trained(enforce_eager=True), trained(), *paged()]
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return quantized checkpoints of one random model, by scheme."""
-    folder = tmp_path_factory.mktemp("quantized")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "plain")
-    for scheme, group_size in SCHEMES.items():
-        quantize(folder / "plain", folder / scheme, scheme, group_size=group_size)
-    return {scheme: folder / scheme for scheme in SCHEMES}
+def own(runs: Runs, run_in_vllm: Callable[..., Runs]) -> Runs:
+    """Return what vLLM makes of each run by itself."""
+    return run_in_vllm(runs, VLLM_PLUGINS="")
 
 
 @pytest.fixture(scope="module")
-def runs(checkpoints: dict[str, Path]) -> list[dict[str, Any]]:
-    """Return all runs: of the trained model, the first ones, and of quantized ones."""
-    eager = {"dtype": "float32", "enforce_eager": True}
-    quantized = [
-        {"model": str(path), "options": eager, "prompts": SMALL, "tokens": QUANTIZED_TOKENS}
-        for path in checkpoints.values()
-    ]
-    return [trained(enforce_eager=True), trained(), *paged(), *quantized]
-
-
-@pytest.fixture(scope="module")
-def own(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what vLLM makes of the trained model by itself."""
-    return run(runs[: len(RUNS)], VLLM_PLUGINS="")
-
-
-@pytest.fixture(scope="module")
-def bridged(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what it makes of all models with interposer's kernels."""
-    return run(runs)
+def bridged(runs: Runs, run_in_vllm: Callable[..., Runs]) -> Runs:
+    """Return what it makes of each run with interposer's kernels."""
+    return run_in_vllm(runs)
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=RUNS)
 @pytest.mark.parametrize("way", ["alone", "batch"])
-def test_a_trained_model_says_the_same(
-    own: list[dict[str, Any]], bridged: list[dict[str, Any]], number: int, way: str
-) -> None:
+def test_a_trained_model_says_the_same(own: Runs, bridged: Runs, number: int, way: str) -> None:
     assert bridged[number][way] == own[number][way]
     assert all(len(tokens) == 256 for tokens in own[number][way])
 
 
-def test_linear_layers_attention_and_the_tied_head_are_taken(bridged: list[dict[str, Any]]) -> None:
+def test_linear_layers_attention_and_the_tied_head_are_taken(bridged: Runs) -> None:
     report = bridged[0]["report"]
     assert report["kept"] == {}
     assert {name: reason for name, reason in report["seams"].items() if reason} == {}
@@ -148,26 +88,12 @@ def test_linear_layers_attention_and_the_tied_head_are_taken(bridged: list[dict[
     assert "lm_head" in report["taken"]
 
 
-def test_the_report_says_why_every_kernel_was_chosen(bridged: list[dict[str, Any]]) -> None:
+def test_the_report_says_why_every_kernel_was_chosen(bridged: Runs) -> None:
     choices = bridged[0]["report"]["explanation"]["choices"]
     linear = [choice for choice in choices if choice["name"] == "linear"]
     assert {choice["dtype"] for choice in linear} == {"float32"}
     assert all(choice["why"] for choice in linear)
 
 
-def test_the_kill_switch_leaves_vllm_alone(own: list[dict[str, Any]]) -> None:
+def test_the_kill_switch_leaves_vllm_alone(own: Runs) -> None:
     assert all("report" not in result for result in own)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_quantized_model_says_what_it_says_without_vllm(
-    checkpoints: dict[str, Path], bridged: list[dict[str, Any]], scheme: str
-) -> None:
-    found = bridged[len(RUNS) + list(SCHEMES).index(scheme)]
-    lm = load(checkpoints[scheme], dtype="float32", cache_tokens=512)
-    expected = [
-        completion.token_ids
-        for completion in lm.generate(SMALL, max_new_tokens=QUANTIZED_TOKENS, ignore_eos=True)
-    ]
-    assert found["alone"] == found["batch"] == [list(ids) for ids in expected]
-    assert not any("mlp" in place for place in found["report"]["kept"])
