@@ -54,6 +54,12 @@ def attempt(asked: dict[str, Any]) -> dict[str, Any]:
     import vllm
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    if "interposer_vllm._session" in sys.modules:
+        from interposer_vllm._session import closed_session
+
+        # That of the model before this one ends, and with it its report.
+        with closed_session():
+            pass
     options = {
         "skip_tokenizer_init": True,
         "max_num_seqs": 4,
