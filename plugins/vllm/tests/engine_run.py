@@ -39,15 +39,15 @@ def run(llm: Any, prompts: list[list[int]], together: bool, tokens: int) -> list
 def held_bytes(model: Any) -> int:
     """Return the bytes of all weights and of what kernels hold instead, shared ones once."""
     import torch
+    from torch.utils import _pytree as pytree
 
-    tensors = [*model.parameters(), *model.buffers()]
+    leaves: list[Any] = [*model.parameters(), *model.buffers()]
     for module in model.modules():
         method = vars(getattr(module, "quant_method", None) or object)
         holders = (method.get(name) for name in ("adoption", "product", "lookup"))
-        tensors += [each for holder in holders if holder for each in holder.operands]
-    strided = [t for t in tensors if getattr(t, "layout", None) == torch.strided]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in strided}
-    return sum(storages.values())
+        leaves += pytree.tree_leaves([holder.operands for holder in holders if holder])
+    strided = [t for t in leaves if getattr(t, "layout", None) == torch.strided]
+    return sum({t.data_ptr(): t.nbytes for t in strided}.values())
 
 
 def attempt(asked: dict[str, Any]) -> dict[str, Any]:

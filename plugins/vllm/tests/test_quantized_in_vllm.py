@@ -47,11 +47,14 @@ PACKED: dict[str, Settings] = {
     "gptq, a scale per output": {**GPTQ, "group_size": -1, "desc_act": True},
     "gptq, zero points": {**GPTQ, "sym": False},
     "gptq, 8 bits": {**GPTQ, "bits": 8},
+    "gptq, 8 bits and zero points": {**GPTQ, "bits": 8, "sym": False},
     "gptq, groups of 16": {**GPTQ, "group_size": 16},
     "gptq, any order": {**GPTQ, "desc_act": True},
+    "gptq, head": {**GPTQ, "lm_head": True},
     "awq": AWQ,
     "awq, groups of 128": {**AWQ, "group_size": 128},
     "awq, no zero points": {**AWQ, "zero_point": False},
+    "awq, head": {**AWQ, "lm_head": True},
 }
 # Arguments of ``quantize``, and what is changed of the configuration.
 COMPRESSED: dict[str, dict[str, Any]] = {
@@ -65,6 +68,12 @@ COMPRESSED: dict[str, dict[str, Any]] = {
 COMPILED = ("int8", "w4a16", "w4a8")
 # Bits of a weight of linear layers in memory, and inputs that share a scale.
 HELD = {"int8": (8, HIDDEN), "w4a16": (4, 32), "w4a8": (4, 32)}
+
+# By checkpoints whose first scale is zero, sound ones of the same form.
+BROKEN = {"w8a16, broken": "w8a16", "gptq, broken": "gptq, 8 bits"}
+# That vLLM has kernels for.
+OWN_FLOAT32 = ("int8", "fp8")
+OWN_BFLOAT16 = ("w4a16", "gptq", "awq")
 
 # One worker starts the engines.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600), pytest.mark.xdist_group("vllm")]
@@ -177,6 +186,17 @@ def write_quantized_head(int8: Path, folder: Path) -> Path:
     return folder
 
 
+def write_broken(sound: Path, folder: Path) -> Path:
+    shutil.copytree(sound, folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(
+        name for name in sorted(tensors) if name.endswith("scale") or name.endswith("scales")
+    )
+    tensors[name][0, 0] = 0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return all checkpoints, by name."""
@@ -187,32 +207,40 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[name] = root / name
         quantize(plain, found[name], **asked)
     quantize(odd, root / "odd", "int8")
-    found["w4a8, packed"] = write_packed_w4a8(found["w4a16"], found["w4a8"], root / "packed")
+    for name in ("w4a16", "w4a16, zero points"):
+        packed = name.replace("w4a16", "w4a8, packed")
+        found[packed] = write_packed_w4a8(found[name], found["w4a8"], root / packed)
     found["int8, head"] = write_quantized_head(root / "odd", root / "head")
     for name, settings in PACKED.items():
         found[name] = write_packed(plain, root / name, settings)
+    for name, sound in BROKEN.items():
+        found[name] = write_broken(found[sound], root / name)
     return found
 
 
-FLOAT32 = (*COMPRESSED, "w4a8, packed", "int8, head")
+FLOAT32 = (*COMPRESSED, "w4a8, packed", "w4a8, packed, zero points", "int8, head")
+
+
+def asked(folder: Path, dtype: str, compiled: bool = False) -> dict[str, Any]:
+    options = {"dtype": dtype, "enforce_eager": not compiled}
+    return {"model": str(folder), "options": options, "prompts": PROMPTS, "tokens": TOKENS}
 
 
 @pytest.fixture(scope="module")
 def bridged(folders: dict[str, Path], run_in_vllm: Callable[..., Runs]) -> dict[str, Any]:
     """Return what vLLM makes of all checkpoints with interposer's kernels."""
-    asked = dict.fromkeys(FLOAT32, ("float32", True))
-    asked |= dict.fromkeys(PACKED, ("bfloat16", True))
-    asked |= {f"{name}, compiled": ("bfloat16", False) for name in COMPILED}
-    runs = [
-        {
-            "model": str(folders[name.removesuffix(", compiled")]),
-            "options": {"dtype": dtype, "enforce_eager": eager},
-            "prompts": PROMPTS,
-            "tokens": TOKENS,
-        }
-        for name, (dtype, eager) in asked.items()
-    ]
-    return dict(zip(asked, run_in_vllm(runs), strict=True))
+    runs = {name: asked(folders[name], "float32") for name in FLOAT32}
+    runs |= {name: asked(folders[name], "bfloat16") for name in (*PACKED, *BROKEN)}
+    runs |= {f"{n}, compiled": asked(folders[n], "bfloat16", compiled=True) for n in COMPILED}
+    return dict(zip(runs, run_in_vllm(list(runs.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def own(folders: dict[str, Path], run_in_vllm: Callable[..., Runs]) -> dict[str, Any]:
+    """Return what vLLM makes of some checkpoints by itself."""
+    runs = {name: asked(folders[name], "float32") for name in OWN_FLOAT32}
+    runs |= {name: asked(folders[name], "bfloat16") for name in (*OWN_BFLOAT16, *BROKEN.values())}
+    return dict(zip(runs, run_in_vllm(list(runs.values()), VLLM_PLUGINS=""), strict=True))
 
 
 @pytest.mark.parametrize("name", FLOAT32)
@@ -237,7 +265,12 @@ def test_tokens_in_16_bits_are_the_likeliest_but_for_roundings(
     found = bridged[name]
     assert "error" not in found, found["error"]
     assert found["report"]["kept"] == {}
-    lm = load(folders[name.removesuffix(", compiled")], dtype="float32", cache_tokens=512)
+    check_likely(folders[name.removesuffix(", compiled")], found)
+
+
+def check_likely(folder: Path, found: dict[str, Any]) -> None:
+    """Read what was said with the same model in float32."""
+    lm = load(folder, dtype="float32", cache_tokens=512)
     texts = [
         prompt + said
         for way in ("alone", "batch")
@@ -250,11 +283,37 @@ def test_tokens_in_16_bits_are_the_likeliest_but_for_roundings(
     assert sum(token.rank == 1 for token in told) > 0.9 * len(told)
 
 
+@pytest.mark.parametrize("name", OWN_FLOAT32)
+def test_vllm_says_the_same_by_itself(
+    own: dict[str, Any], bridged: dict[str, Any], name: str
+) -> None:
+    assert own[name]["alone"] == bridged[name]["alone"]
+    assert "report" not in own[name]
+
+
+@pytest.mark.parametrize("name", OWN_BFLOAT16)
+def test_vllm_reads_the_same_weights_from_the_words(
+    folders: dict[str, Path], own: dict[str, Any], name: str
+) -> None:
+    check_likely(folders[name], own[name])
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_neither_multiplies_by_ends_with_both_reasons(
+    own: dict[str, Any], bridged: dict[str, Any], name: str
+) -> None:
+    assert "uint8b128" in own[BROKEN[name]]["error"]
+    found = bridged[name]["error"]
+    assert "uint8b128" in found
+    assert "zero" in found
+
+
 @pytest.mark.parametrize("name", HELD)
 def test_weights_are_held_once_and_narrow(bridged: dict[str, Any], name: str) -> None:
     bits, group_size = HELD[name]
     rows = HIDDEN + 2 * HIDDEN * KV_HEADS // HEADS + HIDDEN + 2 * INNER
     numbers = LAYERS * (rows * HIDDEN + HIDDEN * INNER)
-    # The table and the head are plain; a scale takes four bytes, and norms next to nothing.
-    expected = numbers * bits // 8 + numbers // group_size * 4 + 2 * VOCABULARY * HIDDEN * 2
-    assert expected <= bridged[f"{name}, compiled"]["held_bytes"] < 1.1 * expected
+    # The table and the head are plain. A scale takes four bytes at most, and norms next to nothing.
+    plain, codes = 2 * VOCABULARY * HIDDEN * 2, numbers * bits // 8
+    held = bridged[f"{name}, compiled"]["held_bytes"]
+    assert plain + codes <= held < 1.05 * (plain + codes + numbers // group_size * 4)
