@@ -22,7 +22,7 @@ from interposer_vllm._unserved import unserved
 __all__ = ["AutoGPTQLinearMethod", "GPTQConfig"]
 
 
-class GPTQConfig(auto_gptq.AutoGPTQConfig):
+class GPTQConfig(auto_gptq.AutoGPTQConfig):  # type: ignore[misc]
     """vLLM's own, which takes zero points and any order of groups as well.
 
     Attributes:
@@ -51,7 +51,7 @@ class GPTQConfig(auto_gptq.AutoGPTQConfig):
 
 
 # Under the name of vLLM's own, by which it looks up how a layer is loaded.
-class AutoGPTQLinearMethod(auto_gptq.AutoGPTQLinearMethod):
+class AutoGPTQLinearMethod(auto_gptq.AutoGPTQLinearMethod):  # type: ignore[misc]
     """vLLM's own, but that what it refuses is refused once a layer is not taken over.
 
     Attributes:
@@ -99,7 +99,7 @@ class AutoGPTQLinearMethod(auto_gptq.AutoGPTQLinearMethod):
         super().process_weights_after_loading(layer)
 
 
-class _Groups(RowvLLMParameter):
+class _Groups(RowvLLMParameter):  # type: ignore[misc]
     """The group of each input, ``[I]`` for each of the fused layers, one after the other."""
 
     def load_merged_column_weight(self, loaded_weight: Tensor, **facts: Any) -> None:

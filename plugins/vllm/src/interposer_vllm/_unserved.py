@@ -16,7 +16,7 @@ from interposer_vllm._session import session
 __all__ = ["Unserved", "unserved"]
 
 
-class Unserved(MPLinearKernel):
+class Unserved(MPLinearKernel):  # type: ignore[misc]
     """Accepts every layer, and raises unless the weights were taken over before."""
 
     @classmethod
