@@ -83,8 +83,9 @@ def words(codes: Tensor, dim: int, bits: int, order: tuple[int, ...] | None = No
     """Return int32 words of consecutive codes along ``dim``, the first in the lowest bits."""
     groups = codes.movedim(dim, -1).unflatten(-1, (-1, 32 // bits))
     groups = groups if order is None else groups[..., list(order)]
-    packed = (groups << bits * torch.arange(32 // bits)).sum(-1)
-    return packed.where(packed < 1 << 31, packed - (1 << 32)).int().movedim(-1, dim).contiguous()
+    packed: Tensor = (groups << bits * torch.arange(32 // bits)).sum(-1)
+    signed: Tensor = packed.where(packed < 1 << 31, packed - (1 << 32)).int()
+    return signed.movedim(-1, dim).contiguous()
 
 
 def stored(weight: Tensor, settings: Settings) -> dict[str, Tensor]:

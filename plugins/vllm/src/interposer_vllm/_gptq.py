@@ -17,6 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.parameter import RowvLLMParameter
 from vllm.scalar_type import scalar_types
 
+from interposer_vllm._stored_weights import parts_of
 from interposer_vllm._unserved import unserved
 
 __all__ = ["AutoGPTQLinearMethod", "GPTQConfig"]
@@ -69,7 +70,7 @@ class AutoGPTQLinearMethod(auto_gptq.AutoGPTQLinearMethod):  # type: ignore[misc
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -80,14 +81,18 @@ class AutoGPTQLinearMethod(auto_gptq.AutoGPTQLinearMethod):  # type: ignore[misc
         """Register ``g_idx`` besides, where groups have an order."""
         sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
         super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
-        if self.quant_config.is_reordered:
-            words = len(output_partition_sizes) * input_size_per_partition
-            groups = _Groups(
-                data=torch.empty(words, dtype=torch.int32),
-                input_dim=0,
-                weight_loader=extra_weight_attrs["weight_loader"],
-            )
-            layer.register_parameter("g_idx", groups)
+        if not self.quant_config.is_reordered:
+            return
+        fused = self.quant_config.packed_modules_mapping
+        num_parts = len(parts_of(layer.prefix, output_partition_sizes, fused))
+        # vLLM asks for its own class where the checkpoint has fused the layers itself.
+        of = RowvLLMParameter if num_parts == 1 else _Groups
+        groups = of(
+            data=torch.empty(num_parts * input_size_per_partition, dtype=torch.int32),
+            input_dim=0,
+            weight_loader=extra_weight_attrs["weight_loader"],
+        )
+        layer.register_parameter("g_idx", groups)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Prepare the weights for vLLM's own kernel.
