@@ -1,12 +1,13 @@
 """Write a model of random weights, and the same weights as each of the peers reads them.
 
-    python benchmarks/cpu_models.py qwen3-0.6b DIR [--formats hf gguf openvino onnx adapters]
+    python benchmarks/cpu_models.py qwen3-0.6b DIR [--formats hf gguf openvino onnx ...]
 
 DIR/hf is the model directory; beside it stand GGUF files and folders for OpenVINO and
-onnxruntime-genai, whose converters run in the peers' environments, which are made if need be, and
-in adapters four of rank 16 for all products of blocks, as PEFT and as llama.cpp have them. The
-shape stdlib-lm is the model that this repository ships. What is there already stays, and what
-cannot be made is reported with its reason.
+onnxruntime-genai, whose converters run in the peers' environments, which are made if need be.
+Asked for by name are "adapters", four of rank 16 for all products of blocks, as PEFT and as
+llama.cpp have them, and "compressed": checkpoints of compressed-tensors in DIR/int8, DIR/w8a16,
+DIR/w4a16 and DIR/w4a8. The shape stdlib-lm is the model that this repository ships. What is there
+already stays, and what cannot be made is reported with its reason.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from cpu_peers import ENVIRONMENTS, Unavailable, cache_folder, environment_python, source_tree
-from interposer_models import Checkpoint
+from interposer_models import Checkpoint, quantize
 from random_model import SHAPES
 
 # Small enough for a smoke test; sizes are multiples of what each of the formats has for a block.
@@ -60,6 +61,14 @@ OPENVINO = {
     ],
 }
 ONNX = {"int4": ["-p", "int4", "--extra_options", "int4_accuracy_level=4", "int4_block_size=32"]}
+
+# Scheme, inputs and group size, by the name that vLLM has for such a checkpoint.
+COMPRESSED: dict[str, tuple[str, str | None, int | None]] = {
+    "int8": ("int8", None, None),
+    "w8a16": ("int8", "none", None),
+    "w4a16": ("int4", None, 32),
+    "w4a8": ("w4a8", None, 32),
+}
 
 
 def write_hugging_face(config: Any, folder: Path) -> None:
@@ -161,6 +170,12 @@ def write_onnx(source: Path, target: Path, kind: str, environments: Path) -> Non
     shutil.rmtree(cache, ignore_errors=True)
 
 
+def write_compressed(source: Path, target: Path, kind: str) -> None:
+    """Round the linear layers to nearest; the embedding and the head stay plain."""
+    scheme, activations, group_size = COMPRESSED[kind]
+    quantize(source, target, scheme, activations=activations, group_size=group_size)
+
+
 def _python(name: str, environments: Path) -> Path:
     return environment_python(ENVIRONMENTS[name], environments)
 
@@ -211,6 +226,10 @@ def made(shape: str, folder: Path, formats: list[str], environments: Path) -> It
             folder / "adapters",
             partial(write_adapters, plain, environments=environments),
         ),
+        *(
+            ("compressed", folder / kind, partial(write_compressed, plain, kind=kind))
+            for kind in COMPRESSED
+        ),
     ]
     folder.mkdir(parents=True, exist_ok=True)
     for name, target, write in parts:
@@ -234,8 +253,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("shape", choices=[*sorted(SHAPES), "tiny", SHIPPED.name])
     parser.add_argument("directory", type=Path)
-    known = ["hf", "gguf", "openvino", "onnx", "adapters"]
-    parser.add_argument("--formats", nargs="+", choices=known, default=known[:-1])
+    known = ["hf", "gguf", "openvino", "onnx", "adapters", "compressed"]
+    parser.add_argument("--formats", nargs="+", choices=known, default=known[:4])
     parser.add_argument("--environments", type=Path, default=cache_folder())
     arguments = parser.parse_args()
     folder, environments = arguments.directory.absolute(), arguments.environments.absolute()

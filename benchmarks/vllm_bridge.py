@@ -1,11 +1,12 @@
 """vLLM for CPUs with and without interposer-vllm, in alternated rounds, on the same random weights.
 
-    python benchmarks/cpu_models.py qwen3-0.6b DIR
-    python benchmarks/vllm_bridge.py DIR --python PYTHON [--sources hf ...] [--threads 2]
+    python benchmarks/cpu_models.py qwen3-0.6b DIR [--formats hf compressed]
+    python benchmarks/vllm_bridge.py DIR --python PYTHON [--sources hf int8 w4a8 ...] [--threads 2]
 
 Both live in processes of their own, in their own mode of compilation, and one is stopped while the
 other runs. Figures are medians of tokens per second over the rounds, with the lowest and the
-highest in brackets; the ratio is the median of the ratios within a round. PYTHON has vLLM and the
+highest in brackets; the ratio is the median of the ratios within a round. A checkpoint that one of
+them refuses or fails with has that reason beside the figures of the other. PYTHON has vLLM and the
 plugin: see ``make test-vllm``.
 """
 
@@ -56,6 +57,12 @@ class Pair:
         """Take the rate of a round."""
         self.rates.setdefault(label, {}).setdefault(option, []).append(rate)
 
+    def fail(self, option: str, why: Unavailable) -> None:
+        """Drop the rates of an option that ended: medians of fewer rounds say something else."""
+        self.failures[option] = str(why)
+        for found in self.rates.values():
+            found.pop(option, None)
+
     def table(self) -> str:
         """Return Markdown: a row per label, and the seconds of loading."""
         head = f"| {self.head} | plain | bridge | ratio |"
@@ -93,7 +100,7 @@ def measured(source: str, options: argparse.Namespace) -> Pair:
                     contender, options.python, options.model_dir, options.threads, options.timeout
                 )
             except Unavailable as error:
-                pair.failures[option] = str(error)
+                pair.fail(option, error)
                 continue
             workers[option] = worker
             pair.loads[option] = worker.loaded["load_s"]
@@ -102,11 +109,14 @@ def measured(source: str, options: argparse.Namespace) -> Pair:
                 # Who is first changes with the round.
                 for option in sorted(workers, reverse=bool(index % 2)):
                     command = row.command(index, options.vocab_size)
-                    found = workers[option].run(command)
+                    try:
+                        found = workers[option].run(command)
+                    except Unavailable as error:
+                        pair.fail(option, error)
+                        workers.pop(option).end()
+                        continue
                     for label, rate in row.rates(found).items() if index else ():
                         pair.add(label, option, rate)
-    except Unavailable as error:
-        pair.failures["round"] = str(error)
     finally:
         for worker in workers.values():
             worker.end()

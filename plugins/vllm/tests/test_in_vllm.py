@@ -90,16 +90,12 @@ def bridged(runs: Runs, run_in_vllm: Callable[..., Runs]) -> Runs:
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=RUNS)
 @pytest.mark.parametrize("way", ["alone", "batch"])
-def test_a_trained_model_says_the_same(
-    own: Runs, bridged: Runs, number: int, way: str
-) -> None:
+def test_a_trained_model_says_the_same(own: Runs, bridged: Runs, number: int, way: str) -> None:
     assert bridged[number][way] == own[number][way]
     assert all(len(tokens) == 256 for tokens in own[number][way])
 
 
-def test_rounded_scores_are_as_close_to_whole_ones_as_vllms_own(
-    own: Runs, bridged: Runs
-) -> None:
+def test_rounded_scores_are_as_close_to_whole_ones_as_vllms_own(own: Runs, bridged: Runs) -> None:
     """Both round each layer's results to bfloat16, so both err alike.
 
     Of n independent errors of equal size, the ratio of two root mean squares deviates from 1 by

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from interposer import Config, Resolver, Site, current_registry, place
 from interposer.errors import ConfigError
 from interposer_ops.layers.linear import Linear
-from interposer_vllm._stored_weights import empty_layer, fill, parts_of
+from interposer_vllm._stored_weights import empty_layer, fill, narrow, parts_of, widen
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 PACKED = {
@@ -31,6 +31,23 @@ PACKED = {
         }
     },
 }
+W4A8 = {
+    **PACKED,
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            **PACKED["config_groups"]["group_0"],  # type: ignore[index]
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "strategy": "token",
+                "dynamic": True,
+                "symmetric": True,
+            },
+        }
+    },
+}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 PARTS = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
 IN, OUT = 64, 64
 
@@ -78,6 +95,86 @@ def test_words_of_gptq_are_multiplied_as_they_are_defined() -> None:
     torch.testing.assert_close(
         kernel(x, *operands), (x.double() @ weight.T).float(), rtol=1e-4, atol=1e-3
     )
+
+
+def test_words_of_awq_are_multiplied_as_they_are_defined() -> None:
+    method, holder = created(AWQ)
+    generator = torch.Generator().manual_seed(2)
+    words = torch.randint(-(2**31), 2**31 - 1, (IN, OUT // 8), generator=generator).int()
+    zeros = torch.randint(-(2**31), 2**31 - 1, (IN // 32, OUT // 8), generator=generator).int()
+    scales = torch.rand(IN // 32, OUT, generator=generator)
+    fill(holder, {"qweight": words, "qzeros": zeros, "scales": scales, "bias": None})
+    # The outputs of a word, from its lowest bits: 0, 2, 4, 6, 1, 3, 5, 7.
+    places = (0, 4, 1, 5, 2, 6, 3, 7)
+
+    def codes(packed: Tensor) -> Tensor:
+        return torch.stack([packed >> 4 * n & 15 for n in places], -1).flatten(1)
+
+    expected = codes(words).double() - codes(zeros).double().repeat_interleave(32, 0)
+    expected *= scales.double().repeat_interleave(32, 0)
+    assert torch.equal(method.dequantized(holder), expected.T)
+
+
+def test_a_parameter_under_two_names_is_read_under_one() -> None:
+    method, holder = created(W4A8)
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(-8, 8, (OUT, IN), generator=generator).to(torch.int8)
+    weight = nn.Parameter(codes, requires_grad=False)
+    scales = torch.rand(OUT, IN // 32, generator=generator)
+    fill(holder, {"weight": weight, "weight_packed": weight, "weight_scale": scales})
+    expected = codes.double() * scales.double().repeat_interleave(32, 1)
+    assert torch.equal(method.dequantized(holder), expected)
+
+
+def test_another_parameter_under_the_second_name_is_refused() -> None:
+    _, holder = created(W4A8)
+    codes = torch.zeros(OUT, IN, dtype=torch.int8)
+    scales = torch.ones(OUT, IN // 32)
+    with pytest.raises(ConfigError, match="holds weight_packed besides"):
+        fill(holder, {"weight": codes, "weight_packed": codes.clone(), "weight_scale": scales})
+
+
+def test_the_order_of_inputs_is_that_of_each_fused_layer() -> None:
+    method, holder = created({**GPTQ, "desc_act": True})
+    order = torch.randperm(IN, generator=torch.Generator().manual_seed(4))
+    groups = (order // 32).int()
+    fill(holder, {**gptq_weights(), "g_idx": groups.repeat(len(PARTS))})
+    weight = method.dequantized(holder)
+    x = torch.randn(3, IN, generator=torch.Generator().manual_seed(5))
+    kernel, operands = method.finalize(holder)
+    torch.testing.assert_close(
+        kernel(x, *operands), (x.double() @ weight.T).float(), rtol=1e-4, atol=1e-3
+    )
+
+
+def test_one_group_of_all_inputs_needs_no_order() -> None:
+    _, holder = created({**GPTQ, "desc_act": True, "group_size": -1})
+    loaded = gptq_weights()
+    for name in ("qzeros", "scales"):
+        rows = loaded[name]
+        assert rows is not None
+        loaded[name] = rows[:1]
+    fill(holder, loaded)
+    assert not holder.get_parameter("g_idx").any()
+
+
+def test_scales_are_loaded_as_wide_as_they_are_held() -> None:
+    _, holder = created(GPTQ)
+    layer = nn.Module()
+    for name, tensor in gptq_weights().items():
+        parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+        layer.register_parameter(name, parameter)
+    former = widen(layer, holder)
+    assert former == {"scales": torch.bfloat16}
+    scales = layer.get_parameter("scales")
+    assert scales.dtype == torch.float32
+    assert layer.get_parameter("qweight").dtype == torch.int32
+    stored = torch.full_like(scales, 1 + 2**-10)
+    scales.data.copy_(stored)
+    fill(holder, layer._parameters)
+    assert torch.equal(holder.get_parameter("scales"), stored)
+    narrow(layer, former)
+    assert torch.equal(layer.get_parameter("scales"), stored.bfloat16())
 
 
 def test_the_shape_of_packed_weights_is_that_of_what_is_held() -> None:

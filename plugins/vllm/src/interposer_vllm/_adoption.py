@@ -7,23 +7,58 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from interposer import LinearMethod
-from interposer.errors import ConfigError, UnknownNameError
+from interposer.errors import ConfigError, InterposerError, UnknownNameError
 from interposer_ops.layers.linear import PlainLinear
 from interposer_vllm._graph_ops import PlacedKernel
 from interposer_vllm._session import Session
-from interposer_vllm._stored_weights import empty_layer, fill, parts_of
+from interposer_vllm._stored_weights import empty_layer, fill, narrow, parts_of, widen
 
-__all__ = ["Adoption", "emptied"]
+__all__ = ["Adoption", "Product", "emptied", "product_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One product of vLLM, as this worker holds its weight.
+
+    Attributes:
+        parts: outputs of the checkpoint's layers that are fused in it, by name.
+        in_features: of the input that they share.
+        biased: the kernel adds the layer's bias.
+    """
+
+    parts: Mapping[str, int]
+    in_features: int
+    biased: bool
+
+    @property
+    def out_features(self) -> int:
+        """Outputs of all parts together."""
+        return sum(self.parts.values())
+
+
+def product_of(layer: Any, fused: Mapping[str, list[str]]) -> Product:
+    """Return the product of a linear layer of vLLM.
+
+    Args:
+        fused: names of the checkpoint's layers by the last part of a prefix.
+    Raises: ConfigError: nothing else may hold its weight.
+    """
+    if getattr(layer, "_cpu_skip_gemm_dispatch", False):
+        raise ConfigError("vLLM reads its weight itself")
+    sizes = list(getattr(layer, "output_partition_sizes", [layer.output_size]))
+    in_features = int(getattr(layer, "input_size_per_partition", layer.input_size))
+    return Product(parts_of(layer.prefix, sizes, fused), in_features, _adds_bias(layer))
 
 
 class Adoption:
-    """One linear layer: the method here that holds its weights, and the bound kernel.
+    """One product: the method here that holds its weights, and the bound kernel.
 
     Attributes:
         biased: the kernel adds the layer's bias.
@@ -31,34 +66,25 @@ class Adoption:
     Args:
         layer: of vLLM, built and not loaded.
         settings: the checkpoint's ``quantization_config``; None where the layer is plain.
-        fused: names of the checkpoint's layers by the last part of a prefix.
     Raises: InterposerError: no method here takes the layer, or no kernel.
     """
 
     def __init__(
-        self,
-        session: Session,
-        layer: Any,
-        settings: Mapping[str, Any] | None,
-        fused: Mapping[str, list[str]],
+        self, session: Session, layer: Any, settings: Mapping[str, Any] | None, product: Product
     ) -> None:
-        if getattr(layer, "_cpu_skip_gemm_dispatch", False):
-            raise ConfigError("vLLM reads its weight itself")
         self.placed = PlacedKernel()
         self._session, self._prefix = session, layer.prefix
-        self.biased = _adds_bias(layer)
-        sizes = list(getattr(layer, "output_partition_sizes", [layer.output_size]))
-        self.out_features = sum(sizes)
-        in_features = int(getattr(layer, "input_size_per_partition", layer.input_size))
-        parts = parts_of(layer.prefix, sizes, fused)
-        self._method = _method(session, layer.prefix, parts, settings)
-        self._created = empty_layer(parts)
+        self.biased = product.biased
+        self.out_features = product.out_features
+        self._method = _method(session, layer.prefix, product.parts, settings)
+        self._created = empty_layer(product.parts)
         site = session.site(layer.prefix, layer.params_dtype)
         # vLLM allocates what is loaded; here is only said in which form it is wanted.
         with torch.device("meta"):
             self._method.create_weights(
-                self._created, site, in_features, self.out_features, self.biased
+                self._created, site, product.in_features, product.out_features, product.biased
             )
+        self._widened = widen(layer, self._created)
 
     def finalize(self, layer: Any) -> None:
         """Hand the loaded weights to the method, and free those that the operands replace.
@@ -70,8 +96,15 @@ class Adoption:
         """
         holder = copy.copy(self._created)
         holder._parameters = dict(self._created._parameters)
-        fill(holder, {n: p for n, p in layer._parameters.items() if n != "bias" or self.biased})
-        kernel, operands = self._method.finalize(holder)
+        loaded = dict(layer._parameters)
+        if not self.biased:
+            loaded.pop("bias", None)
+        try:
+            fill(holder, loaded)
+            kernel, operands = self._method.finalize(holder)
+        except InterposerError:
+            narrow(layer, self._widened)
+            raise
         self.placed.bind(kernel, operands, self._session.is_traceable(self._prefix))
         emptied(layer, operands, keep=("bias",))
 

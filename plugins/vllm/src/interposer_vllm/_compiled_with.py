@@ -1,4 +1,4 @@
-"""The choices of this process that a compiled model was compiled with."""
+"""The choices of this process that a compiled model depends on."""
 
 from __future__ import annotations
 

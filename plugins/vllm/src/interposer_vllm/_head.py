@@ -13,9 +13,9 @@ from interposer import BoundKernel
 from interposer.errors import InterposerError
 from interposer_ops.embedding import embedding
 from interposer_ops.linear import linear
-from interposer_vllm._adoption import emptied
+from interposer_vllm._adoption import Product, emptied
 from interposer_vllm._graph_ops import PlacedKernel
-from interposer_vllm._methods import keep, with_method
+from interposer_vllm._methods import AdoptedLinear, adopt_product, keep, with_method
 from interposer_vllm._session import session
 
 __all__ = ["adopt_head", "adopt_table"]
@@ -28,21 +28,44 @@ def adopt_table(layer: Any) -> None:
     """
     if _is_plain(layer):
         with_method(layer, _AdoptedTable, lookup=PlacedKernel(), is_tied=False)
+    else:
+        keep(layer.prefix, f"{type(layer.quant_method).__name__} of vLLM stores it")
 
 
 def adopt_head(layer: Any) -> None:
-    """Let a head of vLLM use what is chosen here for the product."""
+    """Let a head of vLLM use what is chosen here for the product.
+
+    One that the checkpoint stores quantized is a linear layer like any other.
+
+    Raises: NoCandidateError, UnknownNameError: the user pinned or required what cannot be had.
+    """
     if _is_plain(layer):
         with_method(layer, _AdoptedHead, product=PlacedKernel(), table=())
+        return
+    parts = {layer.prefix.rpartition(".")[2]: layer.num_embeddings_per_partition}
+    # Whoever computes logits hands over the bias, which is not always that of the head.
+    product = Product(parts, layer.embedding_dim, biased=False)
+    adopt_product(layer, lambda: product, _QuantizedHead)
 
 
 def _is_plain(layer: Any) -> bool:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    if type(layer.quant_method) is UnquantizedEmbeddingMethod:
-        return True
-    keep(layer.prefix, f"{type(layer.quant_method).__name__} of vLLM stores it")
-    return False
+    return type(layer.quant_method) is UnquantizedEmbeddingMethod
+
+
+class _QuantizedHead(AdoptedLinear):
+    """Part of a method that multiplies by a head whose weight is quantized."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Prepare the weight as that of any linear layer."""
+        scale, rows = layer._parameters.get("weight_scale"), layer.num_embeddings_per_partition
+        if scale is not None and scale.ndim == 2 and len(scale) == rows:
+            # vLLM pads the vocabulary with rows of zeros, whose logits it cuts off again. A scale
+            # of zero would be taken for a broken checkpoint.
+            indices = layer.shard_indices
+            scale.data[indices.org_vocab_end_index - indices.org_vocab_start_index :] = 1
+        super().process_weights_after_loading(layer)
 
 
 class _AdoptedTable:

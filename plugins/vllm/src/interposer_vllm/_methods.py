@@ -6,7 +6,7 @@ kind of method a layer has finds what it looks for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -18,10 +18,10 @@ from interposer.errors import (
     PlatformUnavailableError,
     UnknownNameError,
 )
-from interposer_vllm._adoption import Adoption
+from interposer_vllm._adoption import Adoption, Product, product_of
 from interposer_vllm._session import session
 
-__all__ = ["adopt", "checkpoint_settings", "keep", "with_method"]
+__all__ = ["AdoptedLinear", "adopt", "adopt_product", "checkpoint_settings", "keep", "with_method"]
 
 
 # vLLM writes these into the checkpoint's quantization_config, for cutting the scales of a cache.
@@ -31,8 +31,19 @@ _FACTS_OF_VLLM = {"total_num_heads", "total_num_kv_heads"}
 def adopt(layer: Any) -> None:
     """Let a linear layer of vLLM, which is built and not loaded, use what is chosen here.
 
+    Raises: NoCandidateError, UnknownNameError: the user pinned or required what cannot be had.
+    """
+    adopt_product(layer, lambda: product_of(layer, _fused_names(layer)), AdoptedLinear)
+
+
+def adopt_product(layer: Any, product: Callable[[], Product], mixin: type) -> None:
+    """Let ``mixin``, part of a method, multiply in ``layer`` by what is chosen here.
+
     A layer that cannot stays vLLM's own, with the reason in the report.
 
+    Args:
+        product: returns that of the layer, or raises why it is vLLM's own.
+        mixin: ``AdoptedLinear`` or a subclass, which gets ``adoption``.
     Raises: NoCandidateError, UnknownNameError: the user pinned or required what cannot be had.
     """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -44,11 +55,11 @@ def adopt(layer: Any) -> None:
             keep(layer.prefix, "vLLM quantizes it while it loads")
             return
     try:
-        adoption = Adoption(session(), layer, settings, _fused_names(layer))
+        adoption = Adoption(session(), layer, settings, product())
     except InterposerError as error:
         keep(layer.prefix, error)
         return
-    with_method(layer, _AdoptedLinear, adoption=adoption)
+    with_method(layer, mixin, adoption=adoption)
 
 
 def with_method(layer: Any, mixin: type, **attributes: object) -> None:
@@ -71,7 +82,7 @@ def _class(mixin: type, own: type) -> type:
     return _classes[mixin, own]
 
 
-class _AdoptedLinear:
+class AdoptedLinear:
     """Part of a method that asks ``adoption`` for the product, and ``own`` where it fails."""
 
     adoption: Adoption

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from interposer.errors import ConfigError
 from interposer_ops.layers.linear import Linear
 
-__all__ = ["empty_layer", "fill", "parts_of"]
+__all__ = ["empty_layer", "fill", "narrow", "parts_of", "widen"]
 
 # The sizes of a packed weight. vLLM keeps those of one of the fused layers, whole even where it
 # holds a slice; the sizes that the method was built with are those of what it holds.
@@ -47,14 +47,20 @@ def empty_layer(parts: Mapping[str, int]) -> Linear:
 def fill(holder: Linear, loaded: Mapping[str, Tensor | None]) -> None:
     """Put what vLLM loaded into the parameters that a method here created, by name.
 
-    Nothing is copied that has the right form.
+    Nothing is copied that has the right form. A parameter that vLLM holds under two names is wanted
+    under one of them.
 
     Args:
         holder: has ``parts``, and parameters as ``LinearMethod.create_weights`` describes them.
     Raises: ConfigError: vLLM stores the layer in another form.
     """
     wanted = {name: own for name, own in holder._parameters.items() if own is not None}
-    strays = {name for name, held in loaded.items() if held is not None} - wanted.keys()
+    read = {id(held) for name, held in loaded.items() if name in wanted}
+    strays = {
+        name
+        for name, held in loaded.items()
+        if held is not None and name not in wanted and id(held) not in read
+    }
     if strays:
         raise ConfigError(f"vLLM holds {', '.join(sorted(strays))} besides, which no method reads")
     for name, own in wanted.items():
@@ -62,6 +68,35 @@ def fill(holder: Linear, loaded: Mapping[str, Tensor | None]) -> None:
         filled = nn.Parameter(data, requires_grad=False)
         vars(filled).update(vars(own))
         holder.register_parameter(name, filled)
+
+
+def widen(layer: nn.Module, holder: Linear) -> dict[str, torch.dtype]:
+    """Let vLLM load floats into ``layer`` that are as wide as those of ``holder``, by name.
+
+    vLLM makes scales in the model's dtype, which would round those of most checkpoints.
+
+    Returns: the former dtypes, for ``narrow``.
+    """
+    former = {}
+    for name, own in holder._parameters.items():
+        held = layer._parameters.get(name)
+        if own is None or held is None or not _is_wider(own.dtype, held.dtype):
+            continue
+        former[name] = held.dtype
+        held.data = torch.empty(held.shape, dtype=own.dtype, device=held.device)
+    return former
+
+
+def narrow(layer: nn.Module, former: Mapping[str, torch.dtype]) -> None:
+    """Round the floats of ``layer`` to the dtypes that vLLM had made them in."""
+    for name, dtype in former.items():
+        held = layer.get_parameter(name)
+        held.data = held.data.to(dtype)
+
+
+def _is_wider(one: torch.dtype, other: torch.dtype) -> bool:
+    floats = one.is_floating_point and other.is_floating_point
+    return floats and one.itemsize > other.itemsize
 
 
 def _form(name: str, own: nn.Parameter, held: Tensor | None, num_parts: int) -> Tensor:

@@ -97,8 +97,9 @@ class GPTQLinear(PackedLinear):
             return in_order()
 
         empty = torch.empty(num_parts * in_features, dtype=torch.int32)
-        # Some writers leave it out where groups follow each other.
-        default = {"default": in_order} if self.weights.ordered else {}
+        # Some writers leave it out where groups follow each other, as a group of all inputs does.
+        in_any_case = self.weights.ordered or self.num_groups == 1
+        default = {"default": in_order} if in_any_case else {}
         register_stored(layer, "g_idx", empty, per_part=True, sample=sample, **default)
 
     def groups(self, layer: nn.Module) -> torch.Tensor | None:

@@ -1,0 +1,68 @@
+"""GPTQ checkpoints that vLLM refuses by their configuration, of which kernels here read more."""
+
+from __future__ import annotations
+
+from interposer import Verdict
+from interposer_vllm._seam import Member, Seam
+
+__all__ = ["SEAM"]
+
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+_GPTQ = f"{_QUANTIZATION}.auto_gptq"
+
+
+def _take() -> Verdict:
+    from vllm.model_executor.layers.quantization import (
+        get_quantization_config,
+        register_quantization_config,
+    )
+    from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
+    from vllm.platforms import current_platform
+
+    from interposer_vllm._gptq import GPTQConfig
+
+    # Under this name vLLM reads checkpoints of ``gptq``.
+    name = AutoGPTQConfig.get_name()
+    found = get_quantization_config(name)
+    if found is not AutoGPTQConfig:
+        return Verdict.refuse(f"another plugin has replaced it by {found.__qualname__}")
+    if current_platform.is_cpu():
+        register_quantization_config(name)(GPTQConfig)
+    return Verdict.accept()
+
+
+SEAM = Seam(
+    name="gptq",
+    members=(
+        Member(f"{_QUANTIZATION}:register_quantization_config", "(quantization)"),
+        Member(f"{_QUANTIZATION}:get_quantization_config", "(quantization)"),
+        Member(
+            f"{_GPTQ}:AutoGPTQConfig.__init__",
+            "(self, weight_bits, group_size, desc_act, is_sym, lm_head_quantized, dynamic, "
+            "full_config, modules_in_block_to_quantize=None)",
+        ),
+        Member(f"{_GPTQ}:AutoGPTQConfig.get_name", "()"),
+        Member(f"{_GPTQ}:AutoGPTQConfig.get_quant_method", "(self, layer, prefix)"),
+        Member(f"{_GPTQ}:AutoGPTQLinearMethod.__init__", "(self, quant_config)"),
+        Member(
+            f"{_GPTQ}:AutoGPTQLinearMethod.create_weights",
+            "(self, layer, input_size_per_partition, output_partition_sizes, input_size, "
+            "output_size, params_dtype, **extra_weight_attrs)",
+        ),
+        Member(f"{_GPTQ}:AutoGPTQLinearMethod.process_weights_after_loading", "(self, layer)"),
+        Member(
+            f"{_QUANTIZATION}.utils.gptq_utils:get_linear_quant_method",
+            "(config, layer, prefix, linear_method_cls)",
+        ),
+        Member(
+            "vllm.model_executor.parameter:RowvLLMParameter.__init__",
+            "(self, input_dim, **kwargs)",
+        ),
+        Member(
+            "vllm.model_executor.parameter:RowvLLMParameter.load_qkv_weight",
+            "(self, loaded_weight, **kwargs)",
+        ),
+    ),
+    take=_take,
+    stays="Refusals of GPTQ checkpoints",
+)

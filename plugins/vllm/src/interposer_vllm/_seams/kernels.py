@@ -1,0 +1,42 @@
+"""Packed integers for which vLLM has no kernel on CPUs: their layers are built all the same."""
+
+from __future__ import annotations
+
+from interposer import Verdict
+from interposer_vllm._seam import Member, Seam
+
+__all__ = ["SEAM"]
+
+_KERNELS = "vllm.model_executor.kernels.linear"
+
+
+def _take() -> Verdict:
+    from vllm.model_executor.kernels.linear import register_linear_kernel
+    from vllm.platforms import PlatformEnum
+
+    from interposer_vllm._unserved import Unserved
+
+    register_linear_kernel(Unserved, PlatformEnum.CPU, "mp")
+    return Verdict.accept()
+
+
+SEAM = Seam(
+    name="kernels",
+    members=(
+        Member(f"{_KERNELS}:register_linear_kernel", "(kernel_class, platform, kernel_type='mp')"),
+        Member(
+            f"{_KERNELS}:MPLinearLayerConfig",
+            "(full_weight_shape, partition_weight_shape, weight_type, act_type, group_size, "
+            "zero_points, out_type=None)",
+        ),
+        Member(
+            f"{_KERNELS}:MPLinearKernel.__init__",
+            "(self, c, w_q_param_name, w_s_param_name, w_zp_param_name=None)",
+        ),
+        Member(f"{_KERNELS}:MPLinearKernel.can_implement", "(c)"),
+        Member(f"{_KERNELS}:MPLinearKernel.process_weights_after_loading", "(self, layer)"),
+        Member(f"{_KERNELS}:MPLinearKernel.apply_weights", "(self, layer, x, bias=None)"),
+    ),
+    take=_take,
+    stays="Refusals of packed integers without a kernel of vLLM's",
+)
