@@ -16,9 +16,17 @@ def test_ops_of_vllm_compute_what_ops_define() -> None:
     assert {"rms_norm_vllm", "silu_and_mul_vllm", "rotary_embedding_vllm"} <= correct
 
 
-@pytest.mark.parametrize("distribution", ["interposer-cpu", "interposer-ops"])
-def test_kernels_compute_the_same_inside_layers_of_vllm(distribution: str) -> None:
-    report = verify(distribution, op="linear", host="vllm", quick=True)
+@pytest.mark.parametrize(
+    ("distribution", "op"),
+    [
+        ("interposer-cpu", "linear"),
+        ("interposer-ops", "linear"),
+        ("interposer-cpu", "rms_norm"),
+        ("interposer-cpu", "silu_and_mul"),
+    ],
+)
+def test_kernels_compute_the_same_inside_layers_of_vllm(distribution: str, op: str) -> None:
+    report = verify(distribution, op=op, host="vllm", quick=True)
     assert report.host.startswith("vllm 0.")
     assert report.state == "correct", str(report)
     cases = sum(t.cases for c in report.in_state("correct") for t in c.tallies)

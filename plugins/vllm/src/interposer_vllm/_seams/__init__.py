@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from interposer_vllm._seam import Seam
-from interposer_vllm._seams import attention, experts, head, linear, report
+from interposer_vllm._seams import attention, elementwise, experts, head, linear, report
 
 __all__ = ["SEAMS"]
 
-SEAMS: tuple[Seam, ...] = (linear.SEAM, head.SEAM, experts.SEAM, attention.SEAM, report.SEAM)
+SEAMS: tuple[Seam, ...] = (
+    linear.SEAM,
+    head.SEAM,
+    experts.SEAM,
+    attention.SEAM,
+    elementwise.SEAM,
+    report.SEAM,
+)
