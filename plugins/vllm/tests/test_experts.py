@@ -139,7 +139,7 @@ def test_biases_that_no_checkpoint_has_are_left_out(session: Session) -> None:
     ExpertsAdoption(session, layer).finalize(layer)
     loaded = Routed(matrices() | zeros)
     loaded._loaded_expert_biases.add("w13_bias")
-    with pytest.raises(ConfigError, match="w13_bias besides"):
+    with pytest.raises(ConfigError, match="holds bias besides"):
         ExpertsAdoption(session, loaded).finalize(loaded)
 
 
@@ -148,9 +148,10 @@ def test_biases_that_no_checkpoint_has_are_left_out(session: Session) -> None:
     [
         ({"w13_weight": torch.zeros(EXPERTS, INNER, HIDDEN)}, r"weight as \[4, 32, 64\]"),
         ({"w2_weight": torch.zeros(EXPERTS, HIDDEN, INNER, dtype=torch.int8)}, "torch.int8"),
-        ({"w13_weight_scale": torch.ones(EXPERTS, 2 * INNER, 1)}, "w13_weight_scale besides"),
+        ({"w13_weight_scale": torch.ones(EXPERTS, 2 * INNER, 1)}, "weight_scale besides"),
+        ({"order": torch.ones(EXPERTS)}, "holds order besides"),
     ],
-    ids=["shape", "dtype", "name"],
+    ids=["shape", "dtype", "name", "side"],
 )
 def test_another_form_is_refused_and_left_as_it_was(
     session: Session, held: dict[str, Tensor], reason: str

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from interposer import LinearMethod
-from interposer.errors import ConfigError
+from interposer.errors import ConfigError, UnknownNameError
 from interposer_ops.layers.linear import PlainLinear
 from interposer_vllm._graph_ops import multiply, new_place, place_call
 from interposer_vllm._session import Session
@@ -90,7 +90,12 @@ def _method(
 ) -> LinearMethod:
     if settings is None:
         return PlainLinear()
-    method = session.scheme(settings).linear_method(prefix, tuple(parts))
+    try:
+        scheme = session.scheme(settings)
+    except UnknownNameError as error:
+        # Not what the user asked for by name: the checkpoint did.
+        raise ConfigError(str(error)) from error
+    method = scheme.linear_method(prefix, tuple(parts))
     if method is None:
         raise ConfigError("is quantized in vLLM, and plain by quantization_config")
     return method

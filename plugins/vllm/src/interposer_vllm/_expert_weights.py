@@ -3,7 +3,7 @@
 vLLM holds the first projections of all experts as ``w13_weight``, ``w13_weight_scale`` and so on,
 and the second ones as ``w2_weight``. What comes behind is what the checkpoint calls the tensor.
 
-Dimensions: E experts, R rows, C columns.
+Dimensions: E experts, P matrices of one projection, R rows, C columns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from interposer.errors import ConfigError
 from interposer_ops.layers.experts import Experts
 from interposer_ops.layers.linear import Linear
-from interposer_vllm._stored_weights import fill, filled, form_of
+from interposer_vllm._stored_weights import empty_layer, fill
 
 __all__ = ["fill_experts", "finalized"]
 
@@ -33,24 +33,25 @@ def fill_experts(experts: Experts, loaded: Mapping[str, Tensor | None]) -> None:
         loaded: by vLLM's name, each ``[E, ...]``.
     Raises: ConfigError: vLLM stores them in another form.
     """
-    unread = {name: held for name, held in loaded.items() if held is not None}
-    read: set[str] = set()
-    for name, own in _own(experts):
-        source = _source(name, own)
-        read.add(source)
-        held = unread.get(source)
-        experts.register_parameter(name, filled(own, _form(source, own, held)))
-    for expert, linear in _layers(experts):
-        side = _side(linear, experts)
-        parts = {
-            name.removeprefix(side): held[expert]
-            for name, held in unread.items()
-            if name.startswith(side)
+    sides = {
+        side: {
+            name.removeprefix(side): held
+            for name, held in loaded.items()
+            if name.startswith(side) and held is not None
         }
-        read.update(side + name for name in parts)
-        fill(linear, parts)
-    if strays := unread.keys() - read:
+        for side in (_FIRST, _SECOND)
+    }
+    strays = {name for name, held in loaded.items() if held is not None}
+    strays -= {side + name for side, held in sides.items() for name in held}
+    if strays:
         raise ConfigError(f"vLLM holds {', '.join(sorted(strays))} besides, which no method reads")
+    layers = list(_layers(experts))
+    for expert, layer in layers:
+        held = sides[_side_of(layer, experts)]
+        fill(layer, {name: each[expert] for name, each in held.items()})
+    if not layers:
+        for side, held in sides.items():
+            _fill_at_once(experts, side, held)
 
 
 def finalized(experts: Experts) -> list[Tensor]:
@@ -72,10 +73,6 @@ def _tensors(held: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _own(experts: Experts) -> list[tuple[str, nn.Parameter]]:
-    return [(name, own) for name, own in experts._parameters.items() if own is not None]
-
-
 def _layers(experts: Experts) -> Iterator[tuple[int, Linear]]:
     """Return the linear layers of each expert, of methods that have some."""
     for name, pair in experts.named_children():
@@ -85,14 +82,7 @@ def _layers(experts: Experts) -> Iterator[tuple[int, Linear]]:
             yield int(name), layer
 
 
-def _source(name: str, own: nn.Parameter) -> str:
-    """Return what vLLM calls the parameter ``name`` of a method for all experts at once."""
-    side = _SECOND if name.startswith("down") else _FIRST
-    plain = "bias" if name.endswith("_bias") else "weight"
-    return side + str(getattr(own, "expert_tensor", plain))
-
-
-def _side(layer: Linear, experts: Experts) -> str:
+def _side_of(layer: Linear, experts: Experts) -> str:
     own = layer.prefix.rpartition(".")[2]
     gate, up, down = experts.spec.projections or ("", "", "")
     if own in (gate, up):
@@ -100,15 +90,39 @@ def _side(layer: Linear, experts: Experts) -> str:
     return _SECOND if own == down else _FIRST
 
 
-def _form(source: str, own: nn.Parameter, held: Tensor | None) -> Tensor:
-    """Return ``held`` in the shape and dtype of ``own``.
+def _fill_at_once(experts: Experts, side: str, held: Mapping[str, Tensor]) -> None:
+    """Fill the parameters that hold a projection of all experts, as if it were one layer."""
+    is_second = side == _SECOND
+    names = [
+        name
+        for name, own in experts._parameters.items()
+        if own is not None and name.startswith("down") == is_second
+    ]
+    whole = empty_layer({side: 1})
+    for name in names:
+        whole.register_parameter(_tensor_of(name, experts), experts.get_parameter(name))
+    forms = {name: _behind(whole._parameters.get(name), each) for name, each in held.items()}
+    fill(whole, forms)
+    for name in names:
+        experts.register_parameter(name, whole.get_parameter(_tensor_of(name, experts)))
 
-    Where matrices of an expert follow each other in ``own``, ``[E, 2 R, C]``, vLLM may hold them
-    beside each other, ``[E, R, 2 C]``.
+
+def _tensor_of(name: str, experts: Experts) -> str:
+    """Return what the checkpoint calls the tensors in a parameter."""
+    plain = "bias" if name.endswith("_bias") else "weight"
+    return str(getattr(experts.get_parameter(name), "expert_tensor", plain))
+
+
+def _behind(own: Tensor | None, held: Tensor) -> Tensor:
+    """Return ``held`` with the matrices of an expert behind each other, as in ``own``.
+
+    ``[E, P R, C]`` is then the shape of ``own``; vLLM may hold them beside each other,
+    ``[E, R, P C]``.
     """
     parts = len(getattr(own, "expert_parts", ()))
-    if held is not None and parts > 1 and own.ndim == held.ndim == 3:
-        count, rows, columns = own.shape
-        if held.shape == (count, rows // parts, columns * parts):
-            held = held.unflatten(2, (parts, columns)).transpose(1, 2).flatten(1, 2)
-    return form_of(source.partition("_")[2], own, held)
+    if own is None or parts < 2 or own.ndim != 3:
+        return held
+    count, rows, columns = own.shape
+    if held.shape != (count, rows // parts, columns * parts):
+        return held
+    return held.unflatten(2, (parts, columns)).transpose(1, 2).flatten(1, 2)

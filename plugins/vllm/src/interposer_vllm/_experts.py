@@ -7,13 +7,14 @@ Dimensions: T tokens, H hidden size, K chosen experts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from interposer import Site
-from interposer.errors import ConfigError, InterposerError
+from interposer.errors import ConfigError, InterposerError, UnknownNameError
 from interposer_ops.layers.experts import Experts
 from interposer_vllm._adoption import emptied
 from interposer_vllm._expert_weights import fill_experts, finalized
@@ -94,14 +95,22 @@ def adopt_experts(layer: Any) -> None:
         keep(layer.layer_name, "vLLM quantizes it while it loads")
         return
     try:
-        found = session()
         if settings is not None:
-            found.scheme(settings)
-        adoption = ExpertsAdoption(found, layer)
+            _choose_scheme(session(), settings)
+        adoption = ExpertsAdoption(session(), layer)
     except InterposerError as error:
         keep(layer.layer_name, error)
         return
     with_method(layer, _AdoptedExperts, adoption=adoption, supports_pre_processed_weights=False)
+
+
+def _choose_scheme(found: Session, settings: Mapping[str, Any]) -> None:
+    """Let experts be stored by the checkpoint's scheme, which they ask for themselves."""
+    try:
+        found.scheme(settings)
+    except UnknownNameError as error:
+        # Not what the user asked for by name: the checkpoint did.
+        raise ConfigError(str(error)) from error
 
 
 class _AdoptedExperts:

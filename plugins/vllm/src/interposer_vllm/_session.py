@@ -54,8 +54,7 @@ class Session:
     def scheme(self, settings: Mapping[str, Any]) -> QuantizationScheme:
         """Return the scheme for a checkpoint's ``quantization_config``; asking again is cheap.
 
-        Raises: ConfigError: see ``Resolver.choose_scheme``; also for a scheme that is unknown,
-            which the checkpoint asked for by name and not the user.
+        Raises: UnknownNameError, ConfigError: see ``Resolver.choose_scheme``.
         """
         key = json.dumps(settings, sort_keys=True, default=str)
         if key not in self._schemes:
@@ -63,10 +62,8 @@ class Session:
                 self.resolver.choose_scheme(settings)
                 assert self.resolver.scheme is not None  # what was chosen
                 self._schemes[key] = self.resolver.scheme
-            except ConfigError as error:
+            except (ConfigError, UnknownNameError) as error:
                 self._schemes[key] = error
-            except UnknownNameError as error:
-                self._schemes[key] = ConfigError(str(error))
         found = self._schemes[key]
         if isinstance(found, Exception):
             raise found

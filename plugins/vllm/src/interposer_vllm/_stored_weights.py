@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from interposer.errors import ConfigError
 from interposer_ops.layers.linear import Linear
 
-__all__ = ["empty_layer", "fill", "filled", "form_of", "parts_of"]
+__all__ = ["empty_layer", "fill", "parts_of"]
 
 # The sizes of a packed weight. vLLM keeps those of one of the fused layers, whole even where it
 # holds a slice; the sizes that the method was built with are those of what it holds.
@@ -58,26 +58,14 @@ def fill(holder: Linear, loaded: Mapping[str, Tensor | None]) -> None:
     if strays:
         raise ConfigError(f"vLLM holds {', '.join(sorted(strays))} besides, which no method reads")
     for name, own in wanted.items():
-        data = form_of(name, own, loaded.get(name), len(holder.parts))
-        holder.register_parameter(name, filled(own, data))
+        data = _form(name, own, loaded.get(name), len(holder.parts))
+        filled = nn.Parameter(data, requires_grad=False)
+        vars(filled).update(vars(own))
+        holder.register_parameter(name, filled)
 
 
-def filled(own: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """Return a parameter that holds ``data``, with the attributes of ``own``."""
-    parameter = nn.Parameter(data, requires_grad=False)
-    vars(parameter).update(vars(own))
-    return parameter
-
-
-def form_of(name: str, own: nn.Parameter, held: Tensor | None, num_parts: int = 1) -> Tensor:
-    """Return ``held`` in the shape and dtype of ``own``.
-
-    Args:
-        name: of the tensor in the checkpoint.
-        own: created by a method here.
-        num_parts: layers of the checkpoint that are fused.
-    Raises: ConfigError: they differ by more than that.
-    """
+def _form(name: str, own: nn.Parameter, held: Tensor | None, num_parts: int) -> Tensor:
+    """Return ``held`` in the shape and dtype of ``own``."""
     facts: dict[str, Any] = vars(own)
     if name == _SIZES:
         sizes: Tensor = facts["sample"](torch.Generator())
