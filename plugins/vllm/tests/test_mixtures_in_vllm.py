@@ -108,7 +108,7 @@ def test_a_mixture_says_the_same(own: Runs, bridged: Runs, number: int) -> None:
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=[f"{name}, {mode}" for name, mode in RUNS])
 def test_experts_are_taken_and_explained(bridged: Runs, number: int) -> None:
-    name, mode = RUNS[number]
+    name, _ = RUNS[number]
     report = bridged[number]["report"]
     places = [f"model.layers.{layer}.{EXPERTS.get(name, 'mlp.experts')}" for layer in range(LAYERS)]
     assert report["seams"]["experts"] == ""
