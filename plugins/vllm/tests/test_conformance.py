@@ -6,7 +6,11 @@ import pytest
 
 from interposer_testing import verify
 
-pytestmark = pytest.mark.vllm
+# While vLLM is imported, torch compiles something, and warns of what it calls itself.
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+]
 
 
 def test_ops_of_vllm_compute_what_ops_define() -> None:
