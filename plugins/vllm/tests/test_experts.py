@@ -6,7 +6,7 @@ A layer stands for vLLM's here, with its names and shapes of parameters.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -75,9 +75,7 @@ def routing() -> tuple[Tensor, Tensor, Tensor]:
 def expected(first: Tensor, second: Tensor, ids: Tensor | None = None) -> Tensor:
     x, weights, chosen = routing()
     definition = fused_experts.reference
-    return definition(  # type: ignore[no-any-return]
-        x, first, None, second, None, weights, chosen if ids is None else ids, "silu"
-    )
+    return definition(x, first, None, second, None, weights, chosen if ids is None else ids, "silu")
 
 
 @pytest.fixture
@@ -108,16 +106,15 @@ def test_other_weights_are_prepared_anew(session: Session) -> None:
     adoption = ExpertsAdoption(session, layer)
     adoption.finalize(layer)
     compiled = torch.compile(
-        lambda *routed: adoption(*routed, None), fullgraph=True, backend="eager"
+        lambda x, weights, ids: adoption(x, weights, ids, None), fullgraph=True, backend="eager"
     )
     before = compiled(*routing())
     layer.load(matrices(seed=3))
     adoption.finalize(layer)
     held = matrices(seed=3)
-    for call in (adoption, lambda *given: compiled(*given[:3])):
-        found = call(*routing(), None)
+    for found in (adoption(*routing(), None), compiled(*routing())):
         torch.testing.assert_close(found, expected(held["w13_weight"], held["w2_weight"]))
-    assert not torch.equal(before, found)
+    assert not torch.equal(before, compiled(*routing()))
 
 
 def test_experts_of_other_workers_contribute_nothing(session: Session) -> None:
@@ -212,7 +209,7 @@ def packed_form() -> tuple[dict[str, Any], dict[str, Tensor], Tensor, Tensor]:
 def gptq_form() -> tuple[dict[str, Any], dict[str, Tensor], Tensor, Tensor]:
     settings = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
     first, second = codes_of(2, 2 * INNER, HIDDEN), codes_of(3, HIDDEN, INNER)
-    held = {}
+    held: dict[str, Tensor] = {}
     for side, (codes, scales) in (("w13", first), ("w2", second)):
         held |= {
             f"{side}_qweight": words(codes.transpose(1, 2), 1),
@@ -282,7 +279,7 @@ def test_quantized_experts_are_those_that_the_checkpoint_stands_for(
 
 
 def test_a_checkpoint_whose_experts_are_plain_in_vllm_is_refused(session: Session) -> None:
-    session.scheme(cast("dict[str, Any]", int8_form()[0]))
+    session.scheme(int8_form()[0])
     layer = Routed(matrices())
     with pytest.raises(ConfigError, match=r"vLLM holds weight as torch\.float32, not torch\.int8"):
         ExpertsAdoption(session, layer).finalize(layer)

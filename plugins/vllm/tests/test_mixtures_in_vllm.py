@@ -21,7 +21,7 @@ Runs = list[dict[str, Any]]
 PROMPTS = [[5, 17, 99, 200, 31], [400, 401, 7, 8], [100, 22, 3, 4, 5, 6, 7, 8, 9, 10]]
 TOKENS = 48
 LAYERS = 2
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,

@@ -125,4 +125,5 @@ def _behind(own: Tensor | None, held: Tensor) -> Tensor:
     count, rows, columns = own.shape
     if held.shape != (count, rows // parts, columns * parts):
         return held
-    return held.unflatten(2, (parts, columns)).transpose(1, 2).flatten(1, 2)
+    behind: Tensor = held.unflatten(2, (parts, columns)).transpose(1, 2).flatten(1, 2)
+    return behind

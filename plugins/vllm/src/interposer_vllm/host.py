@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -62,7 +62,7 @@ class VLLM(Host):
 
         Raises: ConfigError: the layer stays vLLM's own; the reason is that of the report.
         """
-        compute = {"rms_norm": _normalised, "silu_and_mul": _gated}.get(op, _product)
+        compute = _COMPUTED.get(op, _product)
         with _alone(), torch.no_grad():
             result, place = compute(layer, **arguments)
             if place not in session().taken:
@@ -103,6 +103,12 @@ def _gated(layer: str, x: Tensor) -> tuple[Tensor, str]:
     from vllm.model_executor.layers.activation import SiluAndMul
 
     return SiluAndMul()(x), f"{layer} of {x.shape[-1] // 2}"
+
+
+_COMPUTED: Mapping[str, Callable[..., tuple[Tensor, str]]] = {
+    "rms_norm": _normalised,
+    "silu_and_mul": _gated,
+}
 
 
 @contextmanager

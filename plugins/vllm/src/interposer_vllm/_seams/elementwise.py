@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from interposer import Verdict
 from interposer_vllm._elementwise import Activation, Norm
@@ -29,7 +30,9 @@ def _take() -> Verdict:
             continue
         layer = getattr(importlib.import_module(module), name)
         # Under the same name, by which vLLM finds what stands in the place of a class.
-        replaced = type(name, (part, layer), {"__module__": __name__, "__doc__": layer.__doc__})
+        replaced: Any = type(
+            name, (part, layer), {"__module__": __name__, "__doc__": layer.__doc__}
+        )
         CustomOp.register_oot(replaced, name=name)
         # By this one users turn it on and off.
         replaced.name = layer.name
