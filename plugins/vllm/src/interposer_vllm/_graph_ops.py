@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["PlacedKernel", "look_up", "multiply", "new_place", "place_call"]
+__all__ = ["PlacedKernel", "look_up", "mix", "multiply", "new_place", "place_call"]
 
 _numbers = itertools.count()
 _CALLS: dict[int, tuple[Callable[..., Tensor], tuple[Any, ...]]] = {}
@@ -45,6 +45,12 @@ def look_up(token_ids: Tensor, place: Tensor, hidden_size: int, dtype: torch.dty
     """Return the rows of ``token_ids`` ``[T]`` at ``place``, ``[T, H]``, as an op."""
     rows: Tensor = torch.ops.interposer_vllm.look_up(token_ids, place, hidden_size, dtype)
     return rows
+
+
+def mix(x: Tensor, place: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+    """Return what experts at ``place`` make of ``x`` ``[T, H]``, added up by weights, as an op."""
+    mixture: Tensor = torch.ops.interposer_vllm.mix(x, place, weights, expert_ids)
+    return mixture
 
 
 class PlacedKernel:
@@ -89,6 +95,15 @@ def _call(x: Tensor, place: Tensor, *_: Any) -> Tensor:
     return kernel(x, *operands)
 
 
+def _call_mixture(x: Tensor, place: Tensor, *routing: Tensor) -> Tensor:
+    kernel, operands = _CALLS[int(place)]
+    return kernel(x, *operands, *routing)
+
+
+def _fake_mixture(x: Tensor, place: Tensor, *_: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _fake_product(x: Tensor, place: Tensor, out_features: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
@@ -99,11 +114,20 @@ def _fake_rows(x: Tensor, place: Tensor, hidden_size: int, dtype: torch.dtype) -
 
 # One for the process: what it defines is gone with it.
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
-for _schema, _fake in (
-    ("multiply(Tensor x, Tensor place, int out_features) -> Tensor", _fake_product),
-    ("look_up(Tensor x, Tensor place, int hidden_size, ScalarType dtype) -> Tensor", _fake_rows),
+for _schema, _calls, _fake in (
+    ("multiply(Tensor x, Tensor place, int out_features) -> Tensor", _call, _fake_product),
+    (
+        "look_up(Tensor x, Tensor place, int hidden_size, ScalarType dtype) -> Tensor",
+        _call,
+        _fake_rows,
+    ),
+    (
+        "mix(Tensor x, Tensor place, Tensor weights, Tensor expert_ids) -> Tensor",
+        _call_mixture,
+        _fake_mixture,
+    ),
 ):
     _LIBRARY.define(_schema)
     _name = f"{_NAMESPACE}::{_schema.partition('(')[0]}"
-    torch.library.impl(_name, ("cpu", "cuda", "xpu"), _call, lib=_LIBRARY)
+    torch.library.impl(_name, ("cpu", "cuda", "xpu"), _calls, lib=_LIBRARY)
     torch.library.register_fake(_name, _fake, lib=_LIBRARY)

@@ -126,7 +126,11 @@ def checkpoint_settings() -> Mapping[str, Any] | None:
     """Return the ``quantization_config`` of the model that is being built, None without one."""
     from vllm.config import get_current_vllm_config
 
-    config = get_current_vllm_config().model_config.hf_config
+    model = get_current_vllm_config().model_config
+    if model is None:
+        # A layer is built by itself.
+        return None
+    config = model.hf_config
     for name in ("quantization_config", "compression_config"):
         found = getattr(config, name, None) or getattr(config.get_text_config(), name, None)
         if found is not None:

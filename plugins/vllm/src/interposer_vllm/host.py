@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer.errors import ConfigError
 from interposer_testing import Host
@@ -22,7 +23,11 @@ from interposer_vllm.register import register
 __all__ = ["VLLM"]
 
 # By op, the seam that puts kernels into the layers.
-_LAYERS = {"linear": ("linear", ("RowParallelLinear", "ColumnParallelLinear"))}
+_LAYERS = {
+    "linear": ("linear", ("RowParallelLinear", "ColumnParallelLinear")),
+    "rms_norm": ("elementwise", ("RMSNorm",)),
+    "silu_and_mul": ("elementwise", ("SiluAndMul",)),
+}
 _numbers = itertools.count()
 
 
@@ -59,37 +64,63 @@ class VLLM(Host):
 
         Raises: ConfigError: the layer stays vLLM's own; the reason is that of the report.
         """
-        import vllm.model_executor.layers.linear as linears
-
-        x, weight, bias = (arguments[name] for name in ("x", "weight", "bias"))
-        prefix = f"cases.{next(_numbers)}"
-        with _alone():
-            built = getattr(linears, layer)(
-                weight.shape[1],
-                weight.shape[0],
-                bias=bias is not None,
-                params_dtype=weight.dtype,
-                prefix=prefix,
-                return_bias=False,
-                disable_tp=True,
-            )
-            built.weight.weight_loader(built.weight, weight)
-            if bias is not None:
-                built.bias.weight_loader(built.bias, bias)
-            built.quant_method.process_weights_after_loading(built)
-            if prefix not in session().taken:
-                reason = session().kept.get(prefix, "it was not asked")
+        compute = _COMPUTED.get(op, _product)
+        with _alone(), torch.no_grad():
+            result, place = compute(layer, **arguments)
+            if place not in session().taken:
+                reason = session().kept.get(place, "it was not asked")
                 raise ConfigError(f"{layer} stays vLLM's own: {reason}")
-            with torch.no_grad():
-                return built(x)
+        return result
+
+
+def _product(layer: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, str]:
+    import vllm.model_executor.layers.linear as linears
+
+    prefix = f"cases.{next(_numbers)}"
+    built = getattr(linears, layer)(
+        weight.shape[1],
+        weight.shape[0],
+        bias=bias is not None,
+        params_dtype=weight.dtype,
+        prefix=prefix,
+        return_bias=False,
+        disable_tp=True,
+    )
+    built.weight.weight_loader(built.weight, weight)
+    if bias is not None:
+        built.bias.weight_loader(built.bias, bias)
+    built.quant_method.process_weights_after_loading(built)
+    return built(x), prefix
+
+
+def _normalised(layer: str, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, str]:
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    built = RMSNorm(len(weight), eps, dtype=weight.dtype)
+    built.weight.data.copy_(weight)
+    return built(x), f"{layer} of {len(weight)}"
+
+
+def _gated(layer: str, x: Tensor) -> tuple[Tensor, str]:
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    return SiluAndMul()(x), f"{layer} of {x.shape[-1] // 2}"
+
+
+_COMPUTED: Mapping[str, Callable[..., tuple[Tensor, str]]] = {
+    "rms_norm": _normalised,
+    "silu_and_mul": _gated,
+}
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
     """Build layers outside of an engine, with a session of the configuration in force."""
-    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 
-    with set_current_vllm_config(VllmConfig()), closed_session():
+    # Norms and activations are themselves only where nothing compiles them.
+    eager = CompilationConfig(mode=0, custom_ops=["all"])
+    with set_current_vllm_config(VllmConfig(compilation_config=eager)), closed_session():
         _form_group()
         yield
 

@@ -60,7 +60,8 @@ class Int4Experts(ExpertsMethod):
             projection.register(layer, "weight_packed", words)
             scales = torch.empty(count, rows, groups, dtype=torch.float32)
             projection.register(layer, "weight_scale", scales)
-            sizes = torch.tensor([projection.outputs, inputs]).repeat(len(projection.parts))
+            sizes = torch.tensor([projection.outputs, inputs], device="cpu")
+            sizes = sizes.repeat(len(projection.parts))
             shapes = torch.empty(count, len(sizes), dtype=torch.int64)
             projection.register(layer, "weight_shape", shapes, _each(sizes, count))
 

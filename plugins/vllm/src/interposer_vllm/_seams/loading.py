@@ -14,13 +14,19 @@ from interposer import Verdict
 from interposer.errors import InterposerError
 from interposer_vllm._report import Report
 from interposer_vllm._seam import Member, Seam
-from interposer_vllm._seams import attention, head, linear
+from interposer_vllm._seams import attention, elementwise, experts, head, linear
 from interposer_vllm._session import session
 from interposer_vllm._taking import take_seams
 
 __all__ = ["LAYERS", "SEAM", "take_layers"]
 
-LAYERS: tuple[Seam, ...] = (linear.SEAM, head.SEAM, attention.SEAM)
+LAYERS: tuple[Seam, ...] = (
+    linear.SEAM,
+    head.SEAM,
+    experts.SEAM,
+    attention.SEAM,
+    elementwise.SEAM,
+)
 """Those that are taken before the first model is loaded."""
 
 _LOADER = Member(
