@@ -108,6 +108,8 @@ def test_other_weights_are_prepared_anew(session: Session) -> None:
     compiled = torch.compile(
         lambda x, weights, ids: adoption(x, weights, ids, None), fullgraph=True, backend="eager"
     )
+    x, *chosen = routing()
+    torch.library.opcheck(torch.ops.interposer_vllm.mix.default, (x, adoption.place, *chosen))
     before = compiled(*routing())
     layer.load(matrices(seed=3))
     adoption.finalize(layer)
