@@ -108,6 +108,8 @@ def test_other_weights_are_prepared_anew(session: Session) -> None:
     compiled = torch.compile(
         lambda x, weights, ids: adoption(x, weights, ids, None), fullgraph=True, backend="eager"
     )
+    x, *chosen = routing()
+    torch.library.opcheck(torch.ops.interposer_vllm.mix.default, (x, adoption.place, *chosen))
     before = compiled(*routing())
     layer.load(matrices(seed=3))
     adoption.finalize(layer)
@@ -223,6 +225,28 @@ def gptq_form() -> tuple[dict[str, Any], dict[str, Tensor], Tensor, Tensor]:
     return {**settings, "sym": True}, held, dense(*first), dense(*second)
 
 
+def awq_form() -> tuple[dict[str, Any], dict[str, Tensor], Tensor, Tensor]:
+    settings = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True}
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    held: dict[str, Tensor] = {}
+    both = []
+    for side, shape in (("w13", (2 * INNER, HIDDEN)), ("w2", (HIDDEN, INNER))):
+        codes, scales = codes_of(len(held), *shape)
+        zeros = torch.randint(0, 16, scales.shape, generator=torch.Generator().manual_seed(5))
+        in_order = [
+            each.transpose(1, 2).unflatten(2, (-1, 8))[..., order].flatten(2)
+            for each in (codes, zeros)
+        ]
+        held |= {
+            f"{side}_qweight": words(in_order[0], 2),
+            f"{side}_qzeros": words(in_order[1], 2),
+            f"{side}_scales": scales.transpose(1, 2).contiguous(),
+        }
+        middle = codes - zeros.repeat_interleave(GROUP, 2)
+        both.append(middle * scales.repeat_interleave(GROUP, 2))
+    return settings, held, both[0], both[1]
+
+
 def int8_form() -> tuple[dict[str, Any], dict[str, Tensor], Tensor, Tensor]:
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
     inputs = {**weights, "strategy": "token", "dynamic": True}
@@ -257,6 +281,7 @@ def fp8_form() -> tuple[dict[str, Any], dict[str, Tensor], Tensor, Tensor]:
 FORMS = {
     "W4A16": (packed_form, 1e-3),
     "GPTQ": (gptq_form, 1e-3),
+    "AWQ": (awq_form, 1e-3),
     # Inputs of both projections are rounded to 255 steps.
     "int8": (int8_form, 3e-2),
     "fp8 in blocks": (fp8_form, 1e-3),

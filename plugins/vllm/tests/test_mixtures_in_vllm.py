@@ -26,6 +26,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 32,
     "vocab_size": 512,
     "max_position_embeddings": 512,
     "initializer_range": 0.1,
@@ -36,7 +37,6 @@ SIZES: dict[str, Any] = {
 CONFIGS: dict[str, Callable[[], Any]] = {
     "Qwen3-MoE": lambda: Qwen3MoeConfig(
         **SIZES,
-        head_dim=32,
         intermediate_size=256,
         moe_intermediate_size=64,
         num_experts=8,
