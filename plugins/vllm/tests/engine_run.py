@@ -41,7 +41,7 @@ def held_bytes(model: Any) -> int:
     import torch
     from torch.utils import _pytree as pytree
 
-    leaves: list[Any] = [*model.parameters(), *model.buffers()]
+    leaves: list[Any] = list(model.parameters())
     for module in model.modules():
         method = vars(getattr(module, "quant_method", None) or object)
         holders = (method.get(name) for name in ("adoption", "product", "lookup"))
