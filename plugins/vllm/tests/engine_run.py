@@ -58,7 +58,7 @@ def held_bytes(model: Any) -> int:
     import torch
     from torch.utils import _pytree as pytree
 
-    leaves: list[Any] = [*model.parameters(), *model.buffers()]
+    leaves: list[Any] = list(model.parameters())
     for module in model.modules():
         method = vars(getattr(module, "quant_method", None) or object)
         held = [method[name] for name in ("product", "lookup") if name in method]

@@ -44,23 +44,10 @@ SEAM = Seam(
         Member(f"{_GPTQ}:AutoGPTQConfig.get_name", "()"),
         Member(f"{_GPTQ}:AutoGPTQConfig.get_quant_method", "(self, layer, prefix)"),
         Member(f"{_GPTQ}:AutoGPTQLinearMethod.__init__", "(self, quant_config)"),
-        Member(
-            f"{_GPTQ}:AutoGPTQLinearMethod.create_weights",
-            "(self, layer, input_size_per_partition, output_partition_sizes, input_size, "
-            "output_size, params_dtype, **extra_weight_attrs)",
-        ),
         Member(f"{_GPTQ}:AutoGPTQLinearMethod.process_weights_after_loading", "(self, layer)"),
         Member(
             f"{_QUANTIZATION}.utils.gptq_utils:get_linear_quant_method",
             "(config, layer, prefix, linear_method_cls)",
-        ),
-        Member(
-            "vllm.model_executor.parameter:RowvLLMParameter.__init__",
-            "(self, input_dim, **kwargs)",
-        ),
-        Member(
-            "vllm.model_executor.parameter:RowvLLMParameter.load_qkv_weight",
-            "(self, loaded_weight, **kwargs)",
         ),
     ),
     take=_take,
