@@ -6,7 +6,8 @@ import pytest
 
 from interposer_testing import verify
 
-pytestmark = pytest.mark.vllm
+# torch's compiler, which vLLM imports, warns of what it uses itself.
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 def test_ops_of_vllm_compute_what_ops_define() -> None:
