@@ -31,7 +31,7 @@ TEXTS = (
 SCHEMES = {"int8": None, "int4": 32, "w4a8": 32}
 SMALL = [[5, 17, 99, 200, 31], [400, 401, 7, 8], [100, 22, 3, 4, 5, 6, 7, 8, 9, 10]]
 QUANTIZED_TOKENS = 32
-# Of the trained model, in order. Guesses load numba, after which vLLM compiles nothing more.
+# Of the trained model, in order.
 RUNS = (
     "eager",
     "rounded",
