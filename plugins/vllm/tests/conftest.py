@@ -29,14 +29,9 @@ def run_engines() -> Engines:
 def _run(runs: list[dict[str, Any]], **variables: str) -> list[dict[str, Any]]:
     if importlib.util.find_spec("vllm") is None:
         pytest.fail("vLLM is not installed here. Try: make test-vllm")
-    alone = ["speculative_config" in asked["options"] for asked in runs]
-    rest = iter(
-        _process([run for run, lone in zip(runs, alone, strict=True) if not lone], variables)
-    )
-    return [
-        _process([asked], variables)[0] if lone else next(rest)
-        for asked, lone in zip(runs, alone, strict=True)
-    ]
+    together = [asked for asked in runs if "speculative_config" not in asked["options"]]
+    rest = iter(_process(together, variables))
+    return [next(rest) if asked in together else _process([asked], variables)[0] for asked in runs]
 
 
 def _process(runs: list[dict[str, Any]], variables: dict[str, str]) -> list[dict[str, Any]]:
