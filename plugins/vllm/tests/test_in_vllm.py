@@ -25,7 +25,7 @@ TEXTS = (
     "class Stack:\n    def push(self, item):",
     "for line in open(path):",
 )
-# Of the trained model, in order. Guesses load numba, after which vLLM compiles nothing more.
+# Of the trained model, in order.
 RUNS = (
     "eager",
     "rounded",
