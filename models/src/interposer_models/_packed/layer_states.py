@@ -191,7 +191,7 @@ def _same(held: Any, built: Any) -> bool:
         return False
     if isinstance(held, dict):
         return held.keys() == built.keys() and all(_same(held[key], built[key]) for key in held)
-    if type(held) in (tuple, list):
+    if isinstance(held, tuple | list):  # named ones as well, which were made again
         return len(held) == len(built) and all(map(_same, held, built))
     return type(held) in _PLAIN and bool(held == built)
 
