@@ -48,6 +48,7 @@ class PackedWriter:
             raise
         self.memories: list[tuple[int, int]] = []
         self._end = 0
+        self._memory: MappedMemory | None = None
         self._segment: mmap.mmap | None = None
         self._segment_start = self._segment_end = 0
         self._given: list[tuple[weakref.ref[mmap.mmap], int, int, int]] = []
@@ -82,10 +83,12 @@ class PackedWriter:
         return len(self.memories) - 1
 
     def memory(self) -> MappedMemory:
-        """Return what was kept, mapped, and end writing."""
-        self._segment = None
-        os.ftruncate(self._file, HEADER_BYTES + self._end)
-        return MappedMemory(self._file, self.memories)
+        """Return what was kept, mapped once, and end writing."""
+        if self._memory is None:
+            self._segment = None
+            os.ftruncate(self._file, HEADER_BYTES + self._end)
+            self._memory = MappedMemory(self._file, self.memories)
+        return self._memory
 
     def publish(self, facts: Facts) -> None:
         """Give the file its name, with checksums, when it is safe on the disk.
@@ -93,8 +96,7 @@ class PackedWriter:
         Raises: PackedFileError: it cannot be written.
         """
         try:
-            memory = MappedMemory(self._file, self.memories)
-            facts.digests[:] = memory.digests()
+            facts.digests[:] = self.memory().digests()
             write_header(self._file, facts, self._end)
             os.fsync(self._file)
             self._part.replace(self.path)
