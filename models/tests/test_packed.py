@@ -25,7 +25,7 @@ from interposer_models import LanguageModel, load, pack, quantize
 from interposer_ops.linear import linear
 
 PROMPT = [5, 6, 7, 8]
-W4A8 = {"quant_method": "w4a8", "group_size": 32}
+W4A8 = {"quant_method": "w4a8", "group_size": 16}
 OFF, ON = Config(packed="off"), Config(packed="on")
 
 
@@ -247,27 +247,23 @@ def test_adapters_join_weights_that_are_mapped(copied: Path, tmp_path: Path) -> 
     assert tokens(lm) == tokens(plain)
 
 
-def test_a_second_process_that_would_write_reads(llama: Path, on: Config, cache: Path) -> None:
+def test_a_process_waits_for_another_that_writes(llama: Path, on: Config, cache: Path) -> None:
     script = (
         "import sys, threading\n"
         "from pathlib import Path\n"
         "from interposer import Config\n"
         "from interposer_models import load\n"
-        "config = Config(packed='auto' if len(sys.argv) > 3 else 'on', cache_dir=sys.argv[2])\n"
+        "config = Config(packed='on', cache_dir=sys.argv[2])\n"
         "lm = load(sys.argv[1], config=config, cache_tokens=256, max_sequences=2)\n"
         "print(list(lm.generate([[5, 6, 7, 8]], max_new_tokens=8)[0].token_ids), flush=True)\n"
         "[t.join() for t in threading.enumerate() if t.name == 'interposer-packed']\n"
     )
     command = [sys.executable, "-c", script, str(llama), str(cache)]
     expected = [*tokens(loaded(llama, OFF))]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in "ab"]
-    ends = [child.communicate(timeout=120) for child in both]
-    for child, (out, err) in zip(both, ends, strict=True):
-        if child.returncode:  # who was later may not have been able to write what was asked for
-            assert b"another process" in err
-        else:
-            assert json.loads(out) == expected
-    assert any(child.returncode == 0 for child in both)
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+    for child in both:
+        out, _ = child.communicate(timeout=120)
+        assert json.loads(out) == expected
     assert len(files(cache / "packed")) == 1
     assert not list((cache / "packed").glob("*.part"))
     assert [*tokens(loaded(llama, on))] == expected

@@ -34,6 +34,10 @@ class PackedFileError(Exception):
     """A packed file cannot be used; the text says why."""
 
 
+class BeingWrittenError(PackedFileError):
+    """Another process, or another model of this one, writes the file."""
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """Facts of a packed file.

@@ -6,6 +6,7 @@ The one seam between loading and packed files is ``load_weights``.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,19 @@ from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._checkpoint.layer_group import LayerGroup, State
 from interposer_models._checkpoint.weights import Keep, Progress, Weights
 from interposer_models._packed.layer_states import StateWriter, UnpackableError, restored_state
-from interposer_models._packed.packed_file import Facts, MappedMemory, PackedFileError
+from interposer_models._packed.packed_file import (
+    BeingWrittenError,
+    Facts,
+    MappedMemory,
+    PackedFileError,
+)
 from interposer_models._packed.packed_key import judge_layouts, packed_key
 from interposer_models._packed.packed_writer import PackedWriter
 from interposer_models._packed.shelf import LEAST_BYTES, Shelf
 from interposer_models._plan import Plan
 from interposer_ops.devices import host_memory
 
+_PAUSE_SECONDS = 0.05
 _log = logging.getLogger("interposer")
 
 
@@ -51,7 +58,15 @@ def load_weights(
     if wanted == "off":
         read(planned, checkpoint, weights, progress)
         return
-    refused = _mapped(planned, checkpoint, weights, advance)
+    while True:
+        try:
+            refused = _mapped(planned, checkpoint, weights, advance)
+        except BeingWrittenError as error:
+            if wanted == "on":
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            refused = str(error)
+        break
     if refused is None:
         return
     if wanted == "on":
@@ -123,6 +138,8 @@ def _mapped(
     """Fill the model with what is mapped; return why that cannot be, None where it was.
 
     An empty text says no more than that the checkpoint is small.
+
+    Raises: BeingWrittenError: another process packs it now.
     """
     if not (verdict := judge_layouts(planned)):
         return verdict.reason
@@ -154,9 +171,10 @@ def _mapped(
     except BaseException as error:
         if writer is not None:
             writer.close()
-        if isinstance(error, PackedFileError | UnpackableError):
-            return str(error)
-        raise
+        refusals = PackedFileError | UnpackableError
+        if isinstance(error, BeingWrittenError) or not isinstance(error, refusals):
+            raise
+        return str(error)
     _note(planned, facts, writer.path)
     shelf.publish_soon(writer, facts)
     return None

@@ -12,6 +12,7 @@ import torch
 
 from interposer_models._packed.packed_file import (
     HEADER_BYTES,
+    BeingWrittenError,
     Facts,
     MappedMemory,
     PackedFileError,
@@ -29,7 +30,7 @@ class PackedWriter:
     Nothing of it is read before it has that name, so that what a process leaves that ends is
     overwritten by the next.
 
-    Raises: PackedFileError: it cannot be made, or another process makes it.
+    Raises: PackedFileError: it cannot be made; BeingWrittenError where another process makes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -145,6 +146,6 @@ def _lock(file: int, path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         ours = os.path.samestat(os.fstat(file), path.stat())
     except OSError as error:
-        raise PackedFileError(f"another process writes {path}") from error
+        raise BeingWrittenError(f"another process writes {path}") from error
     if not ours:  # it was renamed meanwhile
-        raise PackedFileError(f"another process has just written {path}")
+        raise BeingWrittenError(f"another process has just written {path}")
