@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,8 +20,7 @@ from tests.adapter_files import write_adapter
 
 from interposer import Config, register
 from interposer.errors import ConfigError
-from interposer.hookspecs import hookimpl
-from interposer.records import Kernel, Record
+from interposer.records import Kernel
 from interposer_models import LanguageModel, load, pack, quantize
 from interposer_ops.linear import linear
 
@@ -68,7 +68,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", W4A8], ids=str)
+@pytest.mark.parametrize("quantization", [None, "int8", "fp8", W4A8], ids=str)
 @pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
 def test_mapped_weights_give_the_same_tokens(
     model: str, quantization: Any, on: Config, cache: Path, request: pytest.FixtureRequest
@@ -156,31 +156,24 @@ def rewrite(file: Path, name: str, text: str) -> None:
     file.write_bytes(whole[:8] + json.dumps(header).encode().ljust(length) + whole[8 + length :])
 
 
-def test_a_kernel_of_another_layout_is_refused(copied: Path) -> None:
-    def kernel(layout: int) -> Any:
-        @hookimpl
-        def interposer_records() -> list[Record]:
-            here = f"{__name__}:"
-            return [
-                Kernel(
-                    *("linear", "linear_turned", f"{here}turned_linear", "cpu"),
-                    prepare=f"{here}turned",
-                    score=99.0,
-                    layout=layout,
-                )
-            ]
+def test_a_kernel_of_another_layout_is_refused(
+    copied: Path, make_plugin: Callable[..., ModuleType]
+) -> None:
+    def kernel(layout: int) -> ModuleType:
+        here = f"{__name__}:"
+        function, prepare = f"{here}turned_linear", f"{here}turned"
+        facts = {"prepare": prepare, "score": 99.0, "layout": layout}
+        return make_plugin("turned", Kernel("linear", "linear_turned", function, "cpu", **facts))
 
-        return type("Turned", (), {"interposer_records": staticmethod(interposer_records)})()
-
-    with register("turned", kernel(1)):
+    with register(kernel(1)):
         pack(copied)
         lm = loaded(copied, Config())
         assert "mapped from" in told(lm)[0]
         assert tokens(lm) == tokens(loaded(copied, OFF))
-    with register("turned", kernel(2)):
+    with register(kernel(2)):
         (note,) = told(loaded(copied, Config()))
         assert "turned/linear_turned in code, layout 1, not turned/linear_turned in code" in note
-    with register("turned", kernel(0)):
+    with register(kernel(0)):
         with pytest.raises(ConfigError, match="linear_turned prepares constants and states no"):
             pack(copied)
         with pytest.raises(ConfigError, match="packed='on' was asked for, but turned/linear"):
@@ -293,5 +286,5 @@ def test_a_cache_that_cannot_be_written_is_done_without(llama: Path, tmp_path: P
     cache = tmp_path / "cache"
     cache.mkdir()
     (cache / "packed").write_text("a file, where the folder should be")
-    with pytest.raises(ConfigError, match="packed='on' was asked for, but .* cannot be written"):
+    with pytest.raises(ConfigError, match=r"packed='on' was asked for, but .* cannot be written"):
         loaded(llama, Config(packed="on", cache_dir=cache))

@@ -18,12 +18,14 @@ import torch
 from torch import nn
 
 from interposer import Site
+from interposer_ops.quantized_linear import CodedProduct, StaticProduct
 
 State: TypeAlias = dict[str, Any]
 Data: TypeAlias = list[Any]
 Keep: TypeAlias = Callable[[torch.Tensor], int]
 """Takes uint8, all of a tensor's memory, and returns its number in the file."""
 
+_PRODUCTS = {kind.__name__: kind for kind in (CodedProduct, StaticProduct)}
 _PLAIN = (bool, int, float, str)
 _MOST_STEPS = 6  # from a layer to the function of a kernel that a method of a method has bound
 
@@ -70,6 +72,9 @@ class StateWriter:
         if type(held) is partial:
             parts = [held.func, held.args, held.keywords]
             return ["partial", [self._data(part) for part in parts]]
+        if (name := type(held).__name__) in _PRODUCTS and type(held) is _PRODUCTS[name]:
+            members = [getattr(held, field.name) for field in fields(held)]
+            return ["product", [name, [self._data(part) for part in members]]]
         if type(held) is MethodType:
             return ["method", [self._data(held.__self__), held.__func__.__name__]]
         raise UnpackableError(f"it holds {held!r:.80}, made while weights were loaded")
@@ -140,6 +145,9 @@ class _Reading:
             case "partial":
                 function, args, keywords = (self.value(part, at) for part in held)
                 return partial(function, *args, **keywords)
+            case "product":
+                name, members = held
+                return _PRODUCTS[name](*(self.value(part, at) for part in members))
             case "method":
                 owner, name = self.value(held[0], at), held[1]
                 method = getattr(owner, name)
@@ -215,7 +223,7 @@ def _members(held: Any) -> Iterator[tuple[Any, Any]]:
         yield from ((key, part) for key, part in held.items() if type(key) is str)
     elif isinstance(held, tuple | list):
         yield from enumerate(held)
-    elif isinstance(held, nn.Module | type) or callable(held) and not hasattr(held, "__dict__"):
+    elif isinstance(held, nn.Module | type):
         return
     elif is_dataclass(held):
         yield from ((field.name, getattr(held, field.name)) for field in fields(held))

@@ -169,7 +169,11 @@ class PackedFile:
         Raises: PackedFileError: a memory differs from its checksum.
         """
         found = list(self.memory().digests())
-        wrong = [i for i, pair in enumerate(zip(found, self.facts.digests, strict=True)) if len({*pair}) > 1]
+        wrong = [
+            i
+            for i, pair in enumerate(zip(found, self.facts.digests, strict=True))
+            if len({*pair}) > 1
+        ]
         if wrong:
             raise PackedFileError(
                 f"it is corrupt: {len(wrong)} of {len(found)} memories differ from their checksums"

@@ -123,7 +123,9 @@ class Shelf:
     def evict(self, newest: Path) -> None:
         """Remove the files of the cache that were not used for longest, beyond its bytes."""
         with suppress(OSError):
-            used = [(path.stat().st_mtime_ns, path.stat().st_size, path) for path in files_in(self.kept)]
+            used = [
+                (path.stat().st_mtime_ns, path.stat().st_size, path) for path in files_in(self.kept)
+            ]
             total = sum(size for _, size, _ in used)
             for _, size, path in sorted(used):
                 if total > self.most_bytes and path != newest:
