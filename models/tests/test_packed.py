@@ -23,6 +23,7 @@ from interposer.errors import ConfigError
 from interposer.records import Kernel
 from interposer_models import LanguageModel, load, pack, quantize
 from interposer_ops.linear import linear
+from interposer_tools import main
 
 PROMPT = [5, 6, 7, 8]
 W4A8 = {"quant_method": "w4a8", "group_size": 16}
@@ -288,3 +289,38 @@ def test_a_cache_that_cannot_be_written_is_done_without(llama: Path, tmp_path: P
     (cache / "packed").write_text("a file, where the folder should be")
     with pytest.raises(ConfigError, match=r"packed='on' was asked for, but .* cannot be written"):
         loaded(llama, Config(packed="on", cache_dir=cache))
+
+
+def test_the_benchmark_tells_of_each_way_to_load(llama: Path) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "models_starting.py"
+    command = [sys.executable, str(script), str(llama), "--tokens", "256"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    *rows, last = done.stdout.splitlines()
+    assert [row.split()[:2] for row in rows] == [["none", way] for way in WAYS]
+    assert all("load_s" in row and "anonymous" in row for row in rows)
+    assert "to its first token" in last
+
+
+WAYS = ("read", "first", "mapped")
+
+
+def test_the_command_packs_and_checks(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["interposer", "pack", str(copied), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), capsys.readouterr().out
+
+    code, out = command("--quantization", "int8", "--json")
+    facts = json.loads(out)
+    assert (code, facts["bytes"] > 0) == (0, True)
+    assert "mapped from" in told(loaded(copied, Config(), quantization="int8"))[0]
+    assert command("--check") == (0, f"{facts['path']}: sound\n")
+    with Path(facts["path"]).open("r+b") as opened:
+        opened.seek(-64, os.SEEK_END)
+        opened.write(b"\xff" * 64)
+    code, out = command("--check", "--json")
+    (fault,) = json.loads(out)["files"].values()
+    assert (code, "differ from their checksums" in fault) == (1, True)
