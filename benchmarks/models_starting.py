@@ -2,12 +2,12 @@
 
     python benchmarks/models_starting.py MODEL_DIR [--quantization none int8 w4a8] [--gguf FILE ...]
 
-Each row is a process of its own. ``read`` packs as if nothing were kept, ``first`` packs into a file,
-``mapped`` finds it there. ``load`` is the wall time from a plan's imports to a model that can be
-asked; ``anonymous`` the largest number of anonymous bytes until then, those of Python and torch
-included, and ``rise`` what they rose above those before; ``peak`` the most of all memory, a short
-answer included; ``own`` the part of it that is not shared, with a second such process beside. A file
-of llama.cpp is loaded in the environment under ``~/.cache/interposer-benchmarks/llama_cpp``.
+Each row is a process of its own. ``read`` keeps nothing, ``first`` packs into a file, ``mapped``
+finds it there. ``load`` is the wall time of loading, after a plan that imported what it needs;
+``anonymous`` the most anonymous bytes until then, those of Python and torch included, and ``rise``
+by how much they rose meanwhile; ``peak`` the most of all memory, a short answer included; ``own``
+what this process has of it while another one has the same model, shared pages divided by two. A
+file of llama.cpp is loaded in the environment below ``~/.cache/interposer-benchmarks/llama_cpp``.
 
 At last ``interposer run`` of the model that is shipped, to its first token, beside what importing
 torch takes: wall and processor time, the least of several.

@@ -282,7 +282,6 @@ def test_the_cache_forgets_what_was_not_used_for_longest(llama: Path, cache: Pat
         kept(None, 1000)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs folders that cannot be written")
 def test_a_cache_that_cannot_be_written_is_done_without(llama: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
@@ -291,6 +290,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(llama: Path, tmp_path: P
         loaded(llama, Config(packed="on", cache_dir=cache))
 
 
+@pytest.mark.slow
 def test_the_benchmark_tells_of_each_way_to_load(llama: Path) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "models_starting.py"
     command = [sys.executable, str(script), str(llama), "--tokens", "256"]
