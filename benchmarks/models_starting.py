@@ -56,7 +56,7 @@ def load_here(model: str, quantization: str, packed: str, tokens: int) -> None:
     import interposer_models
     from interposer import Config
 
-    config = Config(packed=packed)
+    config = Config.model_validate({"packed": packed})
     settings: dict[str, Any] = {} if quantization == "none" else {"quantization": quantization}
     interposer_models.plan(model, config=config, **settings)
     before = peak = bytes_of("status", "RssAnon")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -163,8 +164,8 @@ def test_a_kernel_of_another_layout_is_refused(
     def kernel(layout: int) -> ModuleType:
         here = f"{__name__}:"
         function, prepare = f"{here}turned_linear", f"{here}turned"
-        facts = {"prepare": prepare, "score": 99.0, "layout": layout}
-        return make_plugin("turned", Kernel("linear", "linear_turned", function, "cpu", **facts))
+        record = Kernel("linear", "linear_turned", function, "cpu", prepare=prepare, score=99.0)
+        return make_plugin("turned", replace(record, layout=layout))
 
     with register(kernel(1)):
         pack(copied)

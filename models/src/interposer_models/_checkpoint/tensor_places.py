@@ -47,7 +47,7 @@ class TensorPlace:
         """Say whether the tensor is stored as ``[I, O]`` for a parameter ``[O, I]``."""
         return getattr(self.parameter, "stored_transposed", False)
 
-    def can_borrow(self, tensor: torch.Tensor, whole: torch.Tensor, is_left: bool) -> bool:
+    def can_borrow(self, tensor: torch.Tensor, whole: torch.Tensor, is_left: bool = False) -> bool:
         """Say whether ``tensor`` may stand for ``whole`` while the layer is finalized.
 
         Args:

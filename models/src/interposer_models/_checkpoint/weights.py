@@ -151,7 +151,8 @@ class Weights:
             )
         for group in waiting:
             if keep is None or group.places:
-                finalize(group, fillings.pop(group, None) or Filling(group, self.device))
+                begun = fillings.pop(group) if group in fillings else None
+                finalize(group, begun or Filling(group, self.device))
 
     @torch.no_grad()
     def update(self, tensors: Tensors, path: object) -> tuple[str, ...]:

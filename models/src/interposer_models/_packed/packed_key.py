@@ -68,7 +68,7 @@ def packed_key(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> Packed
         "level": " ".join([capability.architecture, sys.byteorder, *sorted(capability.features)]),
         "numerics": f"{config.float32} {config.reduce_in_16_bits} {config.dequantize}",
     }
-    registry, made_by = planned.resolver.registry, {"torch": torch.__version__}
+    registry, made_by = planned.resolver.registry, {"torch": str(torch.__version__)}
     used = {*_PARTS}
     for choice, prefixes in planned.resolver.choices.values():
         request, chosen = choice.request, choice.chosen
