@@ -2,6 +2,8 @@
 
     python benchmarks/loading.py MODEL_DIR [--dtype bfloat16] [--quantization none int8 int4 w4a8]
 
+Nothing is mapped that another load has packed; ``models_starting.py`` measures that.
+
 Memory is that of this process alone: anonymous pages, sampled every millisecond. `load_peak` is
 what they rose above those at the beginning of the loading, after a plan of the model that imported
 what it needs; `process_peak` is all of them, those of Python and torch included. Pages of mapped
@@ -32,9 +34,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from interposer import Config
 from interposer_models import Checkpoint, LanguageModel, load, plan
 
 MIB = 2**20
+UNPACKED = Config(packed="off")
 BUFFER_BYTES = 8 * MIB
 MOST_BESIDE_BYTES = 350_000_000
 MOST_TIME = 1.5
@@ -132,14 +136,14 @@ def measured(model_dir: Path, dtype: str, method: str) -> dict[str, object]:
     plan(model_dir, dtype, quantization=quantization)
     started = time.perf_counter()
     with PeakMemory() as memory:
-        lm = load(model_dir, dtype, **settings)
+        lm = load(model_dir, dtype, config=UNPACKED, **settings)
         seconds = time.perf_counter() - started
     checkpoint = Checkpoint.open(model_dir)
     held_bytes, cache_bytes = num_bytes(held(lm)), num_bytes(lm.engine.runner.caches)
     del lm
     gc.collect()
     started = time.thread_time()
-    lm = load(model_dir, dtype, **settings)
+    lm = load(model_dir, dtype, config=UNPACKED, **settings)
     load_seconds = time.thread_time() - started
     read, copied = least_seconds(checkpoint.shards, held(lm))
     with PeakMemory() as update:

@@ -324,7 +324,8 @@ def test_docstrings_begin_with_a_statement() -> None:
 
 
 # The most modules and lines of the distributions that everybody reads.
-SIZES = {"core": (60, 8_730), "ops": (199, 26_100)}
+# Of core 20 lines, and of ops 15, are the settings, the record and the seam of packed weights.
+SIZES = {"core": (60, 8_750), "ops": (199, 26_115)}
 
 
 @pytest.mark.parametrize("folder", SIZES)

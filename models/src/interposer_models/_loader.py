@@ -57,6 +57,7 @@ from interposer_models._engine.sources import reads_sources
 from interposer_models._family_choice import blamed_on_family, checked_model, choose_family
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
+from interposer_models._packed.packed_loading import load_weights
 from interposer_models._plan import Plan
 from interposer_models._speculation.preparation import Preparation
 from interposer_models._speculation.settings import Speculation
@@ -255,9 +256,7 @@ def load(
     if policy.seed is not None:
         runs_on.seed(policy.seed)
     with planned.numerics():
-        scheme, stored = planned.resolver.scheme, checkpoint.stream()
-        tensors = stored if scheme is None else scheme.restored(stored, weights)
-        weights.load(tensors, checkpoint.path, advance, checkpoint.names())
+        load_weights(planned, checkpoint, weights, advance)
         planned.model.reserve_positions(0, device)
     stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config)
     starts: tuple[int, ...] = ()

@@ -83,7 +83,11 @@ class Config(Settings):
             name no seed of their own; None leaves the generators and draws the noise.
         isolation: whether plugin code is tried in a child process first.
         probe_seconds: how long such a trial may take.
-        cache_dir: folder for verdicts and measurements; None is the user's cache directory.
+        cache_dir: folder for verdicts, measurements and packed weights; None is the user's cache
+            directory.
+        packed: weights that kernels packed are mapped from a file, which is kept of large models;
+            ``"on"`` keeps it of every model and raises where it cannot be.
+        packed_bytes: of all such files in ``cache_dir``; 0 keeps none there.
 
     Raises: ConfigError: a key is unknown or a value not usable.
     """
@@ -112,6 +116,8 @@ class Config(Settings):
     isolation: Literal["process", "off"] = "process"
     probe_seconds: Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)] = 5.0
     cache_dir: Annotated[str, Field(min_length=1), BeforeValidator(_as_text)] | None = None
+    packed: Literal["auto", "on", "off"] = "auto"
+    packed_bytes: Annotated[int, Field(ge=0)] = 32 << 30
 
     if TYPE_CHECKING:  # what is taken for a rule or for names is wider than what is kept
 
@@ -142,6 +148,8 @@ class Config(Settings):
             isolation: Literal["process", "off"] = "process",
             probe_seconds: float = 5.0,
             cache_dir: str | os.PathLike[str] | None = None,
+            packed: Literal["auto", "on", "off"] = "auto",
+            packed_bytes: int = 32 << 30,
         ) -> None: ...
 
     @model_validator(mode="after")

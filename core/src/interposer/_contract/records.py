@@ -84,6 +84,8 @@ class Kernel:
             with the reference allows as many more.
         proven_on: architectures on which it was compared with the reference; empty is none, and
             None, which says nothing, counts as all. What is not proven goes behind what is.
+        layout: version of what ``prepare`` returns, where that is tensors whose bytes mean the same
+            in every process on devices of one capability: a file may hold them. 0 is any other.
     """
 
     op: str
@@ -100,10 +102,11 @@ class Kernel:
     extra_roundings: int = 0
     proven_on: frozenset[str] | None = None
     restore: str = ""
+    layout: int = 0
 
     def __post_init__(self) -> None:
         _check(self)
-        for label in ("form", "restore"):
+        for label in ("form", "restore", "layout"):
             if (held := getattr(self, label)) and not self.prepare:
                 raise RecordError(
                     f"{self.name!r} has the {label} {held!r}, but prepares nothing. "

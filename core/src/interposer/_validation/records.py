@@ -199,6 +199,10 @@ _SOUND: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: type(value) is int and value >= 0,
         "extra_roundings that are no int of at least 0",
     ),
+    "layout": (
+        lambda value: type(value) is int and value >= 0,
+        "a layout that is no int of at least 0",
+    ),
     "page_sizes": (
         lambda value: (
             type(value) is tuple

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from interposer.errors import CheckpointError
+from interposer_models._checkpoint.mapped_pages import MappedPages
 
 if TYPE_CHECKING:
     from interposer_models._checkpoint.hub import HubModel
@@ -111,6 +112,9 @@ class Checkpoint:
         Two forms of a layer are held while it is packed, and the largest ones are mostly tables,
         which are no part of a block: those two are held before anything else is.
 
+        What was written to a tensor is lost when the next one is asked for: its pages are given
+        back, which would else be held until the end of the file.
+
         Files have all tensors of one dtype together, so that in their order the scales of
         quantized layers come after the codes of all of them.
 
@@ -121,10 +125,14 @@ class Checkpoint:
         for numbered in (False, True):
             for shard in self.shards:
                 with reading(shard), safe_open(shard, framework="pt") as file:
+                    pages: MappedPages | None = None
                     for name in _by_block(file.offset_keys(), numbered):
                         seen.add(name)
                         if wanted is None or wanted(name):
-                            yield name, file.get_tensor(name)
+                            tensor = file.get_tensor(name)
+                            pages = pages or MappedPages(shard)
+                            yield name, tensor
+                            pages.drop(tensor)
         for name, shard_name in self.tensors.items():
             if name not in seen:
                 raise CheckpointError(

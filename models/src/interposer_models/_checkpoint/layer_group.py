@@ -6,7 +6,7 @@ times: when a checkpoint is loaded, and whenever they are renewed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from interposer_ops.devices import host_memory
 State = dict[str, Any]
 """Attributes of a layer by name, without what every module has besides its parameters."""
 
+C = TypeVar("C")
 L = TypeVar("L", bound=nn.Module)
 
 # Hooks, submodules and the like are the model's, not part of what its weights decide.
@@ -59,6 +60,16 @@ class LayerGroup:
         for layer in reversed(self.layers):
             layer.finalize()
 
+    def changed(self, changes: Callable[[State, State], C]) -> list[C]:
+        """Return what ``changes`` makes of each layer: the state it was built in, and its own."""
+        pairs = zip(self.states({}), self.layers, strict=True)
+        return [changes(built, _state(layer)) for built, layer in pairs]
+
+    def take(self, states: Iterable[State]) -> None:
+        """Let the layers hold states that they had before, when they were finalized."""
+        for layer, state in zip(self.layers, states, strict=True):
+            vars(layer).update(state)
+
     def finalized(self, filling: Filling) -> list[State]:
         """Return what each layer would hold with these weights; nothing is changed."""
         copies = [_copied(*pair) for pair in zip(self.layers, self._filled(filling), strict=True)]
@@ -92,11 +103,16 @@ class Filling:
         missing: names of the tensors that have not come.
         borrows: whether tensors stay as they are until the group is finalized, so that those need
             no copy which nothing is kept of.
+        is_left: whether what the group keeps is copied when it is finalized, so that no tensor that
+            it borrows needs a copy.
     """
 
-    def __init__(self, group: LayerGroup, device: str, borrows: bool = False) -> None:
+    def __init__(
+        self, group: LayerGroup, device: str, borrows: bool = False, is_left: bool = False
+    ) -> None:
         self.group = group
         self.borrows = borrows
+        self.is_left = is_left
         self.missing = set(group.places)
         self.parameters: dict[int, nn.Parameter] = {}
         for place in group.places.values():
@@ -115,8 +131,10 @@ class Filling:
         if place.takes_any_form:
             held = nn.Parameter(tensor.to(memory.device, copy=True), requires_grad=False)
             self.parameters[id(place.parameter)] = held
-        elif self.borrows and place.can_borrow(tensor, memory.data):
-            self.parameters[id(place.parameter)] = nn.Parameter(tensor, requires_grad=False)
+        elif self.borrows and place.can_borrow(tensor, memory.data, self.is_left):
+            borrowed = nn.Parameter(tensor, requires_grad=False)
+            borrowed.__dict__.update(place.parameter.__dict__)
+            self.parameters[id(place.parameter)] = borrowed
         else:
             place.write(name, tensor, memory.data, path)
         self.missing.remove(name)

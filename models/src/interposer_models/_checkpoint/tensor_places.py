@@ -47,13 +47,17 @@ class TensorPlace:
         """Say whether the tensor is stored as ``[I, O]`` for a parameter ``[O, I]``."""
         return getattr(self.parameter, "stored_transposed", False)
 
-    def can_borrow(self, tensor: torch.Tensor, whole: torch.Tensor) -> bool:
-        """Say whether ``tensor`` may stand for ``whole`` while the layer is finalized."""
+    def can_borrow(self, tensor: torch.Tensor, whole: torch.Tensor, is_left: bool = False) -> bool:
+        """Say whether ``tensor`` may stand for ``whole`` while the layer is finalized.
+
+        Args:
+            is_left: what the layer keeps of it then is copied.
+        """
         alike = (tensor.shape, tensor.dtype, tensor.device) == (
             (whole.shape, whole.dtype, whole.device)
         )
         is_all = self.index is None and self.of(whole).shape == whole.shape
-        passing = getattr(self.parameter, "passing", False)
+        passing = is_left or getattr(self.parameter, "passing", False)
         return passing and alike and is_all and tensor.is_contiguous() and not self.is_transposed
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from interposer import PluggableLayer
 from interposer.errors import CheckpointError
-from interposer_models._checkpoint.layer_group import Filling, LayerGroup, groups_of
+from interposer_models._checkpoint.layer_group import Filling, LayerGroup, State, groups_of
 from interposer_models._checkpoint.tensor_places import absent_biases, places_of
 from interposer_models._checkpoint.weight_update import GroupUpdate
 from interposer_ops.devices import host_memory
 
 Progress = Callable[[int], None]
 """Told the bytes of every tensor that was placed."""
+
+Keep = Callable[[int, LayerGroup], None]
 
 # Some writers store tables that are derived from the config.
 _DERIVED = ("rotary_emb.inv_freq",)
@@ -52,6 +55,8 @@ class Weights:
         path: object,
         progress: Progress | None = None,
         names: Collection[str] | None = None,
+        keep: Keep | None = None,
+        borrows: bool = False,
     ) -> None:
         """Fill every layer and finalize it as soon as its tensors are there.
 
@@ -62,17 +67,38 @@ class Weights:
         Args:
             names: of all tensors that will come, if known: then no layer waits for one that is
                 optional and will not come.
+            keep: told every group that has tensors, with its number, when it is finalized: layers
+                hold nothing of it afterwards, until ``restore``.
+            borrows: with ``keep``, layers may write to tensors as to copies of their own.
         Raises: CheckpointError: a tensor is unknown, missing, stored twice, of the wrong shape or
             kind of dtype, or holds what no weight can be computed with.
         """
+        with self._whole(), host_memory.reused():
+            self._load(tensors, path, progress, names, keep, borrows)
+        host_memory.trim()
+
+    @torch.no_grad()
+    def restore(self, states_of: Callable[[int, LayerGroup], Iterable[State]]) -> None:
+        """Let groups that have tensors hold these states; the others are finalized.
+
+        Whatever is raised, the model is on the meta device again.
+        """
+        with self._whole():
+            for number, group in enumerate(self._groups):
+                if group.places:
+                    group.take(states_of(number, group))
+            for group in self._groups:
+                if not group.places:
+                    group.finalize(Filling(group, self.device))
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
         try:
-            with host_memory.reused():
-                self._load(tensors, path, progress, names)
+            yield
         except BaseException:
             for group in self._groups:
                 group.reset()
             raise
-        host_memory.trim()
 
     @torch.no_grad()
     def _load(
@@ -81,7 +107,18 @@ class Weights:
         path: object,
         progress: Progress | None,
         names: Collection[str] | None,
+        keep: Keep | None,
+        borrows: bool,
     ) -> None:
+        def finalize(group: LayerGroup, filling: Filling) -> None:
+            filling.put_defaults()
+            group.finalize(filling)
+            if keep is not None:
+                keep(numbers[group], group)
+                group.reset()
+
+        numbers = {group: number for number, group in enumerate(self._groups)}
+        is_left = keep is not None and borrows
         fillings: dict[LayerGroup, Filling] = {}
         waiting = dict.fromkeys(self._groups)
         if names is not None:
@@ -95,11 +132,10 @@ class Weights:
                 filling = fillings.get(group)
                 if filling is None:
                     _check_form(group, name, tensor, path)
-                    filling = fillings[group] = Filling(group, self.device, borrows=True)
+                    filling = fillings[group] = Filling(group, self.device, True, is_left)
                 filling.put(name, tensor, path)
                 if not filling.awaits(names):
-                    filling.put_defaults()
-                    group.finalize(filling)
+                    finalize(group, filling)
                     del waiting[group], fillings[group]
             if progress is not None:
                 progress(tensor.nbytes)
@@ -114,9 +150,9 @@ class Weights:
                 path, f"lacks the tensor {_listed(missing)}", "copy the checkpoint again"
             )
         for group in waiting:
-            filling = fillings.pop(group, None) or Filling(group, self.device)
-            filling.put_defaults()
-            group.finalize(filling)
+            if keep is None or group.places:
+                begun = fillings.pop(group) if group in fillings else None
+                finalize(group, begun or Filling(group, self.device))
 
     @torch.no_grad()
     def update(self, tensors: Tensors, path: object) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import re
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
@@ -35,6 +35,7 @@ __all__ = [
     "empty",
     "huge_page_bytes",
     "huge_pages",
+    "placed",
     "require_pinned",
     "reused",
     "trim",
@@ -63,6 +64,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, *, lasting: bool = False) ->
             and the last part, of less than a huge page, lies in small pages.
     """
     count = prod(shape)
+    if lasting and count and (take := _placing.get()) is not None:
+        return take(count * dtype.itemsize).view(dtype).view(tuple(shape))
     if _CAN_MAP and count * dtype.itemsize >= _LEAST_MAPPED_BYTES:
         with suppress(OSError):  # the system limits maps: torch may find memory in its heap
             mapped = _shared if lasting and _can_share() else _mapped
@@ -92,6 +95,16 @@ def reused() -> Iterator[None]:
     finally:
         _spare.reset(token)
         spare.close()
+
+
+@contextmanager
+def placed(take: Callable[[int], Tensor]) -> Iterator[None]:
+    """Return a block in which ``take`` gives what lasts: uint8, of so many bytes, aligned to 64."""
+    token = _placing.set(take)
+    try:
+        yield
+    finally:
+        _placing.reset(token)
 
 
 def require_pinned(tensor: Tensor) -> None:
@@ -259,6 +272,7 @@ class _Spare:
         self._maps.clear()
 
 
+_placing: ContextVar[Callable[[int], Tensor] | None] = ContextVar("place of lasting", default=None)
 _spare: ContextVar[_Spare | None] = ContextVar("spare maps of host memory", default=None)
 
 

@@ -23,6 +23,8 @@ _DETERMINISTIC = frozenset({"deterministic", "traceable"})
 _INVARIANT = _DETERMINISTIC | {"batch_invariant"}
 # Matmuls and lookups share what was packed from the same tensors.
 _FORM = "packed for vectors of sixteen outputs"
+# Of ``interposer_packed`` in native/linear/packed.h, and of constants without gaps.
+_LAYOUT = 1
 
 # Processors that are described for planning, each in its file of ``devices``.
 _DESCRIBED = (
@@ -159,6 +161,7 @@ def _native(
         properties=properties,
         form=form,
         restore=f"{place}:{restore}" if restore else "",
+        layout=_LAYOUT if prepare else 0,
     )
 
 

@@ -1,0 +1,206 @@
+"""Measure how long a model takes to start, and what memory it takes, beside llama.cpp.
+
+    python benchmarks/models_starting.py MODEL_DIR [--quantization none int8 w4a8] [--gguf FILE ...]
+
+Each row is a process of its own. ``read`` keeps nothing, ``first`` packs into a file, ``mapped``
+finds it there. ``load`` is the wall time of loading, after a plan that imported what it needs;
+``anonymous`` the most anonymous bytes until then, those of Python and torch included, and ``rise``
+by how much they rose meanwhile; ``peak`` the most of all memory, a short answer included; ``own``
+what this process has of it while another one has the same model, shared pages divided by two. A
+file of llama.cpp is loaded in the environment below ``~/.cache/interposer-benchmarks/llama_cpp``.
+
+At last ``interposer run`` of the model that is shipped, to its first token, beside what importing
+torch takes: wall and processor time, the least of several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = ROOT / "examples" / "models" / "stdlib-lm"
+PEER = Path.home() / ".cache" / "interposer-benchmarks" / "llama_cpp" / "bin" / "python"
+LOAD_PEER = """
+import json, sys, time
+from llama_cpp import Llama
+start = time.perf_counter()
+model = Llama(sys.argv[1], n_ctx=int(sys.argv[2]), n_threads=int(sys.argv[3]), verbose=False)
+seconds = time.perf_counter() - start
+model.eval([1, 2, 3, 4])
+fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print(json.dumps({"load_s": seconds, "peak": int(fields["VmHWM"].split()[0]) * 1024}))
+"""
+ROUNDS = 3
+
+
+def bytes_of(file: str, name: str) -> int:
+    """Return a number of bytes that the system tells of this process."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self", file).read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def load_here(model: str, quantization: str, packed: str, tokens: int) -> None:
+    """Load a model, print what that took, and stay until a line comes."""
+    import torch
+
+    import interposer_models
+    from interposer import Config
+
+    config = Config.model_validate({"packed": packed})
+    settings: dict[str, Any] = {} if quantization == "none" else {"quantization": quantization}
+    interposer_models.plan(model, config=config, **settings)
+    before = peak = bytes_of("status", "RssAnon")
+    ended = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.001):
+            peak = max(peak, bytes_of("status", "RssAnon"))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    start, used = time.perf_counter(), time.process_time()
+    lm = interposer_models.load(
+        model, config=config, cache_tokens=tokens, max_sequences=1, **settings
+    )
+    seconds, processor = time.perf_counter() - start, time.process_time() - used
+    ended.set()
+    watching.join()
+    lm.generate([[1, 2, 3, 4]], max_new_tokens=4)
+    for thread in threading.enumerate():
+        if thread.name == "interposer-packed":
+            thread.join()
+    facts = {
+        "load_s": seconds,
+        "processor_s": processor,
+        "anonymous": peak,
+        "rise": peak - before,
+        "peak": bytes_of("status", "VmHWM"),
+        "threads": torch.get_num_threads(),
+    }
+    print(json.dumps(facts), flush=True)
+    sys.stdin.readline()
+    print(json.dumps({"own": bytes_of("smaps_rollup", "Pss")}), flush=True)
+    sys.stdin.readline()
+
+
+def started(arguments: list[str], cache: str) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, *arguments]
+    environment = {**os.environ, "INTERPOSER_CACHE_DIR": cache}
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def measured(arguments: list[str], cache: str) -> dict[str, Any]:
+    """Return what a process tells, and what is its own while another one has the same model."""
+    pair = [started(arguments, cache)]
+    facts: dict[str, Any] = json.loads(read_line(pair[0]))
+    pair.append(started(arguments, cache))
+    read_line(pair[1])
+    answers = [json.loads(ask(process)) for process in pair]
+    for process in pair:
+        process.communicate("\n")
+    return {**facts, **answers[0]}
+
+
+def ask(process: subprocess.Popen[str]) -> str:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return read_line(process)
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit(f"A process ended with {process.wait()} before it told anything.")
+    return line
+
+
+def peer(file: str, tokens: int, threads: int) -> dict[str, Any]:
+    """Return what llama.cpp takes to load a file."""
+    command = [str(PEER), "-c", LOAD_PEER, file, str(tokens), str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return facts
+
+
+def start(command: list[str], cache: str) -> tuple[float, float]:
+    """Return wall and processor seconds of a command, the least of several."""
+    environment = {**os.environ, "INTERPOSER_CACHE_DIR": cache}
+    found = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        child = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        _, status, used = os.wait4(child.pid, 0)
+        if status:
+            raise SystemExit(f"{command} ended with {os.waitstatus_to_exitcode(status)}")
+        child.returncode = 0
+        found.append((time.perf_counter() - began, used.ru_utime + used.ru_stime))
+    return min(wall for wall, _ in found), min(used for _, used in found)
+
+
+def show(name: str, facts: dict[str, Any]) -> None:
+    parts = [
+        f"{key} {value / 2**20:.0f} MiB" if isinstance(value, int) else f"{key} {value:.2f}"
+        for key, value in facts.items()
+        if key != "threads"
+    ]
+    print(f"{name:24}", ", ".join(parts), flush=True)
+
+
+def main() -> None:
+    """Print a row for each way to load, and for each file of llama.cpp."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("--quantization", nargs="+", default=["none"])
+    parser.add_argument("--gguf", nargs="*", default=[], help="the same model for llama.cpp")
+    parser.add_argument("--tokens", type=int, default=2048, help="of the cache")
+    parser.add_argument("--packed", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.packed:
+        load_here(asked.model, asked.quantization[0], asked.packed, asked.tokens)
+        return
+    with tempfile.TemporaryDirectory() as cache:
+        begin = [sys.executable, "-m", "interposer_tools", "run", str(SHIPPED)]
+        run = [*begin, "--prompt", "def f", "--max-new-tokens", "1"]
+        start(run, cache)  # examines what is installed
+        for quantization in asked.quantization:
+            for name, packed in (("read", "off"), ("first", "on"), ("mapped", "on")):
+                options = ["--quantization", quantization, "--tokens", str(asked.tokens)]
+                arguments = [asked.model, *options, "--packed", packed]
+                if name == "first":
+                    child = started(arguments, cache)
+                    facts = json.loads(read_line(child))
+                    child.communicate("\n\n")
+                else:
+                    facts = measured(arguments, cache)
+                show(f"{quantization} {name}", facts)
+        for file in asked.gguf:
+            show(Path(file).name, peer(file, asked.tokens, facts["threads"]))
+        ours, torch = start(run, cache), start([sys.executable, "-c", "import torch"], cache)
+    print(
+        f"interposer run to its first token {ours[0]:.2f} s, processor {ours[1]:.2f} s; "
+        f"import torch {torch[0]:.2f} s, processor {torch[1]:.2f} s: "
+        f"x{ours[0] / torch[0]:.2f}, processor x{ours[1] / torch[1]:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Packed forms of checkpoints: what kernels prepared, in a file that is mapped."""
