@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,11 @@ PLACES = {
 
 # One worker starts the engines.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800), pytest.mark.xdist_group("vllm")]
+
+
+def named(places: Sequence[str]) -> set[str]:
+    """Return the places of layers that have a name; norms and activations have none."""
+    return {place for place in places if " of " not in place}
 
 
 def asked(llama: Path, **more: Any) -> dict[str, Any]:
@@ -78,7 +83,7 @@ def test_an_adapter_multiplies_beside_layers_that_are_taken(
     for way in ("alone", "batch", "adapted", "bare"):
         assert bridged[0][way] == own[0][way]
     assert own[0]["adapted"] != own[0]["bare"] == own[0]["batch"]
-    assert set(bridged[0]["report"]["taken"]) == PLACES
+    assert named(bridged[0]["report"]["taken"]) == PLACES
     assert bridged[0]["report"]["kept"] == {}
 
 
@@ -138,7 +143,7 @@ def test_each_of_two_workers_says_the_same_and_has_a_report(
     assert found["batch"] == own[0]["batch"]
     reports = [Report.read(path) for path in tmp_path.glob("interposer-vllm-*/worker.json")]
     assert len({report.process for report in reports}) == len(reports) == 2
-    assert all(set(report.taken) == PLACES and not report.kept for report in reports)
+    assert all(named(report.taken) == PLACES and not report.kept for report in reports)
 
 
 def test_a_pin_that_cannot_be_met_ends_the_engine_with_a_reason(
