@@ -34,6 +34,22 @@ def test_what_runs_on_what(targets: tuple[str, ...], version: tuple[int, int], r
         assert f"is an sm_{version[0]}{version[1]}" in verdict.reason
 
 
+def test_targets_are_read_from_what_torch_says_of_its_build(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The call that torch has for them forbids CUDA to forks, and so it is not made."""
+    import torch
+
+    flags = (
+        "-gencode;arch=compute_80,code=sm_80;-gencode;arch=compute_90,code=sm_90;"
+        "-gencode;arch=compute_90,code=compute_90;-gencode;arch=compute_103a,code=sm_103a"
+    )
+    said = f"PyTorch built with:\n  - NVCC architecture flags: {flags}\n  - CuDNN 91.9"
+    monkeypatch.setattr(torch.__config__, "show", lambda: said)
+    monkeypatch.setattr(torch._C, "_cuda_getArchFlags", pytest.fail, raising=False)
+    assert TorchBuild.installed().targets == ("sm_80", "sm_90", "compute_90", "sm_103a")
+
+
 def test_the_installed_build_is_read() -> None:
     import torch
 

@@ -33,6 +33,8 @@ _W4_SHAPES = {
     "three dimensions": ((2, 3, 96), 32, 32),
     "long sum": ((3, 4096), 24, 128),
     "odd groups": ((3, 90), 11, 15),
+    "groups of 16": ((3, 96), 11, 16),
+    "groups of 24": ((3, 96), 11, 24),
 }
 _W8_SHAPES = {
     "groups of 32": ((7, 128), 40, 32),

@@ -20,6 +20,10 @@ from interposer_ops._triton.rows import as_rows
 from interposer_ops.quantized_linear._linear_tiles_triton import FeatureTile, loaded, nibbles
 
 _LEAST = 16  # of each side of a tile that matrix instructions take
+# Of inputs in a step. Triton (3.6, 3.7) gives a thread eight neighbouring inputs of a weight that
+# is unpacked from four bits; four threads share a row, and from a step of 16 they read the same
+# ones twice. On an H200, groups of two gave twice the product.
+_LEAST_INPUTS = 32
 
 
 @triton_kernel("w4a16_linear", batch_invariant=False)
@@ -69,22 +73,20 @@ def _tile(
 ) -> FeatureTile:
     """Return the tile for calls of at most ``num_tokens``, a power of two.
 
-    The inputs of a step belong to one group; of a group that no power of two from 16 on divides,
+    The inputs of a step belong to one group; of a group that no power of two from 32 on divides,
     the last step is not full. Where that is so, or rows are not ``aligned``, numbers are loaded one
     by one, and their addresses leave registers for a smaller tile only.
     """
     name = "weight_only_linear"
     divisor = group_size & -group_size
-    full = divisor >= _LEAST
+    full = divisor >= _LEAST_INPUTS
     parameters = parameters_for(f"{name}_few", device)
     if dtype == torch.float32:
         parameters = parameters_for(f"{name}_float32", device)
     elif full and num_tokens > parameters.blocks["tokens"]:
         parameters = parameters_for(name, device)
     blocks = parameters.blocks
-    inputs = divisor if full else max(_LEAST, triton.next_power_of_2(group_size))
-    if not (full and aligned):
-        inputs = min(inputs, 2 * _LEAST)
+    inputs = divisor if full and aligned else _LEAST_INPUTS
     return FeatureTile(
         blocks["features"],
         min(num_tokens, blocks["tokens"]),

@@ -22,6 +22,8 @@ _ASYNC = frozenset({"cp_async"})
 # Nobody has run these on a GPU: what is proven goes before them, unless they are wished for or were
 # measured on the host.
 _NOWHERE: frozenset[str] = frozenset()
+# Verified on an H200.
+_HOPPER = frozenset({"sm_90"})
 
 
 @hookimpl
@@ -40,7 +42,7 @@ def interposer_records() -> list[Record]:
         ),
         score=5.0,
         properties=frozenset({"graph_safe", "opaque"}),
-        proven_on=_NOWHERE,
+        proven_on=_HOPPER,
     )
     # Before the experts in turn, which wait for the device; behind those of Triton.
     experts = Kernel(
@@ -174,7 +176,7 @@ def _attention() -> list[Record]:
             "cuda",
             Requires(dtypes=_FLOATS),
             score=-1.0,
-            proven_on=_NOWHERE,
+            proven_on=_HOPPER,
         ),
         AttentionEntry(
             "flex_gathered",
@@ -182,7 +184,7 @@ def _attention() -> list[Record]:
             "cuda",
             Requires(frozenset({"triton"}), dtypes=_FLOATS),
             score=-1.5,
-            proven_on=_NOWHERE,
+            proven_on=_HOPPER,
         ),
         AttentionEntry(
             "flash_attention_2",

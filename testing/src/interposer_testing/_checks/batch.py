@@ -41,7 +41,7 @@ def _faults(subject: Subject, case: Case) -> Iterator[Fault]:
     moved = _values(subject, _rolled(subject, case), rows, rows)
     shared = _shared(subject)
     by = _last(subject.op, case)
-    back = {where: v if where in shared else v.roll(-by, 0) for where, v in moved.items()}
+    back = {where: v if where in shared else _roll(v, -by) for where, v in moved.items()}
     for where, how in differences(whole, back):
         yield Fault("batch", where, f"one row further on it is {how}")
 
@@ -65,13 +65,20 @@ def _values(subject: Subject, case: Case, rows: int, size: int) -> dict[str, tor
 def _rolled(subject: Subject, case: Case) -> Case:
     """Return the case with every row one further on, in memory of the same strides."""
     op, given, arguments = subject.op, subject.given(case), case.arguments
-    rolled = {name: arguments[name].roll(1, 0) for name in op.batched if name in given.operands}
+    rolled = {name: _roll(arguments[name], 1) for name in op.batched if name in given.operands}
     for name, starts in op.ragged.items():
         lengths = arguments[starts].diff()
-        rolled[name] = arguments[name].roll(int(lengths[-1]), 0)
+        rolled[name] = _roll(arguments[name], int(lengths[-1]))
         rolled[starts] = functional.pad(lengths.roll(1).cumsum(0), (1, 0))
     moved = {name: given.operands[name].tensor.copy_(value) for name, value in rolled.items()}
     return replace(case, arguments={**arguments, **moved})
+
+
+def _roll(tensor: torch.Tensor, by: int) -> torch.Tensor:
+    """Return the rows ``by`` further on; CUDA rolls no floats of 8 bits, so bits are rolled."""
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+        return tensor.view(torch.uint8).roll(by, 0).view(tensor.dtype)
+    return tensor.roll(by, 0)
 
 
 def _last(op: CustomOp[..., Any], case: Case) -> int:

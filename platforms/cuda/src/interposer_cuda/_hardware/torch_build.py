@@ -6,12 +6,15 @@ one minor version serves all; the table "minimum required driver version" for Li
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from interposer import Verdict
 
 # The oldest driver for Linux, by the major version of CUDA.
 _LEAST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+# In what torch says of its build: "-gencode;arch=compute_90,code=sm_90".
+_TARGET = re.compile(r"\bcode=((?:sm|compute)_\d+[af]?)\b")
 _WHEELS = "https://download.pytorch.org/whl/"
 
 
@@ -36,10 +39,11 @@ class TorchBuild:
         """Return the build of the torch that is imported, or would be."""
         import torch  # here, so that whoever brings a build of his own need not wait for it
 
-        # torch.cuda.get_arch_list() would look for devices first.
-        flags = getattr(torch._C, "_cuda_getArchFlags", lambda: "")() or ""
+        # torch.cuda.get_arch_list() looks for devices first, and even the flags that it reads then,
+        # torch._C._cuda_getArchFlags(), forbid CUDA to all forks of this process.
+        targets = dict.fromkeys(_TARGET.findall(torch.__config__.show()))
         return cls(
-            torch.__version__, torch.version.cuda or "", torch.version.hip or "", (*flags.split(),)
+            torch.__version__, torch.version.cuda or "", torch.version.hip or "", (*targets,)
         )
 
     def judge_vendor(self) -> Verdict:
