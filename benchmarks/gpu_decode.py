@@ -37,7 +37,7 @@ from random_model import SHAPES, write_model
 
 # Bits of a weight of the blocks, with its scales, and of the head, by precision.
 _BITS = {"bf16": (16.0, 16.0), "fp8": (8.0, 8.0), "int4": (4.0 + 32 / 128, 8.0)}
-_METHODS = {"bf16": None, "fp8": "fp8", "int4": "int4"}
+METHODS = {"bf16": None, "fp8": "fp8", "int4": "int4"}
 # A large batch of long contexts would take minutes to prefill.
 _TOKENS_AT_ONCE = 65536
 _LEAST_S = 5.0
@@ -158,7 +158,7 @@ class Decode:
         return InterposerEngine(
             path,
             self.placement,
-            _METHODS[precision],
+            METHODS[precision],
             name,
             cache_tokens=max(w.batch * (w.context + w.new_tokens + 16) for w in works)
             + self.options.prefill,

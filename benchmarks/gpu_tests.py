@@ -27,6 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("arguments", nargs="*")
     parser.add_argument("--root", type=Path, default=ROOT, help="where tests are looked for")
+    parser.add_argument("--under", default="", help="the only folder of it whose tests run")
     add_step_options(parser)
     options = parser.parse_args()
     record = Record(options.json)
@@ -36,7 +37,7 @@ def main() -> None:
     # that is not the one of these tests.
     quiet = ("-p", "no:cacheprovider", "-q", "-W", "default")
     chosen = ("-m", "gpu", *options.arguments)
-    found = list(files(options.root))
+    found = [f for f in files(options.root) if f.is_relative_to(options.root / options.under)]
     if options.tiny:
         # Those of ops are as many as ops, and are collected for half a minute.
         found = [file for file in found if not file.is_relative_to(options.root / "ops")]

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from evidence.record import Deadline, Record, add_step_options, file_name
 from gpu_clock import placement_of
+from gpu_decode import METHODS
 from interposer import Config, Placement, planned
 from interposer.tooling import default_store
 from interposer_tools import Table, tune
 from random_model import SHAPES, write_model
 
-METHODS = {"bf16": None, "fp8": "fp8", "int4": "int4"}
 _TOKENS, _REPEATS = (1, 16, 256), 15
 _TINY_TOKENS, _TINY_REPEATS = (1,), 3
 

@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_worker.py DIST PLATFORM
 
-Standard input has a part per line, an op or one of ``attention``, ``layers`` and ``schemes``;
-standard output has one line of JSON for each.
+Standard input has a part per line, an op or one of ``PARTS``; standard output has one line of JSON
+for each. A worker computes with one thread of the processor: there are as many workers as
+processors, and threads of all for each made trivial ops last a minute.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from interposer_testing import Report, Trial
 
-PARTS = ("attention", "layers", "schemes")
-"""The kinds of records that a distribution declares beside kernels of ops."""
+_SHARES = {"attention": 8, "layers": 4, "schemes": 1}
+PARTS = tuple(
+    f"{kind} {number}/{shares}" for kind, shares in _SHARES.items() for number in range(shares)
+)
+"""The kinds of records that a distribution declares beside kernels of ops, in shares: "layers 1/4"
+are the trials of layers whose number is 1 modulo 4."""
 
 _MOST_FAULTS = 4
 
@@ -44,6 +50,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._said,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         process = self._process
         assert process.stdin is not None
@@ -129,22 +136,24 @@ def _told(report: Report) -> dict[str, Any]:
 
 
 def _tried(distribution: str, part: str, platform: str) -> dict[str, Any]:
-    """Return what came of the trials that are of no op."""
+    """Return what came of a share of the trials that are of no op."""
     from interposer import Config, current_registry, place
     from interposer_testing import attention_trials, layer_trials, scheme_trials
 
     registry = current_registry()
     device = place(Config(platform=platform) if platform else None).device
+    kind, _, share = part.partition(" ")
+    first, of = map(int, share.split("/"))
     trials: Iterable[Trial]
-    if part == "attention":
+    if kind == "attention":
         trials = attention_trials(registry, device, distribution, 0, quick=True)
     else:
-        trials = {"layers": layer_trials, "schemes": scheme_trials}[part](
+        trials = {"layers": layer_trials, "schemes": scheme_trials}[kind](
             registry, device, distribution, 0
         )
     ran: dict[str, int] = {}
     faults = []
-    for trial in trials:
+    for trial in islice(trials, first, None, of):
         if not trial.verdict or trial.not_run:
             continue
         name = trial.candidate.name

@@ -13,6 +13,7 @@ __all__ = ["STAGES"]
 
 _LARGE = ("--work", "{work}", "--shapes", "llama-3-8b", "--batches", "1,8,64,256")
 _SMALL = ("--work", "{work}", "--shapes", "qwen3-0.6b", "--batches", "1,8,64,256")
+_PLATFORMS = ("--under", "platforms")
 _TINY = ("--work", "{work}", "--shapes", "tiny", "--batches", "2", "--precisions", "bf16,fp8")
 
 STAGES = (
@@ -41,7 +42,10 @@ STAGES = (
         "d",
         "tests",
         "the tests that need a GPU",
-        (Step("tests", "gpu_tests.py", limit_s=150),),
+        (
+            Step("tests_platforms", "gpu_tests.py", _PLATFORMS, _PLATFORMS, 60),
+            Step("tests_ops", "gpu_tests.py", ("--under", "ops"), limit_s=90),
+        ),
     ),
     Stage(
         "e",
@@ -62,10 +66,24 @@ STAGES = (
         ),
     ),
     Stage(
+        "i",
+        "profile",
+        "the kernels of a decode step",
+        (
+            Step(
+                "profile",
+                "gpu_profile.py",
+                ("--work", "{work}", "--shapes", "qwen3-0.6b,llama-3-8b"),
+                ("--work", "{work}"),
+                50,
+            ),
+        ),
+    ),
+    Stage(
         "f",
         "ops",
         "every op against its roofline, torch and torch.compile",
-        (Step("ops", "gpu_ops.py", limit_s=280),),
+        (Step("ops", "gpu_ops.py", limit_s=230),),
     ),
     Stage(
         "h",
