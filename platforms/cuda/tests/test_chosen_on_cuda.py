@@ -22,7 +22,7 @@ def chosen(name: str, kind: str) -> dict[str, str]:
     [
         ("h100-plain", "rms_norm", "rms_norm_triton"),
         ("h100-plain", "linear", "reference"),
-        ("h100-fp8", "fp8_linear", "fp8_linear_triton"),
+        ("h100-fp8", "fp8_linear", "fp8_linear_scaled_mm"),
         ("rtx4090-fp8", "fp8_linear", "fp8_linear_triton"),
         ("a100-fp8", "fp8_linear", "fp8_linear_triton"),
         ("h100-int4", "w4a16_linear", "w4a16_linear_triton"),
