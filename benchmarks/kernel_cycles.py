@@ -36,12 +36,12 @@ def path_of(architecture: str) -> Path:
     return RESULTS / f"kernel_cycles_{architecture}.txt"
 
 
-def current(architecture: str, build: Path, flags: str = "") -> Table:
-    """Return the figures of the sources as they are.
+def current(architecture: str, build: Path, flags: str = "", family: str = "") -> Table:
+    """Return the figures of the sources as they are, of a family or of all.
 
     Raises: AnalyserError, ToolError: a program is missing or fails.
     """
-    objects = list(objects_of(architecture, build, flags))
+    objects = list(objects_of(architecture, build, flags, family))
     figures = tuple(figures_of(architecture, objects))
     return Table(version_of(compiler_of(architecture)), version_of(analyser()), figures)
 
@@ -65,9 +65,7 @@ def checked(architecture: str, build: Path) -> Comparison:
 
 def every_loop(architecture: str, build: Path, family: str, flags: str) -> Iterator[str]:
     """Yield a line for each loop of a family that multiplies and adds."""
-    for level, name, file in list(objects_of(architecture, build, flags)):
-        if name != family:
-            continue
+    for level, _, file in list(objects_of(architecture, build, flags, family)):
         loops = [loop for loop in loops_of(listing_of(architecture, file)) if multiply_adds(loop)]
         models = MODELS[architecture][level]
         cycles = [cycles_of(loops, architecture, model) for model in models]

@@ -40,7 +40,7 @@ class Figure:
 def main_loops(loops: Iterable[Loop], work: Callable[[Loop], int]) -> list[Loop]:
     """Return the loops that a long row spends its time in.
 
-    They do at least half as much a round as the one that does most, and with at most four times as
+    They do at least half as much a round as the one that does most, and with at most three times as
     many instructions for the same work as the densest of those. What is left out are ends of rows,
     where numbers are taken one by one.
     """
@@ -48,7 +48,7 @@ def main_loops(loops: Iterable[Loop], work: Callable[[Loop], int]) -> list[Loop]
     most = max((count for count, _ in known), default=0)
     wide = [(count, loop) for count, loop in known if count and 2 * count >= most]
     dense = max((count / len(loop.instructions) for count, loop in wide), default=0.0)
-    return [loop for count, loop in wide if 4 * count / len(loop.instructions) >= dense]
+    return [loop for count, loop in wide if 3 * count / len(loop.instructions) >= dense]
 
 
 def figures_of(architecture: str, objects: Iterable[tuple[str, str, Path]]) -> Iterator[Figure]:

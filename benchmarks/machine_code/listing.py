@@ -41,7 +41,9 @@ def loops_of(listing: str) -> Iterator[Loop]:
         head = re.match(r"\s*[0-9a-f]+ <(.*)>:", part)
         if head is None:
             continue
-        found = re.findall(r"^\s*([0-9a-f]+):\s+(.*?)\s*(?:\s(?://|# [0-9a-f]+ <).*)?$", part, re.MULTILINE)
+        found = re.findall(
+            r"^\s*([0-9a-f]+):\s+(.*?)\s*(?:\s(?://|# [0-9a-f]+ <).*)?$", part, re.MULTILINE
+        )
         index = {int(address, 16): at for at, (address, _) in enumerate(found)}
         texts = tuple(" ".join(text.split()) for _, text in found)
         spans = set(_spans(texts, index))

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["MODELS", "NATIVE", "ToolError", "compiler_of", "listing_of", "objects_of"]
+__all__ = ["MODELS", "NATIVE", "ToolError", "compiler_of", "listing_of", "objects_of", "require"]
 
 NATIVE = Path(__file__).parents[2] / "platforms" / "cpu" / "native"
 
@@ -41,30 +41,40 @@ def compiler_of(architecture: str) -> str:
     return f"{architecture}-linux-gnu-g++"
 
 
+def require(*programs: str) -> None:
+    """Raise ToolError unless every program is installed."""
+    for program in programs:
+        if shutil.which(program) is None:
+            raise ToolError(
+                f"{program} is not installed. On Debian: apt-get install {_package(program)}"
+            )
+
+
 def objects_of(
-    architecture: str, build: Path, flags: str = ""
+    architecture: str, build: Path, flags: str = "", family: str = ""
 ) -> Iterator[tuple[str, str, Path]]:
     """Yield level, family and object file of everything that is compiled for levels.
 
     ``build`` is a build folder of CMake, whose objects are reused. ``flags`` come last on each
-    command, so that they override those of a level.
+    command, so that they override those of a level. A ``family`` is compiled alone.
 
     Raises: ToolError: there is no such compiler, or it fails.
     """
-    for program in ("cmake", compiler_of(architecture)):
-        if shutil.which(program) is None:
-            package = program if program == "cmake" else _package(architecture)
-            raise ToolError(f"{program} is not installed. On Debian: apt-get install {package}")
+    require("cmake", compiler_of(architecture))
     toolchain = NATIVE / "toolchains" / f"{architecture}-linux-gnu.cmake"
     switches = ("-DINTERPOSER_PYTHON=OFF", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON")
     _run("cmake", "-S", NATIVE, "-B", build, f"-DCMAKE_TOOLCHAIN_FILE={toolchain}", *switches)
-    wanted = list(_wanted(architecture, build))
-    targets = [f"{family}_{level}" for level, family in wanted]
+    every = list(_wanted(architecture, build))
+    wanted = [(level, name) for level, name in every if family in ("", name)]
+    if not wanted:
+        known = ", ".join(sorted({name for _, name in every}))
+        raise ToolError(f"there is no family {family!r} for {architecture}. Try one of: {known}")
+    targets = [f"{name}_{level}" for level, name in wanted]
     if not flags:
         _run("cmake", "--build", build, "--parallel", "2", "--target", *targets)
-    for (level, family), target in zip(wanted, targets, strict=True):
-        file = build / "CMakeFiles" / f"{target}.dir" / family / "level.cpp.o"
-        yield level, family, _compiled(build, file, flags) if flags else file
+    for (level, name), target in zip(wanted, targets, strict=True):
+        file = build / "CMakeFiles" / f"{target}.dir" / name / "level.cpp.o"
+        yield level, name, _compiled(build, file, flags) if flags else file
 
 
 def listing_of(architecture: str, file: Path) -> str:
@@ -73,8 +83,10 @@ def listing_of(architecture: str, file: Path) -> str:
     return _run(f"{architecture}-linux-gnu-objdump", *options, file)
 
 
-def _package(architecture: str) -> str:
-    return f"g++-{architecture.replace('_', '-')}-linux-gnu"
+def _package(program: str) -> str:
+    """Return the package of Debian that a compiler is in, or another program."""
+    architecture, found, _ = program.partition("-linux-gnu-g++")
+    return f"g++-{architecture.replace('_', '-')}-linux-gnu" if found else program
 
 
 def _wanted(architecture: str, build: Path) -> Iterator[tuple[str, str]]:
@@ -92,6 +104,7 @@ def _compiled(build: Path, file: Path, flags: str) -> Path:
     name = file.relative_to(build).as_posix()
     (command,) = (shlex.split(c["command"]) for c in commands if f" {name} " in c["command"])
     result = file.with_suffix(".flags.o")
+    result.parent.mkdir(parents=True, exist_ok=True)
     command[command.index("-o") + 1] = str(result)
     _run(*command, *shlex.split(flags))
     return result

@@ -14,8 +14,8 @@ TOLERANCE = 1.05
 """A figure that grows by more than this factor is worse."""
 
 _HEAD = f"""\
-# Instructions and cycles of the main inner loops of native kernels, for {UNIT} multiply-adds, or for {UNIT}
-# bytes in elementwise, sampling and rounding; cycles by the models of processors that a level names.
+# Main inner loops of native kernels: instructions and cycles for {UNIT} multiply-adds, or for
+# {UNIT} bytes in elementwise, sampling and rounding. Cycles are those of models of processors.
 # To renew: python benchmarks/kernel_cycles.py --write"""
 
 
@@ -63,6 +63,8 @@ def write(table: Table, file: Path) -> None:
 
 def read(file: Path) -> Table:
     """Read what ``write`` wrote. Raises: TableError: it is something else."""
+    if not file.is_file():
+        raise TableError(f"{file}: there is no table. Try: kernel_cycles.py --write")
     programs, figures = dict[str, str](), list[Figure]()
     level, models = "", list[str]()
     for line in file.read_text().splitlines():

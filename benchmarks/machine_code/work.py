@@ -27,7 +27,9 @@ _PRODUCTS = {
 _MOVED = re.compile(
     r"(?:ld[rp1-4]|ldur|ld1r|vl|vmov(?:[au]p[sd]|dq[au](?:\d+)?)|vpmov[sz]x\w+|vcvtph2ps|vbroadcastss)$"
 )
-_STORED = re.compile(r"(?:st[rp1-4]|stur|vst|vmov(?:[au]p[sd]|dq[au](?:\d+)?)|vpmov[us]*[dqw][bw]|vcvtps2ph)$")
+_STORED = re.compile(
+    r"(?:st[rp1-4]|stur|vst|vmov(?:[au]p[sd]|dq[au](?:\d+)?)|vpmov[us]*[dqw][bw]|vcvtps2ph)$"
+)
 _TILES = {"tdpbf16ps": 16 * 16 * 32, "tdpbusd": 16 * 16 * 64, "tdpbsud": 16 * 16 * 64,
           "tdpbssd": 16 * 16 * 64, "tdpbuud": 16 * 16 * 64}  # fmt: skip
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,13 +21,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["ARCHITECTURES", "GLIBC", "WheelError", "build"]
+__all__ = ["ARCHITECTURES", "OLDEST", "WheelError", "build", "require"]
 
 CPU = Path(__file__).parent
 ARCHITECTURES = ("x86_64", "aarch64", "s390x")
-GLIBC = "2.28"
-"""The oldest C library that is served, which is torch's own."""
+OLDEST = (2, 28)
+"""The version of the oldest C library that is served, as by torch."""
 
+_GLIBC = ".".join(map(str, OLDEST))
 _TOOLCHAIN = CPU / "native" / "toolchains" / "manylinux.cmake"
 _DEBIAN = {name: f"g++-{name.replace('_', '-')}-linux-gnu" for name in ARCHITECTURES}
 
@@ -35,31 +37,39 @@ class WheelError(Exception):
     """A wheel cannot be built; the text says why and what to do."""
 
 
-def build(architecture: str, folder: Path) -> Path:
+def build(architecture: str, folder: Path, cache: Path) -> Path:
     """Build the wheel for an architecture into ``folder``, and return its path.
 
+    ``cache`` keeps objects, so that another build compiles what has changed.
+
     Raises: WheelError: a program is missing, something does not compile, or the wheel needs more
-        than a system with the C library ``GLIBC`` has.
+        than a system with the C library ``OLDEST`` has.
     """
-    _need(architecture)
-    policy = f"manylinux_{GLIBC.replace('.', '_')}_{architecture}"
+    require(architecture)
     with tempfile.TemporaryDirectory() as name:
-        raw = _compiled(architecture, Path(name))
-        repaired = Path(name) / "repaired"
-        # Nothing is copied into a wheel, so its libraries need no new names.
-        _run(*_auditwheel("repair", "--patcher", "none", "--only-plat"),
-             *("--plat", policy, "--wheel-dir", str(repaired), str(raw)))  # fmt: skip
+        raw, repaired = _compiled(architecture, Path(name), cache), Path(name) / "repaired"
+        # Which tag is for auditwheel to find. Nothing is copied into the wheel, so its libraries
+        # need no new names.
+        _run(
+            *(sys.executable, "-m", "auditwheel", "repair", "--patcher", "none"),
+            *("--wheel-dir", str(repaired), str(raw)),
+        )
         (wheel,) = repaired.glob("*.whl")
-        if "-cp311-abi3-" not in wheel.name or policy not in wheel.name:
-            raise WheelError(f"auditwheel calls the wheel {wheel.name} instead of {policy}")
+        tag = re.search(r"-cp311-abi3-manylinux_(\d+)_(\d+)_(\w+?)\.", wheel.name)
+        if tag is None or (int(tag[1]), int(tag[2])) > OLDEST or tag[3] != architecture:
+            raise WheelError(
+                f"auditwheel calls the wheel {wheel.name}, which is for newer systems than those "
+                f"with glibc {_GLIBC}. Try: python -m auditwheel show {wheel.name}, which names "
+                "the symbols"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob(f"interposer_cpu-*_{architecture}.whl"):
             old.unlink()
         return Path(shutil.copy(wheel, folder))
 
 
-def _need(architecture: str) -> None:
-    """Raise WheelError where a program is missing."""
+def require(architecture: str) -> None:
+    """Raise WheelError unless the programs that build for an architecture are installed."""
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise WheelError(f"no kernels are written for {architecture!r}. Try one of: {known}")
@@ -70,24 +80,25 @@ def _need(architecture: str) -> None:
         )
     for module in ("auditwheel", "ziglang"):
         if importlib.util.find_spec(module) is None:
-            raise WheelError(f"{module} is not installed. Try: make wheels")
+            raise WheelError(f"{module} is not installed. Try: pip install --group wheels")
 
 
-def _compiled(architecture: str, folder: Path) -> Path:
+def _compiled(architecture: str, folder: Path, cache: Path) -> Path:
     """Return the wheel as the compilers leave it, called after the architecture alone."""
-    headers = folder / "headers"
-    shutil.copytree(sysconfig.get_path("include"), headers)
+    build, headers = (cache / architecture).absolute(), (cache / "headers").absolute()
+    shutil.copytree(sysconfig.get_path("include"), headers, dirs_exist_ok=True)
     # Debian's file of this name includes that of the architecture, which is not there. Sizes are
     # those of any 64-bit Linux, and of the order of bytes the limited API knows nothing.
     shutil.copyfile(_sizes(), headers / "pyconfig.h")
     defined = {
         "CMAKE_TOOLCHAIN_FILE": str(_TOOLCHAIN),
         "INTERPOSER_ARCHITECTURE": architecture,
-        "INTERPOSER_GLIBC": GLIBC,
+        "INTERPOSER_GLIBC": _GLIBC,
         "INTERPOSER_ZIG": f"{sys.executable} -m ziglang",
         "Python_INCLUDE_DIR": str(headers),
     }
     settings = [f"--config-settings=cmake.define.{name}={text}" for name, text in defined.items()]
+    settings.append(f"--config-settings=build-dir={build}")
     _run(
         *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"),
         *("--wheel-dir", str(folder), *settings, str(CPU)),
@@ -110,10 +121,6 @@ def _sizes() -> Path:
     return own if multiarch and own.is_file() else plain
 
 
-def _auditwheel(*arguments: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "auditwheel", *arguments)
-
-
 def _run(*command: str, **variables: str) -> None:
     """Run a command. Raises: WheelError: it failed."""
     done = subprocess.run(
@@ -133,10 +140,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", default=CPU / "dist")
     parser.add_argument("--architectures", nargs="+", default=ARCHITECTURES)
+    parser.add_argument("--cache", type=Path, default=CPU / ".wheels_cache", help="keeps objects")
     given = parser.parse_args(arguments)
     for architecture in given.architectures:
         try:
-            wheel = build(architecture, given.folder)
+            wheel = build(architecture, given.folder, given.cache)
         except WheelError as error:
             sys.exit(f"No wheel for {architecture}: {error}")
         print(f"{wheel}, {wheel.stat().st_size / 2**20:.1f} MiB")
