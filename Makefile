@@ -28,7 +28,9 @@ test: $(INSTALLED) ## Run the linters and every test that needs neither long, no
 quick: $(INSTALLED)
 	$(PYTEST) -m "not slow and not gpu and not foreign and not versions and not vllm"
 
+# What else these want is of the system, as below, and is named where it is missing.
 test-slow: $(INSTALLED) ## Run the slow tests.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group wheels
 	$(PYTEST) -m "slow and not gpu and not vllm"
 
 # Other architectures want packages of the system, which the tests name where they miss them.
