@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 
-from interposer import Kernel, current_registry
+from interposer import Config, Kernel, current_registry
 from interposer_cpu import native
+
+
+# An emulator starts no processes of its own architecture.
+CONFIG = Config(isolation="off")
 
 
 def native_linear() -> tuple[Any, Any]:
     """Return the function and the preparation of the compiled kernel for ``linear``."""
-    registry = current_registry()
+    registry = current_registry(CONFIG)
     for candidate in registry.candidates("kernel", "linear"):
         record = candidate.record
         if candidate.name == "linear_native" and isinstance(record, Kernel):
