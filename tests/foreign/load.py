@@ -15,7 +15,6 @@ import torch
 from interposer import Config, Kernel, current_registry
 from interposer_cpu import native
 
-
 # An emulator starts no processes of its own architecture.
 CONFIG = Config(isolation="off")
 
