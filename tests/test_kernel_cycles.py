@@ -222,11 +222,14 @@ def test_no_kernel_is_slower_than_in_the_table(
 
 @compiles
 def test_slower_code_is_seen(build: Callable[[str], Path]) -> None:
-    program, folder = module("kernel_cycles"), build("s390x")
-    table = module("machine_code.table").read(program.path_of("s390x"))
+    program, folder = module("kernel_cycles"), build("aarch64")
+    table = module("machine_code.table").read(program.path_of("aarch64"))
     of_lora = [found for found in table.figures if found.family == "lora"]
-    slower = program.current("s390x", folder, "-O1 -fno-tree-vectorize", "lora")
-    assert module("machine_code.table").compare(of_lora, slower.figures).worse
+    # With eight registers for vectors, sums go to memory and back.
+    fewer = " ".join(f"-ffixed-v{number}" for number in range(8, 32))
+    slower = program.current("aarch64", folder, fewer, "lora")
+    found = module("machine_code.table").compare(of_lora, slower.figures)
+    assert any("shrink_tokens<0, 1>: cycles on neoverse-n1" in line for line in found.worse)
 
 
 @compiles
