@@ -22,7 +22,7 @@ _OF_BYTES = {"elementwise", "sampling", "rounding"}
 
 @dataclass(frozen=True)
 class Figure:
-    """What the main loops of a function take for the work of ``UNIT``, by models of processors."""
+    """Instructions and cycles of the main loops of a function, for work of ``UNIT``."""
 
     level: str
     family: str
