@@ -138,10 +138,15 @@ def environment(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     python = folder / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps",
         "--no-index", *sorted(wheels.iterdir()), own)  # fmt: skip
-    # Paths of a .pth file come last, and files of that kind behind them are not read: so ours are
-    # the wheels, and not what an editable installation here points to.
+    # All else that is installed here, and nothing of ours: of two distributions of a name, none is
+    # examined.
     (site,) = folder.glob("lib/python*/site-packages")
-    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    others = tmp_path / "others"
+    others.mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if "interposer" not in entry.name and entry.suffix != ".pth":
+            (others / entry.name).symlink_to(entry)
+    (site / "others.pth").write_text(str(others))
     return python
 
 
