@@ -11,7 +11,7 @@ DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platf
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help install demo test quick test-slow test-vllm test-foreign test-torch test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench clean
+.PHONY: FORCE help install demo test quick test-slow test-vllm test-foreign test-torch test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench wheels cycles clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -28,11 +28,14 @@ test: $(INSTALLED) ## Run the linters and every test that needs neither long, no
 quick: $(INSTALLED)
 	$(PYTEST) -m "not slow and not gpu and not foreign and not versions and not vllm"
 
+# What else these want is of the system, as below, and is named where it is missing.
 test-slow: $(INSTALLED) ## Run the slow tests.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group wheels
 	$(PYTEST) -m "slow and not gpu and not vllm"
 
 # Other architectures want packages of the system, which the tests name where they miss them.
 test-foreign: $(INSTALLED) ## Build llama.cpp and compare with it; run kernels of ARM and s390x in emulators. An hour.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group wheels
 	$(BIN)/python -m pip install --quiet "llama-cpp-python==0.3.36"
 	$(BIN)/python -m pytest -m foreign -s
 
@@ -89,6 +92,14 @@ triton-targets: $(INSTALLED) ## Compile the Triton kernels for every GPU and wri
 adapt-coverage: $(INSTALLED) ## Adapt a tiny model of every architecture of transformers and write the table of it.
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/adapt_coverage.py --table benchmarks/results/adapt_coverage.txt
 
+# Compilers of the system, which the program names where it misses one; see docs/build-wheels.md.
+wheels: $(INSTALLED) ## Build the wheel of interposer-cpu for x86-64, ARM and s390x into platforms/cpu/dist/. Ten minutes.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group wheels
+	$(BIN)/python platforms/cpu/manylinux.py platforms/cpu/dist
+
+cycles: $(INSTALLED) ## Renew the tables of cycles of native kernels by models of processors. Ten minutes.
+	$(BIN)/python benchmarks/kernel_cycles.py --write
+
 bench: $(INSTALLED) ## Run every benchmark.
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/decode.py examples/models/stdlib-lm
@@ -96,7 +107,7 @@ bench: $(INSTALLED) ## Run every benchmark.
 	$(BIN)/python benchmarks/serve.py compare examples/models/stdlib-lm
 
 clean: ## Remove caches and built files; .venv stays.
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .kernel_cycles_cache platforms/cpu/.wheels_cache
 	rm -rf $(addsuffix /dist,$(DISTRIBUTIONS)) $(addsuffix /build,$(DISTRIBUTIONS))
 	find $(DISTRIBUTIONS) benchmarks examples tests -name __pycache__ -prune -exec rm -rf {} +
 

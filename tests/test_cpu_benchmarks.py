@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -194,46 +193,6 @@ def test_every_kernel_that_accepts_is_timed(name: str) -> None:
             assert [measure.kernel for measure in found] == list(each.calls)
             assert "reference" in each.calls
             assert all(measure.gb_per_s > 0 for measure in found)
-
-
-LISTING = """
-level.o:     file format elf64-littleaarch64
-
-0000000000000000 <void (anonymous namespace)::outer<F, 2>(Block const&)>:
-       0:\tldr\tq1, [x0]
-       4:\tbfmmla\tv0.4s, v1.8h, v2.8h
-       8:\tb.ne\t4 <void (anonymous namespace)::outer<F, 2>(Block const&)+0x4>  // b.any
-       c:\tbfdot\tv0.4s, v1.8h, v2.2h[0]
-      10:\tcbnz\tx3, 0 <void (anonymous namespace)::outer<F, 2>(Block const&)>
-
-0000000000000014 <other>:
-      14:\tadd\tx0, x0, #0x1
-      18:\tb.gt\t14 <other>
-      1c:\tret
-"""
-
-
-def test_inner_loops_with_products_are_found() -> None:
-    (loop,) = module("arm_loops").loops_of(LISTING)
-    assert loop.function == "void outer<F, 2>"
-    assert [text.split()[0] for text in loop.instructions] == ["bfmmla", "b.ne"]
-    assert loop.products == {"bfmmla": 1}
-
-
-@pytest.mark.foreign
-def test_sums_of_matrices_stay_in_registers() -> None:
-    loops = module("arm_loops")
-    if shutil.which(f"{loops.TOOLS}g++") is None:
-        pytest.skip("needs a compiler for ARM, on Debian: g++-aarch64-linux-gnu")
-    found = list(loops.loops_of(loops.listing_of(loops.NATIVE)))
-    for rows in (4, 6, 8):
-        for product in ("score", "weigh"):
-            name = f"void {product}_matrices<BFloat16OnPairs, {rows}>"
-            own = [loop for loop in found if loop.function == name]
-            assert own, name
-            for loop in own:
-                assert not any("[sp" in text for text in loop.instructions), (name, loop)
-                assert len(loop.instructions) <= 2.5 * loop.products["bfmmla"], (name, loop)
 
 
 class Kinds(Counting):

@@ -1,7 +1,8 @@
-"""Native kernels below a torch of another architecture, and a model on big-endian memory.
+"""Wheels below a torch of another architecture, and a model on big-endian memory.
 
 Debian's packages of the other architecture are unpacked into a cache folder, a gigabyte each, and
-run by an emulator, which says nothing about speed. ``INTERPOSER_FOREIGN_CACHE`` names another
+run by an emulator, which says nothing about speed. Kernels are those of the wheel for it, which is
+built by platforms/cpu/manylinux.py. ``INTERPOSER_FOREIGN_CACHE`` names another
 folder than ``~/.cache/interposer/foreign``.
 """
 
@@ -11,11 +12,13 @@ import json
 import os
 import shutil
 import subprocess
+import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.wheel_recipe import wheel_for
 
 from interposer_models import load
 
@@ -27,7 +30,6 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[1]
 FOREIGN = Path(__file__).parent / "foreign"
-NATIVE = ROOT / "platforms" / "cpu" / "native"
 MODEL = ROOT / "examples" / "models" / "stdlib-lm"
 PROMPT, NUM_TOKENS = "import os\nimport sys\n\n\ndef main(", 24
 CACHE = Path(
@@ -36,7 +38,6 @@ CACHE = Path(
 PYTHON = "python3.14"
 PACKAGES = (
     PYTHON,
-    "python3-dev",
     "python3-numpy",
     "python3-packaging",
     "python3-platformdirs",
@@ -49,7 +50,7 @@ PACKAGES = (
     "python3-transformers",
     "python3-typer",
 )
-TOOLS = "on Debian: cmake g++-aarch64-linux-gnu g++-s390x-linux-gnu qemu-user"
+TOOLS = "on Debian: apt dpkg qemu-user"
 # Folders of distributions, and what they need that Debian does not have; it is all Python.
 OURS = {
     "interposer-sandbox": "sandbox",
@@ -58,7 +59,6 @@ OURS = {
     "interposer-ops": "ops",
     "interposer-quantization": "quantization",
     "interposer-models": "models",
-    "interposer-cpu": "platforms/cpu",
 }
 PURE = ("importlib-metadata", "lazy-importer", "zipp")
 ARCHITECTURES = {
@@ -118,28 +118,8 @@ def root_of(architecture: str) -> Path:
     return folder
 
 
-def module_for(architecture: str, root: Path, build: Path) -> Path:
-    """Return the native module, built for the Python below ``root``."""
-    tools = f"{architecture}-linux-gnu"
-    needed(f"{tools}-g++")
-    include = root / "usr" / "include"
-    succeed(
-        needed("cmake"),
-        f"-S{NATIVE}",
-        f"-B{build}",
-        f"-DCMAKE_TOOLCHAIN_FILE={NATIVE}/toolchains/{tools}.cmake",
-        f"-DPython_INCLUDE_DIR={include}/{PYTHON}",
-        # Python's header includes one of the architecture's by its place in the system. Those of
-        # the C library stay the compiler's own, so this folder comes last.
-        f"-DCMAKE_CXX_FLAGS=-idirafter {include}",
-    )
-    succeed("cmake", "--build", build, "--parallel", "2", "--target", "_native")
-    (module,) = build.glob("_native*.so")
-    return module
-
-
-def site_for(module: Path, site: Path) -> None:
-    """Fill a folder with our distributions, the native module, and what they need besides."""
+def site_for(wheel: Path, site: Path) -> None:
+    """Fill a folder with our distributions, the wheel among them, and what they need besides."""
     for name, folder in OURS.items():
         shutil.copytree(
             ROOT / folder / "src",
@@ -153,7 +133,8 @@ def site_for(module: Path, site: Path) -> None:
         package = name.replace("-", "_")
         shutil.copytree(str(found.locate_file(package)), site / package)
         _copy_metadata(name, site)
-    shutil.copy(module, site / "interposer_cpu" / "_native.abi3.so")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
 
 
 def _copy_metadata(name: str, site: Path) -> None:
@@ -162,12 +143,12 @@ def _copy_metadata(name: str, site: Path) -> None:
     shutil.copytree(str(found.locate_file(folder)), site / folder)
 
 
-def run(architecture: str, folder: Path) -> dict[str, Any]:
-    """Return what conform.py found in the other architecture's Python."""
+def run(architecture: str, folder: Path, wheel: Path, *script: str) -> dict[str, Any]:
+    """Return what a script found in the other architecture's Python, with the wheel."""
     emulator = needed(f"qemu-{architecture}")
     root = root_of(architecture)
     site = folder / "site"
-    site_for(module_for(architecture, root, folder / "build"), site)
+    site_for(wheel, site)
     libraries = f"/usr/lib/{architecture}-linux-gnu"
     environment = {
         # Debian chooses among these when packages are installed, which they are not here.
@@ -182,18 +163,37 @@ def run(architecture: str, folder: Path) -> dict[str, Any]:
     }
     passed = [part for name, value in environment.items() for part in ("-E", f"{name}={value}")]
     python = root / "usr" / "bin" / PYTHON
-    script = (str(FOREIGN / "conform.py"), str(MODEL), PROMPT, str(NUM_TOKENS))
     command = (emulator, "-cpu", "max", "-L", str(root), *passed, str(python), *script)
     output = succeed(*command, told=None)
     found: dict[str, Any] = json.loads(output.splitlines()[-1])
     return found
 
 
+@pytest.fixture
+def wheel(architecture: str, request: pytest.FixtureRequest) -> Path:
+    """Return the wheel that is given to users of an architecture."""
+    return wheel_for(architecture, request)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_wheel_loads_and_multiplies_at_every_level(
+    architecture: str, wheel: Path, tmp_path: Path
+) -> None:
+    found = run(architecture, tmp_path, wheel, str(FOREIGN / "load.py"))
+    print(json.dumps(found))
+    _, byteorder, levels = ARCHITECTURES[architecture]
+    assert found["absent"] == ""
+    assert (found["byteorder"], found["levels"]) == (byteorder, levels)
+    assert list(found["errors"]) == levels
+    assert max(max(errors) for errors in found["errors"].values()) <= 1
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_conform_and_a_model_generates_what_it_does_here(
-    architecture: str, tmp_path: Path
+    architecture: str, wheel: Path, tmp_path: Path
 ) -> None:
-    found = run(architecture, tmp_path)
+    script = (str(FOREIGN / "conform.py"), str(MODEL), PROMPT, str(NUM_TOKENS))
+    found = run(architecture, tmp_path, wheel, *script)
     print(json.dumps({**found, "tokens": len(found["tokens"])}))
     _, byteorder, levels = ARCHITECTURES[architecture]
     assert found["absent"] == ""

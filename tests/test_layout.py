@@ -140,7 +140,8 @@ def test_tools_list_every_distribution_and_no_other() -> None:
     mypy_path = [path.removeprefix("$MYPY_CONFIG_FILE_DIR/") for path in TOOLS["mypy"]["mypy_path"]]
     scripts = ["benchmarks", "docs", "examples"]
     assert set(TOOLS["importlinter"]["root_packages"]) == {dist.package for dist in DISTRIBUTIONS}
-    assert set(TOOLS["mypy"]["files"]) == {*sources, *tests, "tests", "conftest.py", *scripts}
+    programs = ["conftest.py", "platforms/cpu/manylinux.py"]
+    assert set(TOOLS["mypy"]["files"]) == {*sources, *tests, "tests", *programs, *scripts}
     # Scripts name their neighbours, as the one of these tests that writes golden vectors does.
     neighbours = [*scripts, "platforms/cpu/tests"]
     assert set(mypy_path) == {"$MYPY_CONFIG_FILE_DIR", *sources, *neighbours}
