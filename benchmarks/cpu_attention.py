@@ -26,7 +26,7 @@ from interposer.records import AttentionEntry
 from interposer_cpu import CPUPlatform
 from interposer_ops.devices.host_memory import cache_memory
 
-__all__ = ["CACHES", "AttentionWork", "attention_requests", "backends"]
+__all__ = ["CACHES", "SPEC", "AttentionWork", "attention_call", "attention_requests", "backends"]
 
 PAGE_SIZE = 16
 SPEC = AttentionSpec(
@@ -82,14 +82,15 @@ def attention_requests(
         # As many caches as a model has layers, or as few as are not held by any cache.
         copies = max(1, -(-room_bytes // read))
         calls = {
-            kernel: _call(backend, spec, (num_seqs, 1, context), copies)
+            kernel: attention_call(backend, spec, (num_seqs, 1, context), copies)
             for kernel, backend in found.items()
         }
         what = f"decode, {num_seqs} x {context}"
         flops = 4.0 * num_seqs * heads * size * context
         yield AttentionWork(name, what, read, flops, calls)
     calls = {
-        kernel: _call(backend, spec, (1, prefill, prefill), 4) for kernel, backend in found.items()
+        kernel: attention_call(backend, spec, (1, prefill, prefill), 4)
+        for kernel, backend in found.items()
     }
     # Half of the scores are masked.
     flops = 2.0 * heads * size * prefill**2
@@ -119,18 +120,23 @@ def backends(registry: Registry, spec: AttentionSpec) -> Iterator[tuple[str, Any
                 print(f"{candidate.name}: {described(error)}")
 
 
-def _call(backend: Any, spec: AttentionSpec, sizes: tuple[int, int, int], copies: int) -> Call:
+def attention_call(
+    backend: Any, spec: AttentionSpec, sizes: tuple[int, int, int], copies: int
+) -> Call:
     """Return a call for so many sequences, tokens of each query and of each context."""
     num_seqs, query_tokens, context = sizes
     batch = _batch(num_seqs, query_tokens, context)
     heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     rows = num_seqs * query_tokens
     given = torch.randn(rows, sum(heads), spec.head_size).to(spec.dtype).split(heads, dim=1)
-    caches = backend.kv_layout().allocate(copies, batch.page_table.numel(), "cpu", cache_memory)
+    layout = backend.kv_layout()
+    caches = layout.allocate(copies, batch.page_table.numel(), "cpu", cache_memory)
     deviation = _DEVIATION[spec.cache_dtype]
     for cache in caches:
         # What nobody wrote to takes no memory, and would be read from a cache of the processor.
-        cache.copy_(torch.randn(cache.shape).mul_(deviation).clamp_(-127, 127))
+        shape = list(cache.shape)
+        shape[layout.page_axis] = 1
+        cache.copy_(torch.randn(shape).mul_(deviation).clamp_(-127, 127))
     plan = backend.plan(batch)
     turn = itertools.cycle(caches)
     if not spec.is_quantized:
