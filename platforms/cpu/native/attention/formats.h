@@ -13,7 +13,7 @@ namespace {
 struct OnFloats {  // x as float32
   typedef Floats Part;
   typedef Floats Sum;
-  static constexpr bool kPairs = false, kCodes = false;
+  static constexpr bool kPairs = false, kCodes = false, kGrouped = false;
   static constexpr int kInputBytes = 4, kPlanes = 1;
 
   static INTERPOSER_INLINE void add(Floats& sum, Part part, const char* x) {
@@ -81,6 +81,19 @@ struct Int8OnFloats : OnFloats {
   static constexpr int place(int part) { return part == 1 ? 2 : part == 2 ? 1 : part; }
 };
 
+// Numbers of 4 bits, whose groups are put together elsewhere.
+struct UInt4OnFloats : OnFloats {
+  static constexpr bool kGrouped = true;
+  static constexpr int kParts = 8, kInputs = 8;
+
+  static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
+    for (int i = 0; i < kParts; ++i) {
+      parts[i] = __builtin_convertvector((Ints)(words >> element_shift(8, i) & 15), Floats);
+    }
+  }
+  static constexpr int place(int part) { return part; }
+};
+
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 #define INTERPOSER_CODES 1
 
@@ -90,7 +103,7 @@ struct Int8OnFloats : OnFloats {
 struct Int8OnCodes {
   typedef Words Part;
   typedef Ints Sum;
-  static constexpr bool kPairs = false, kCodes = true;
+  static constexpr bool kPairs = false, kCodes = true, kGrouped = false;
   static constexpr int kInputBytes = 2, kPlanes = 2;
   static constexpr int kParts = 1, kInputs = 4;
 #if defined(__x86_64__)
@@ -126,6 +139,24 @@ struct Int8OnCodes {
   }
   static constexpr int place(int) { return 0; }
 };
+
+// Numbers of 4 bits times the same planes: without a sign, so that nothing is taken away again.
+struct UInt4OnCodes {
+  typedef Words Part;
+  typedef Ints Sum;
+  static constexpr bool kPairs = false, kCodes = false, kGrouped = true;
+  static constexpr int kInputBytes = 2, kPlanes = 2;
+  static constexpr int kParts = 2, kInputs = 8;
+
+  static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
+    parts[0] = words & 0x0f0f0f0fu;
+    parts[1] = words >> 4 & 0x0f0f0f0fu;
+  }
+  static INTERPOSER_INLINE void add(Ints& sum, Part part, const char* x) {
+    Int8OnCodes::add(sum, part, x);
+  }
+  static constexpr int place(int part) { return 2 * part; }
+};
 #endif
 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -134,7 +165,7 @@ struct Int8OnCodes {
 struct OnPairs {  // x as bfloat16, two at a time
   typedef Words Part;
   typedef Floats Sum;
-  static constexpr bool kPairs = true, kCodes = false;
+  static constexpr bool kPairs = true, kCodes = false, kGrouped = false;
   static constexpr int kInputBytes = 2, kPlanes = 1;
 
   static INTERPOSER_INLINE void add(Floats& sum, Part part, const char* x) {
