@@ -42,6 +42,7 @@ CACHES = {
     "attention": torch.bfloat16,
     "attention-fp8": torch.float8_e4m3fn,
     "attention-int8": torch.int8,
+    "attention-int4": torch.uint4,
 }
 # Of what a cache of 8 bits holds; its scales bring that to 1.
 _DEVIATION = {torch.bfloat16: 1.0, torch.float8_e4m3fn: 100.0, torch.int8: 40.0}
@@ -75,8 +76,9 @@ def attention_requests(
     """
     spec = replace(SPEC, cache_dtype=CACHES[name])
     heads, size = spec.num_heads, spec.head_size
-    per_token = 2 * spec.num_kv_heads * size * spec.cache_dtype.itemsize
     found = dict(backends(registry, spec))
+    layouts = [backend.kv_layout() for backend in found.values()]
+    per_token = layouts[0].page_bytes() // PAGE_SIZE
     for num_seqs, context in itertools.product(batches, contexts):
         read = num_seqs * context * per_token
         # As many caches as a model has layers, or as few as are not held by any cache.
@@ -131,12 +133,15 @@ def attention_call(
     given = torch.randn(rows, sum(heads), spec.head_size).to(spec.dtype).split(heads, dim=1)
     layout = backend.kv_layout()
     caches = layout.allocate(copies, batch.page_table.numel(), "cpu", cache_memory)
-    deviation = _DEVIATION[spec.cache_dtype]
+    deviation = _DEVIATION.get(spec.cache_dtype, 1.0)
     for cache in caches:
         # What nobody wrote to takes no memory, and would be read from a cache of the processor.
         shape = list(cache.shape)
         shape[layout.page_axis] = 1
-        cache.copy_(torch.randn(shape).mul_(deviation).clamp_(-127, 127))
+        if layout.dtype == torch.uint8:  # codes beside steps and bases, which are numbers so
+            cache.copy_(torch.randint(0, 64, shape))
+        else:
+            cache.copy_(torch.randn(shape).mul_(deviation).clamp_(-127, 127))
     plan = backend.plan(batch)
     turn = itertools.cycle(caches)
     if not spec.is_quantized:

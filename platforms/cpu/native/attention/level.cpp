@@ -272,8 +272,8 @@ struct PlaneSums {
 // keys alone, so that no weight is lost beside one of other keys. Sums are of what they are rounded
 // to, so that errors of weights, half a unit each, are at most 2^-7 of the result with 512 keys, of
 // which all but one have weights of half a unit: two roundings of bfloat16.
-inline float soften_codes(const Block& block, int64_t row, int m, float highest, int64_t begin,
-                          int64_t last, int64_t count) {
+inline float soften_codes(const Block& block, int64_t row, int m, float highest, Floats scale,
+                          int64_t begin, int64_t last, int64_t count) {
   const float* scores = block.scores + m * kKeys;
   char* planes = reinterpret_cast<char*>(block.scores + m * kKeys);
   const float before = block.maximum[row + m], now = highest > before ? highest : before;
@@ -281,7 +281,7 @@ inline float soften_codes(const Block& block, int64_t row, int m, float highest,
   for (int64_t tile = 0; tile < count; ++tile) {
     Ints weight = {};
     if (tile >= begin && tile < last) {
-      const Floats exact = exp2_of(load<Floats>(scores + tile * kTile) - splat(highest));
+      const Floats exact = exp2_of(load<Floats>(scores + tile * kTile) * scale - splat(highest));
       weight = rounded(exact * splat(float(Int8OnCodes::kLargest)));
     }
     const PlaneBytes bytes(weight);
@@ -328,31 +328,51 @@ float soften(const Block& block, const Scoring& scoring, int64_t row, int m, See
   char* weights = reinterpret_cast<char*>(scores);
   const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   Floats maximum = splat(kLowest);
+  // Where nothing caps them, scores stay products, which are scaled when their power is taken.
+  const bool later = scoring.cap == 0 && scoring.scale > 0;
   const int64_t begin = seen.first / kTile, last = seen.end > 0 ? (seen.end - 1) / kTile + 1 : 0;
   for (int64_t tile = begin; tile < last; ++tile) {
-    Floats score = scored(scoring, load<Floats>(scores + tile * kTile));
+    Floats score = load<Floats>(scores + tile * kTile);
+    if (!later) score = scored(scoring, score);
     if (tile * kTile < seen.first || (tile + 1) * kTile > seen.end) {
       const Ints at = lanes + splat(int32_t(tile * kTile));
       const Ints visible =
           (at >= splat(int32_t(seen.first))) & (at < splat(int32_t(seen.end)));
       score = chosen(visible, score, splat(-INFINITY));
+      if (later) store(scores + tile * kTile, score);
     }
-    store(scores + tile * kTile, score);
+    if (!later) store(scores + tile * kTile, score);
     maximum = larger(maximum, score);
   }
 #if defined(INTERPOSER_CODES)
   if constexpr (F::kCodes) {
-    return soften_codes(block, row, m, largest_of(maximum), begin, last, count);
+    const Floats scale = splat(later ? scoring.scale : 1.0f);
+    return soften_codes(block, row, m, largest_of(maximum * scale), scale, begin, last, count);
   }
 #endif
-  const float before = block.maximum[row + m], highest = largest_of(maximum);
+  const Floats scale = splat(later ? scoring.scale : 1.0f);
+  const float before = block.maximum[row + m], highest = largest_of(maximum * scale);
   const float now = highest > before ? highest : before;
   Floats sum = {};
-  for (int64_t tile = 0; tile < count; ++tile) {
-    Floats weight = {};
-    if (tile >= begin && tile < last) {
-      weight = exp2_of(load<Floats>(scores + tile * kTile) - splat(now));
+  const auto weight_of = [&](int64_t tile) {
+    if (tile < begin || tile >= last) return Floats{};
+    return exp2_of(load<Floats>(scores + tile * kTile) * scale - splat(now));
+  };
+#if defined(__AVX512BF16__)
+  if constexpr (F::kPairs) {
+    // Two tiles at a time; the sum is of what weights are rounded to.
+    const __m512bh ones = (__m512bh)splat(0x3f803f80u);
+    for (int64_t tile = 0; tile < count; tile += 2) {
+      const Floats first = weight_of(tile), second = weight_of(tile + 1);
+      const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+      store(weights + tile * kTile * 2, both);
+      sum = (Floats)_mm512_dpbf16_ps((__m512)sum, both, ones);
     }
+    count = 0;
+  }
+#endif
+  for (int64_t tile = 0; tile < count; ++tile) {
+    Floats weight = weight_of(tile);
     if constexpr (F::kPairs) {
       const Halves rounded = bfloat16_of_floats(weight);
 #if defined(INTERPOSER_MATRICES)
