@@ -85,6 +85,7 @@ struct Int8OnFloats : OnFloats {
 struct UInt4OnFloats : OnFloats {
   static constexpr bool kGrouped = true;
   static constexpr int kParts = 8, kInputs = 8;
+  static constexpr float kExcess = 0;
 
   static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
     for (int i = 0; i < kParts; ++i) {
@@ -147,6 +148,7 @@ struct UInt4OnCodes {
   static constexpr bool kPairs = false, kCodes = false, kGrouped = true;
   static constexpr int kInputBytes = 2, kPlanes = 2;
   static constexpr int kParts = 2, kInputs = 8;
+  static constexpr float kExcess = 0;
 
   static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
     parts[0] = words & 0x0f0f0f0fu;
@@ -242,6 +244,29 @@ struct Float8OnPairs : OnPairs {
       parts[0] = decoded(codes);
       parts[1] = decoded(codes, _mm512_srli_epi16(codes, 8));
     }
+  }
+  static constexpr int place(int part) { return 2 * part; }
+};
+
+// A code beside the exponent of 128 is 128 + code: what is too much, the bases take away again.
+struct UInt4OnPairs {
+  typedef Words Part;
+  typedef Floats Sum;
+  static constexpr bool kPairs = false, kCodes = false, kGrouped = true;
+  static constexpr int kInputBytes = 2, kPlanes = 1;
+  static constexpr int kParts = 4, kInputs = 8;
+  static constexpr float kExcess = 128.0f;
+
+  static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
+    constexpr int kAndThenOr = 0xea;
+    for (int i = 0; i < kParts; ++i) {
+      parts[i] = (Words)_mm512_ternarylogic_epi32(
+          (__m512i)(words >> element_shift(8, place(i))), (__m512i)splat(0x000f000fu),
+          (__m512i)splat(0x43004300u), kAndThenOr);
+    }
+  }
+  static INTERPOSER_INLINE void add(Floats& sum, Part part, const char* x) {
+    OnPairs::add(sum, part, x);
   }
   static constexpr int place(int part) { return 2 * part; }
 };

@@ -11,6 +11,8 @@
 // be clamped: a number is off by half a step at most.
 #pragma once
 
+#include <type_traits>
+
 #include "block.h"
 #include "formats.h"
 #include "products.h"
@@ -80,7 +82,7 @@ inline void put_groups(const interposer_kv_cache& cache, int64_t head, int64_t s
   }
 }
 
-// How x is kept. Rows are as wide as floats; of planes, the sums of groups follow these.
+// How x is kept. Rows are as wide as floats; behind what is narrower follow the sums of groups.
 struct GroupedX {
   int64_t head_size;
 
@@ -114,7 +116,13 @@ void prepare_grouped(const char* from, int32_t type, const GroupedX& x, const Bl
                      int64_t row) {
   char* to = x.row(block, row);
   const int64_t D = x.head_size, size = size_of(type);
-  if constexpr (F::kPlanes == 1) {
+  if constexpr (F::kInputBytes == 2 && F::kPlanes == 1) {
+    std::memcpy(to, from, size_t(2 * D));
+    for (int64_t at = 0; at < D; at += kGroup) {
+      x.sums(block, row)[at / kGroup] = sum_of(load_floats(from + at * size, type) +
+                                               load_floats(from + (at + kLanes) * size, type));
+    }
+  } else if constexpr (F::kPlanes == 1) {
     for (int64_t i = 0; i < D; i += kLanes) store(to + i * 4, load_floats(from + i * size, type));
   } else {
 #if defined(INTERPOSER_CODES)
@@ -172,7 +180,8 @@ void score_groups_of(const Block& block, const Tiles& tiles, int64_t tile, int64
                           kLanes * 4);
     for (int t = 0; t < T; ++t) {
       const Words pairs = load<Words>(words[t] + kWordsBytes);
-      const Floats steps = steps_of(pairs), bases = bases_of(pairs);
+      const Floats steps = steps_of(pairs);
+      const Floats bases = bases_of(pairs) - steps * splat(F::kExcess);
       for (int m = 0; m < M; ++m) {
         totals[m][t] += steps * of_planes<F, R, T>(sums, m, t);
         totals[m][t] += bases * splat(x_sums[m * D / kGroup + group]);
@@ -190,17 +199,21 @@ void score_groups_of(const Block& block, const Tiles& tiles, int64_t tile, int64
 // Write scores of M rows, of tiles from `tile` to before `end`.
 template <class F, int M>
 void score_groups(const Block& block, const Tiles& tiles, int64_t tile, int64_t end, int64_t row) {
-  constexpr int R = M * F::kPlanes, T = kMostRows < 6 ? 1 : R <= 4 ? 4 : R <= 8 ? 2 : 1;
+  constexpr int R = M * F::kPlanes;
+  constexpr int T = kMostRows < 6 ? 1 : R == 1 ? 8 : R <= 4 ? 4 : R <= 8 ? 2 : 1;
   const GroupedX x = {block.head_size};
   const int64_t groups = block.head_size / kGroup;
   // What the bases are multiplied by, [M] of each group.
   float* sums = reinterpret_cast<float*>(block.words);
   for (int64_t i = 0; i < M * groups; ++i) {
     const char* from = x.row(block, row + i / groups) + i % groups * kGroup * 4;
-    sums[i] = F::kPlanes == 2 ? x.sums(block, row + i / groups)[i % groups]
+    sums[i] = F::kInputBytes == 2 ? x.sums(block, row + i / groups)[i % groups]
                               : sum_of(load<Floats>(from) + load<Floats>(from + kLanes * 4));
   }
   for (; tile + T <= end; tile += T) score_groups_of<F, M, T>(block, tiles, tile, row, sums);
+  if constexpr (T > 4) {
+    for (; tile + 4 <= end; tile += 4) score_groups_of<F, M, 4>(block, tiles, tile, row, sums);
+  }
   if constexpr (T > 1) {
     for (; tile < end; ++tile) score_groups_of<F, M, 1>(block, tiles, tile, row, sums);
   }
@@ -240,6 +253,90 @@ INTERPOSER_INLINE GroupWeights weights_of_group(const float* weights, const Tile
   }
 }
 
+// Add sums of a group to results, which count or are multiplied by factors; else they hold nothing.
+template <int M, int T>
+INTERPOSER_INLINE void add_to_results(const Block& block, int64_t row, int64_t group,
+                                      const float* factors, bool counts,
+                                      const Floats (&sums)[M][T]) {
+  for (int m = 0; m < M; ++m) {
+    for (int t = 0; t < T; ++t) {
+      float* to = block.result + (row + m) * block.head_size + group * kGroup + t * kLanes;
+      Floats sum = sums[m][t];
+      if (counts) sum += load<Floats>(to);
+      if (factors) sum += load<Floats>(to) * splat(factors[m]);
+      store(to, sum);
+    }
+  }
+}
+
+// Where what follows the group at `at` of a tile of values is, which is fetched meanwhile.
+INTERPOSER_INLINE const char* values_behind(const Tiles& tiles, int64_t tile, int64_t at) {
+  const int64_t next = tile + kTilesAtOnce;
+  if (next < tiles.count) return tiles.keys[next] + tiles.value_distance + at;
+  return tiles.keys[tiles.count + tile % kTilesAtOnce] + at;
+}
+
+#if defined(__AVX512BF16__)
+// Add weighted values of a group, of up to kTilesAtOnce tiles, to `sums` of M rows and 32 dimensions.
+// Weights times steps are rounded to bfloat16. What codes are too much is as often their sum.
+template <int M>
+INTERPOSER_INLINE void weigh_pairs(const Block& block, const Tiles& tiles, int64_t tile,
+                                   int64_t count, int64_t at, Floats (&sums)[M][2]) {
+  alignas(64) char x[M][kTokensAtOnce * 2];
+  const __m512bh ones = (__m512bh)splat(0x3f803f80u);
+  Floats bias[M] = {}, total[M] = {};
+  for (int64_t i = 0; i < count; i += 2) {
+    Floats steps[2], bases[2];
+    for (int k = 0; k < 2; ++k) {
+      const int64_t one = i + k < count ? tile + i + k : tile + i;
+      const Words both = load<Words>(tiles.keys[one] + tiles.value_distance + at + kWordsBytes);
+      steps[k] = steps_of(both), bases[k] = bases_of(both);
+    }
+    for (int m = 0; m < M; ++m) {
+      Floats scaled[2];
+      for (int k = 0; k < 2; ++k) {
+        const float* weights = block.scores + m * kKeys + (tile + i + k) * kTile;
+        const Floats weight = i + k < count ? load<Floats>(weights) : Floats{};
+        const __mmask16 seen = _mm512_cmp_ps_mask((__m512)weight, (__m512)Floats{}, _CMP_GT_OQ);
+        scaled[k] = (Floats)_mm512_maskz_mul_ps(seen, (__m512)weight, (__m512)steps[k]);
+        bias[m] = (Floats)_mm512_mask3_fmadd_ps((__m512)weight, (__m512)bases[k], (__m512)bias[m],
+                                                seen);
+      }
+      const __m512bh both = _mm512_cvtne2ps_pbh((__m512)scaled[1], (__m512)scaled[0]);
+      store(x[m] + i * kTile * 2, both);
+      total[m] = (Floats)_mm512_dpbf16_ps((__m512)total[m], both, ones);
+    }
+  }
+  // As many sums as registers hold, so that none waits for the product before.
+  constexpr int kSums = M <= 2 ? 4 : M <= 4 ? 2 : 1;
+  Floats sums_of[M][2][kSums] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    const char* from = tiles.keys[tile + i] + tiles.value_distance + at;
+    const char* then = values_behind(tiles, tile + i, at);
+    for (int line = 0; line < 5; ++line) __builtin_prefetch(then + line * 64, 0, kSecondLevel);
+    for (int eight = 0; eight < 2; ++eight) {
+      for (int half = 0; half < 2; ++half) {
+        Words parts[4];
+        UInt4OnPairs::decode(load<Words>(from + eight * kGroup * 4 + half * kLanes * 4), parts);
+        for (int pair = 0; pair < 4; ++pair) {
+          for (int m = 0; m < M; ++m) {
+            OnPairs::add(sums_of[m][half][pair % kSums], parts[pair],
+                         x[m] + i * kTile * 2 + (eight * 4 + pair) * 4);
+          }
+        }
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    const Floats rest = splat(sum_of(bias[m] - total[m] * splat(UInt4OnPairs::kExcess)));
+    for (int half = 0; half < 2; ++half) {
+      sums[m][half] = rest;
+      for (int i = 0; i < kSums; ++i) sums[m][half] += sums_of[m][half][i];
+    }
+  }
+}
+#endif
+
 // Add weighted values of `count` tiles at hand to results of M rows, which are multiplied by `factors`
 // before; they hold nothing where these are null.
 template <class F, int M>
@@ -253,6 +350,14 @@ void weigh_groups(const Block& block, const Tiles& tiles, int64_t count, int64_t
     const int64_t some = count - tile < kTilesAtOnce ? count - tile : kTilesAtOnce;
     for (int64_t group = 0; group < D / kGroup; ++group) {
       const int64_t at = group * kGroupBytes;
+      Floats weighted[M][T];
+#if defined(__AVX512BF16__)
+      if constexpr (std::is_same_v<F, UInt4OnPairs>) {
+        weigh_pairs<M>(block, tiles, tile, some, at, weighted);
+        add_to_results<M, T>(block, row, group, tile ? nullptr : factors, tile > 0, weighted);
+        continue;
+      }
+#endif
       GroupWeights of[M];
       for (int m = 0; m < M; ++m) {
         const float* weights = block.scores + m * kKeys + tile * kTile;
@@ -261,9 +366,7 @@ void weigh_groups(const Block& block, const Tiles& tiles, int64_t count, int64_t
       typename F::Sum sums[R][T] = {};
       for (int64_t i = 0; i < some; ++i) {
         const char* from = tiles.keys[tile + i] + tiles.value_distance + at;
-        const int64_t next = tile + i + kTilesAtOnce;
-        const char* then = next < tiles.count ? tiles.keys[next] + tiles.value_distance + at
-                                              : tiles.keys[tiles.count + i] + at;
+        const char* then = values_behind(tiles, tile + i, at);
         const char *words[T], *ahead[T];
         for (int t = 0; t < T; ++t) {
           words[t] = from + t * kLanes * 4;
@@ -275,16 +378,11 @@ void weigh_groups(const Block& block, const Tiles& tiles, int64_t count, int64_t
       }
       for (int m = 0; m < M; ++m) {
         for (int t = 0; t < T; ++t) {
-          float* to = block.result + (row + m) * D + group * kGroup + t * kLanes;
-          Floats sum = of_planes<F, R, T>(sums, m, t) * splat(of[m].unit) + splat(of[m].bias);
-          if (tile) {
-            sum += load<Floats>(to);
-          } else if (factors) {
-            sum += load<Floats>(to) * splat(factors[m]);
-          }
-          store(to, sum);
+          weighted[m][t] =
+              of_planes<F, R, T>(sums, m, t) * splat(of[m].unit) + splat(of[m].bias);
         }
       }
+      add_to_results<M, T>(block, row, group, tile ? nullptr : factors, tile > 0, weighted);
     }
   }
 }

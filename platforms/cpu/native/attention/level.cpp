@@ -65,7 +65,8 @@ void score_group(const Block& block, const Tiles& tiles, int64_t tile, int64_t r
   const char *words[T], *ahead[T];
   for (int t = 0; t < T; ++t) {
     words[t] = tiles.keys[tile + t];
-    ahead[t] = key_ahead(tiles, tile + t + T);
+    // As far as values are, so that nothing between the two is left out.
+    ahead[t] = key_ahead(tiles, tile + t + (tiles.ahead > T ? tiles.ahead : T));
   }
   add_products<F, M * F::kPlanes, T>(sums, words, kLanes * 4, block.head_size / F::kInputs,
                                      block.x + row * x_stride, x_stride, block.head_size, ahead,
@@ -690,6 +691,11 @@ void attend(const interposer_attention_call& call, const AttentionItem& item,
   const int64_t rows = item.num_tokens * (step.num_heads / step.num_kv_heads);
   if (step.type == kBFloat16 && step.cache_type != kCacheBFloat16 && rows >= kWidenedRows) {
     return attend_block<BFloat16OnPairs, true>(call, item, next, partials, scratch);
+  }
+#endif
+#if defined(__AVX512BF16__)
+  if (step.type == kBFloat16 && step.cache_type == kCacheUInt4) {
+    return attend_block<UInt4OnPairs>(call, item, next, partials, scratch);
   }
 #endif
 #if defined(INTERPOSER_CODES)
