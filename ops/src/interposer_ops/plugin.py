@@ -26,7 +26,7 @@ _LAYERS = {
 }
 _ATTENTION = {
     "paged": "layers.attention:PagedBackend",
-    "grouped": "attention._grouped_backend:GroupedBackend",
+    "grouped": "attention:GroupedBackend",
 }
 # Where the cases of a layer are that has a module of its own for them.
 _CASES = {
