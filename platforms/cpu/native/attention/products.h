@@ -38,20 +38,10 @@ INTERPOSER_INLINE void add_products(typename F::Sum (&sums)[M][T], const char* c
                                     int64_t row_bytes, int64_t steps, const char* x,
                                     int64_t x_stride, int64_t plane_bytes,
                                     const char* const (&ahead)[T], int64_t ahead_bytes) {
-  // Of few rows, the addresses of what is fetched would leave no registers to the others.
-  constexpr int64_t kFetched = M <= 4 ? 8 : 1;
   for (int64_t step = 0; step < steps; ++step) {
-    if (kFetched > 1 && step % kFetched == 0) {
-      const int64_t end = steps - step < kFetched ? steps : step + kFetched;
-      for (int t = 0; t < T; ++t) {
-        for (int64_t i = step; i < end; ++i) {
-          __builtin_prefetch(ahead[t] + i * ahead_bytes, 0, kSecondLevel);
-        }
-      }
-    }
     for (int t = 0; t < T; ++t) {
       typename F::Part parts[F::kParts];
-      if (kFetched == 1) __builtin_prefetch(ahead[t] + step * ahead_bytes, 0, kSecondLevel);
+      __builtin_prefetch(ahead[t] + step * ahead_bytes, 0, kSecondLevel);
       F::decode(load<Words>(words[t] + step * row_bytes), parts);
       for (int m = 0; m < M; ++m) {
         for (int p = 0; p < F::kParts; ++p) {
