@@ -26,7 +26,7 @@ from interposer.records import AttentionEntry
 from interposer_cpu import CPUPlatform
 from interposer_ops.devices.host_memory import cache_memory
 
-__all__ = ["CACHES", "AttentionWork", "attention_requests", "backends"]
+__all__ = ["CACHES", "SPEC", "AttentionWork", "attention_call", "attention_requests", "backends"]
 
 PAGE_SIZE = 16
 SPEC = AttentionSpec(
@@ -42,6 +42,7 @@ CACHES = {
     "attention": torch.bfloat16,
     "attention-fp8": torch.float8_e4m3fn,
     "attention-int8": torch.int8,
+    "attention-int4": torch.uint4,
 }
 # Of what a cache of 8 bits holds; its scales bring that to 1.
 _DEVIATION = {torch.bfloat16: 1.0, torch.float8_e4m3fn: 100.0, torch.int8: 40.0}
@@ -75,21 +76,23 @@ def attention_requests(
     """
     spec = replace(SPEC, cache_dtype=CACHES[name])
     heads, size = spec.num_heads, spec.head_size
-    per_token = 2 * spec.num_kv_heads * size * spec.cache_dtype.itemsize
     found = dict(backends(registry, spec))
+    layouts = [backend.kv_layout() for backend in found.values()]
+    per_token = layouts[0].page_bytes() // PAGE_SIZE
     for num_seqs, context in itertools.product(batches, contexts):
         read = num_seqs * context * per_token
         # As many caches as a model has layers, or as few as are not held by any cache.
         copies = max(1, -(-room_bytes // read))
         calls = {
-            kernel: _call(backend, spec, (num_seqs, 1, context), copies)
+            kernel: attention_call(backend, spec, (num_seqs, 1, context), copies)
             for kernel, backend in found.items()
         }
         what = f"decode, {num_seqs} x {context}"
         flops = 4.0 * num_seqs * heads * size * context
         yield AttentionWork(name, what, read, flops, calls)
     calls = {
-        kernel: _call(backend, spec, (1, prefill, prefill), 4) for kernel, backend in found.items()
+        kernel: attention_call(backend, spec, (1, prefill, prefill), 4)
+        for kernel, backend in found.items()
     }
     # Half of the scores are masked.
     flops = 2.0 * heads * size * prefill**2
@@ -119,18 +122,26 @@ def backends(registry: Registry, spec: AttentionSpec) -> Iterator[tuple[str, Any
                 print(f"{candidate.name}: {described(error)}")
 
 
-def _call(backend: Any, spec: AttentionSpec, sizes: tuple[int, int, int], copies: int) -> Call:
+def attention_call(
+    backend: Any, spec: AttentionSpec, sizes: tuple[int, int, int], copies: int
+) -> Call:
     """Return a call for so many sequences, tokens of each query and of each context."""
     num_seqs, query_tokens, context = sizes
     batch = _batch(num_seqs, query_tokens, context)
     heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     rows = num_seqs * query_tokens
     given = torch.randn(rows, sum(heads), spec.head_size).to(spec.dtype).split(heads, dim=1)
-    caches = backend.kv_layout().allocate(copies, batch.page_table.numel(), "cpu", cache_memory)
-    deviation = _DEVIATION[spec.cache_dtype]
+    layout = backend.kv_layout()
+    caches = layout.allocate(copies, batch.page_table.numel(), "cpu", cache_memory)
+    deviation = _DEVIATION.get(spec.cache_dtype, 1.0)
     for cache in caches:
         # What nobody wrote to takes no memory, and would be read from a cache of the processor.
-        cache.copy_(torch.randn(cache.shape).mul_(deviation).clamp_(-127, 127))
+        shape = list(cache.shape)
+        shape[layout.page_axis] = 1
+        if layout.dtype == torch.uint8:  # codes beside steps and bases, which are numbers so
+            cache.copy_(torch.randint(0, 64, shape))
+        else:
+            cache.copy_(torch.randn(shape).mul_(deviation).clamp_(-127, 127))
     plan = backend.plan(batch)
     turn = itertools.cycle(caches)
     if not spec.is_quantized:

@@ -326,7 +326,8 @@ def test_docstrings_begin_with_a_statement() -> None:
 
 # The most modules and lines of the distributions that everybody reads.
 # Of core 20 lines, and of ops 15, are the settings, the record and the seam of packed weights.
-SIZES = {"core": (60, 8_750), "ops": (199, 26_115)}
+# Of ops two modules are the cache of 4 bits and the backend that reads it everywhere.
+SIZES = {"core": (60, 8_750), "ops": (201, 26_345)}
 
 
 @pytest.mark.parametrize("folder", SIZES)

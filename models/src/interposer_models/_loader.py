@@ -26,6 +26,7 @@ from interposer.errors import ConfigError, UnknownNameError
 from interposer.tooling import default_store
 from interposer_models._adapters.files import read_adapters
 from interposer_models._adapters.room import AdapterRoom
+from interposer_models._cache_choice import cache_note
 from interposer_models._cache_size import (
     cache_shape,
     check_fraction,
@@ -110,6 +111,8 @@ def plan(
         with blamed_on_family(resolver, "build"):
             model = checked_model(decoder.build(site, page_size))
         sampler = Sampler(site.at(_SAMPLER), decoder.vocab_size)
+    if note := cache_note(model, config, page_size):
+        resolver.notes.append(note)
     dequantize_once(model, site, placement)
     resolver.check_places()
     # Tokens are drawn outside of the graph: how, changes with every request.

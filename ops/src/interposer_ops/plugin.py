@@ -1,4 +1,4 @@
-"""The plugin of the standard ops: their records, those of the layers, and the ``paged`` backend."""
+"""The plugin of the standard ops: their records, those of the layers, and attention backends."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ _LAYERS = {
     "decoder_block": "decoder_block:DecoderBlock",
     "sampler": "sampler:Sampler",
 }
+_ATTENTION = {
+    "paged": "layers.attention:PagedBackend",
+    "grouped": "attention:GroupedBackend",
+}
 # Where the cases of a layer are that has a module of its own for them.
 _CASES = {
     "attention": "_attention_cases",
@@ -34,7 +38,7 @@ _CASES = {
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return all ops and kernels, the standard layers and the ``paged`` attention backend."""
+    """Return all ops and kernels, the standard layers, ``paged`` and ``grouped`` attention."""
     layers = [
         LayerEntry(
             layer_id,
@@ -45,9 +49,10 @@ def interposer_records() -> list[Record]:
         )
         for layer_id, target in _LAYERS.items()
     ]
-    # It adds nothing to the kernels that it binds, of which a policy requires the same.
-    paged = AttentionEntry(
-        "paged", "interposer_ops.layers.attention:PagedBackend", score=0.0, properties=PLAIN
+    # They add nothing to the kernels that they bind, of which a policy requires the same.
+    attention = (
+        AttentionEntry(name, f"interposer_ops.{target}", score=0.0, properties=PLAIN)
+        for name, target in _ATTENTION.items()
     )
     interpreter = PlatformEntry(
         "interpreter",
@@ -55,4 +60,4 @@ def interposer_records() -> list[Record]:
         score=-10.0,
         explicit=True,
     )
-    return [*read_records(), *layers, paged, interpreter]
+    return [*read_records(), *layers, *attention, interpreter]

@@ -29,6 +29,8 @@ _CONTEXT_TOKENS = 512
 _LARGEST_STORED = (128.0, 160.0, 192.0, 224.0)
 # Of int8, so that nothing is clamped.
 _LARGEST_CODES = (97.0, 107.0, 117.0, 127.0)
+# Neighbours that may have a step and a base of their own, in a cache of 4 bits.
+_GROUP_SIZE = 32
 
 
 def typical_sequences(num_tokens: int) -> tuple[tuple[int, int], ...]:
@@ -103,11 +105,13 @@ def random_projections(
     ``fused`` gives them as slices of one product. Where the spec is latent, the value is the first
     part of the key; that of an indexer are the weights of its heads ``[T, N]``, float32 or wider.
     Where the spec is sparse it names tokens of ``batch``, ``[T, X]`` int32: at most ``top_k``, the
-    rest is -1, and X is 0 where no sequence has more.
+    rest is -1, and X is 0 where no sequence has more. A cache of uint4 holds what is given exactly.
     """
     heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
     shape = (num_tokens, sum(heads), spec.head_size)
     product = (2 * torch.rand(shape, generator=generator) - 1).to(spec.dtype)
+    if spec.cache_dtype == torch.uint4:
+        _make_exact(product[:, spec.num_heads :])
     query, key, value = product.split(heads, dim=1)
     if spec.type == "indexer":
         value = 2 * torch.rand(num_tokens, spec.num_heads, generator=generator) - 1
@@ -118,6 +122,13 @@ def random_projections(
         value = key[..., : spec.latent_size]
     parts = [query, key, value]
     return parts if fused else [part.contiguous() for part in parts]
+
+
+def _make_exact(numbers: torch.Tensor) -> None:
+    """Round numbers to what groups of 4 bits hold: eighths, both ends among 32 neighbours."""
+    numbers.mul_(8).floor_().clamp_(-8, 7).div_(8)
+    numbers[..., ::_GROUP_SIZE] = -1
+    numbers[..., 1::_GROUP_SIZE] = 7 / 8
 
 
 def _named_tokens(batch: AttentionBatch, top_k: int, generator: torch.Generator) -> torch.Tensor:

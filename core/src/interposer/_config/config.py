@@ -71,6 +71,8 @@ class Config(Settings):
         dequantize: weights whose op has nothing but its reference here are dequantized once, while
             they load, and multiplied by the op ``linear``, if the memory is there.
         tables: measured figures take part in the selection.
+        kv_cache: how keys and values are stored: ``"auto"`` as the checkpoint says, else in the
+            model's dtype; ``"int4"`` in 4 bits, which raises where a model's layers cannot.
         graphs: whether decode steps are captured as graphs: ``"auto"`` where the platform can and
             all that is chosen is safe in one, ``"on"`` raises where not, ``"off"``.
         compile: whether torch.compile makes one graph of a model: ``"on"`` by the platform's own
@@ -108,6 +110,7 @@ class Config(Settings):
     emulation: bool = True
     dequantize: bool = True
     tables: bool = True
+    kv_cache: Literal["auto", "int4"] = "auto"
     graphs: Literal["auto", "on", "off"] = "auto"
     compile: Annotated[str, Field(min_length=1)] = "off"
     float32: Literal["highest", "high", "medium"] = "highest"
@@ -140,6 +143,7 @@ class Config(Settings):
             emulation: bool = True,
             dequantize: bool = True,
             tables: bool = True,
+            kv_cache: Literal["auto", "int4"] = "auto",
             graphs: Literal["auto", "on", "off"] = "auto",
             compile: str = "off",
             float32: Literal["highest", "high", "medium"] = "highest",

@@ -29,7 +29,7 @@ class AttentionSpec:
         type: with ``encoder_decoder`` a query sees all of a source, which other tokens stored:
             ``forward`` writes it, by slots without a sequence, and ``forward_stored`` reads it.
         cache_dtype: of stored keys and values. Where it is not ``dtype``, they are divided by
-            scales and rounded when they are stored.
+            scales and rounded when they are stored; uint4 is groups with a step and a base each.
         head_scales: these scales are one per kv head, not one for all.
         window_tokens: a token sees itself and the ``window_tokens - 1`` before it; None sees all.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None leaves them.
@@ -71,8 +71,8 @@ class AttentionSpec:
 
     @property
     def is_quantized(self) -> bool:
-        """Say whether the cache holds rounded multiples of scales."""
-        return self.cache_dtype != self.dtype
+        """Say whether the cache holds rounded multiples of the layer's scales."""
+        return self.cache_dtype not in (self.dtype, torch.uint4)
 
     def dims(self) -> dict[str, int | float | str | bool]:
         """Return what a declarative ``Requires`` can judge; ops name the same facts the same."""
@@ -109,7 +109,7 @@ class AttentionSpec:
         """
         if self.type != "decoder":
             return Verdict.refuse(f"serves decoder attention only, got {self.type}")
-        if self.is_quantized:
+        if self.cache_dtype != self.dtype:
             return Verdict.refuse(f"stores the cache as {self.dtype}, asked for {self.cache_dtype}")
         for feature in ("sinks", "latent", "sparse", "prefix_lm", "alibi"):
             if getattr(self, feature):

@@ -132,6 +132,11 @@ def _check(adapted: Adapted[Any]) -> None:
     if not is_in_force(adapted):
         raise ConfigError("The model was restored. Try: language_model(adapt(model))")
     config = adapted.resolver.config
+    if config.kv_cache != "auto":
+        raise ConfigError(
+            f"kv_cache={config.kv_cache!r} was asked for, but the layers of an adapted model are "
+            "compared with their own, which round nothing. Try: interposer_models.load"
+        )
     for name, setting in (("graphs", config.graphs == "on"), ("compile", config.compile != "off")):
         if setting:
             raise ConfigError(

@@ -199,11 +199,11 @@ def _mixing(model: nn.Module) -> Iterator[Mixing]:
             continue
         spec: AttentionSpec = module.backend.spec
         seen = spec.window_tokens or (spec.top_k if spec.sparse else None) or math.inf
-        numbers = spec.head_size if spec.latent else 2 * spec.num_kv_heads * spec.head_size
+        token_bytes = module.backend.kv_layout().page_bytes() // spec.page_size
         width = 2 * spec.head_size
         if (outer := latent.get(id(module))) is not None:
             width = sum(outer.kv_b_proj.sizes) + outer.rotary_size
-        yield Mixing(numbers * spec.cache_dtype.itemsize, spec.num_heads * width, seen)
+        yield Mixing(token_bytes, spec.num_heads * width, seen)
 
 
 def _states(model: CausalModel) -> Iterator[Mixing]:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import nn
 
 from interposer import AttentionSpec, Site
+from interposer_models._cache_choice import stored_as
 from interposer_models._decoder.blocks import Names, NormedBlock
 from interposer_models._decoder.decoder import CausalLM
 from interposer_models._decoder.prediction_head import PredictionHead
@@ -33,19 +34,18 @@ class DecoderFamily(DecoderSettings):
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
         """Return what the attention of layer ``index`` at a site has to do.
 
-        Its cache is as the quantization scheme has it.
+        Its cache is as the user or the quantization scheme has it.
         """
-        scheme = site.resolver.scheme
-        stored = scheme.cache_format(site.prefix) if scheme else None
+        cache_dtype, head_scales = stored_as(site)
         return AttentionSpec(
             num_heads=self.num_attention_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             dtype=site.dtype,
-            cache_dtype=stored.dtype if stored else site.dtype,
+            cache_dtype=cache_dtype,
             page_size=page_size,
             scale=self.head_size**-0.5,
-            head_scales=stored.head_scales if stored else False,
+            head_scales=head_scales,
             window_tokens=self.windows[index],
         )
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         GatheredStep,
         window_ends,
     )
+    from interposer_ops.attention._grouped_backend import GroupedBackend
     from interposer_ops.attention._page_size import common_page_size
     from interposer_ops.attention._paged_attention import paged_attention
     from interposer_ops.attention._ragged_attention import (
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "FlexBackend", "GatheredBackend", "GatheredStep", "SdpaBackend", "alibi_slopes",
-    "common_page_size",
+    "FlexBackend", "GatheredBackend", "GatheredStep", "GroupedBackend", "SdpaBackend",
+    "alibi_slopes", "common_page_size",
     "indexer_scores", "indexer_topk", "lone_queries",
     "merge_attention_states", "paged_attention",
     "ragged_attention", "ragged_attention_with_lse", "window_ends",
@@ -44,6 +45,7 @@ __getattr__ = lazy_attributes(
         "interposer_ops.attention._alibi": "alibi_slopes",
         "interposer_ops.attention._flex_backend": "FlexBackend",
         "interposer_ops.attention._gathered_backend": "GatheredBackend GatheredStep window_ends",
+        "interposer_ops.attention._grouped_backend": "GroupedBackend",
         "interposer_ops.attention._page_size": "common_page_size",
         "interposer_ops.attention._paged_attention": "paged_attention",
         "interposer_ops.attention._ragged_attention": (

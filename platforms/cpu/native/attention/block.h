@@ -61,6 +61,7 @@ struct Block {
   char* words;     // [kMaskedRows][D]
   Planes* planes;  // [rows], of x
   Planes* weight_planes;  // [kScoreRows]
+  char* widened;   // where there are many rows, keys and values as bfloat16
 
   Block(char* scratch, int64_t most_rows, int64_t rows, int64_t head_size)
       : rows(rows), head_size(head_size) {
@@ -73,6 +74,7 @@ struct Block {
     words = reinterpret_cast<char*>(scores + kScoreRows * kKeys);
     planes = reinterpret_cast<Planes*>(words + kMaskedRows * head_size * 4);
     weight_planes = planes + padded;
+    widened = scratch + rounded_up(bytes(most_rows, head_size), 64);
   }
 
   static int64_t bytes(int64_t most_rows, int64_t head_size) {

@@ -6,7 +6,8 @@
 //   keys    [tiles][D / E][16]   a word is E neighbouring dimensions of one token
 //   values  [tiles][16 / E][D]   a word is one dimension of E neighbouring tokens
 //
-// where E elements make a word: 1 of float32, 2 of 16 bits, 4 of 8 bits. So a row of key words
+// where E elements make a word: 1 of float32, 2 of 16 bits, 4 of 8 bits. Numbers of 4 bits are in
+// groups, see grouped.h. So a row of key words
 // times E dimensions of a query is part of the scores of 16 tokens, and a row of value words times
 // E weights is part of 16 dimensions of the result: no vector is ever summed across. The elements
 // of a word stand at the bits that `element_shift` says; words are numbers, not bytes.
@@ -26,7 +27,11 @@ enum CacheType : int32_t {
   kCacheE4M3 = 3,
   kCacheE5M2 = 4,
   kCacheInt8 = 5,
+  kCacheUInt4 = 6,  // groups with a step and a base
 };
+
+// Numbers of 4 bits that have one step and one base.
+constexpr int kGroup = 32;
 
 struct interposer_kv_cache {
   char* data;
@@ -39,16 +44,24 @@ struct interposer_kv_cache {
 namespace {  // a copy for each level
 
 constexpr int elements_per_word(int32_t type) {
-  return type == kCacheFloat32 ? 1 : type == kCacheBFloat16 || type == kCacheFloat16 ? 2 : 4;
+  return type == kCacheFloat32                              ? 1
+         : type == kCacheBFloat16 || type == kCacheFloat16 ? 2
+         : type == kCacheUInt4                             ? 8
+                                                           : 4;
 }
 
-// The lowest bit of element `index` of a word. Every second byte of four makes a pair of halves.
+// The lowest bit of element `index` of a word. Every second byte of four makes a pair of halves; of
+// eight numbers, the later four are the upper halves of the bytes of the first four.
 constexpr int element_shift(int elements, int index) {
-  return elements == 4 ? (index & 1) << 4 | (index & 2) << 2 : index * 16;
+  return elements == 8   ? ((index & 1) << 4 | (index & 2) << 2) + (index & 4)
+         : elements == 4 ? (index & 1) << 4 | (index & 2) << 2
+                         : index * 16;
 }
 
 inline int64_t tile_bytes(const interposer_kv_cache& cache) {
-  return int64_t(cache.head_size) * kTile * 4 / elements_per_word(cache.type);
+  const int64_t words = int64_t(cache.head_size) * kTile * 4 / elements_per_word(cache.type);
+  // A word of each token and group.
+  return cache.type == kCacheUInt4 ? words + cache.head_size / kGroup * kTile * 4 : words;
 }
 
 // Where the tile of keys begins that holds `offset` of `page`; its values are `value_distance` on.

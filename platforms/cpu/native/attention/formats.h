@@ -13,7 +13,7 @@ namespace {
 struct OnFloats {  // x as float32
   typedef Floats Part;
   typedef Floats Sum;
-  static constexpr bool kPairs = false, kCodes = false;
+  static constexpr bool kPairs = false, kCodes = false, kGrouped = false;
   static constexpr int kInputBytes = 4, kPlanes = 1;
 
   static INTERPOSER_INLINE void add(Floats& sum, Part part, const char* x) {
@@ -81,6 +81,20 @@ struct Int8OnFloats : OnFloats {
   static constexpr int place(int part) { return part == 1 ? 2 : part == 2 ? 1 : part; }
 };
 
+// Numbers of 4 bits, whose groups are put together elsewhere.
+struct UInt4OnFloats : OnFloats {
+  static constexpr bool kGrouped = true;
+  static constexpr int kParts = 8, kInputs = 8;
+  static constexpr float kExcess = 0;
+
+  static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
+    for (int i = 0; i < kParts; ++i) {
+      parts[i] = __builtin_convertvector((Ints)(words >> element_shift(8, i) & 15), Floats);
+    }
+  }
+  static constexpr int place(int part) { return part; }
+};
+
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 #define INTERPOSER_CODES 1
 
@@ -90,7 +104,7 @@ struct Int8OnFloats : OnFloats {
 struct Int8OnCodes {
   typedef Words Part;
   typedef Ints Sum;
-  static constexpr bool kPairs = false, kCodes = true;
+  static constexpr bool kPairs = false, kCodes = true, kGrouped = false;
   static constexpr int kInputBytes = 2, kPlanes = 2;
   static constexpr int kParts = 1, kInputs = 4;
 #if defined(__x86_64__)
@@ -126,6 +140,25 @@ struct Int8OnCodes {
   }
   static constexpr int place(int) { return 0; }
 };
+
+// Numbers of 4 bits times the same planes: without a sign, so that nothing is taken away again.
+struct UInt4OnCodes {
+  typedef Words Part;
+  typedef Ints Sum;
+  static constexpr bool kPairs = false, kCodes = false, kGrouped = true;
+  static constexpr int kInputBytes = 2, kPlanes = 2;
+  static constexpr int kParts = 2, kInputs = 8;
+  static constexpr float kExcess = 0;
+
+  static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
+    parts[0] = words & 0x0f0f0f0fu;
+    parts[1] = words >> 4 & 0x0f0f0f0fu;
+  }
+  static INTERPOSER_INLINE void add(Ints& sum, Part part, const char* x) {
+    Int8OnCodes::add(sum, part, x);
+  }
+  static constexpr int place(int part) { return 2 * part; }
+};
 #endif
 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -134,7 +167,7 @@ struct Int8OnCodes {
 struct OnPairs {  // x as bfloat16, two at a time
   typedef Words Part;
   typedef Floats Sum;
-  static constexpr bool kPairs = true, kCodes = false;
+  static constexpr bool kPairs = true, kCodes = false, kGrouped = false;
   static constexpr int kInputBytes = 2, kPlanes = 1;
 
   static INTERPOSER_INLINE void add(Floats& sum, Part part, const char* x) {
@@ -211,6 +244,29 @@ struct Float8OnPairs : OnPairs {
       parts[0] = decoded(codes);
       parts[1] = decoded(codes, _mm512_srli_epi16(codes, 8));
     }
+  }
+  static constexpr int place(int part) { return 2 * part; }
+};
+
+// A code beside the exponent of 128 is 128 + code: what is too much, the bases take away again.
+struct UInt4OnPairs {
+  typedef Words Part;
+  typedef Floats Sum;
+  static constexpr bool kPairs = false, kCodes = false, kGrouped = true;
+  static constexpr int kInputBytes = 2, kPlanes = 1;
+  static constexpr int kParts = 4, kInputs = 8;
+  static constexpr float kExcess = 128.0f;
+
+  static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
+    constexpr int kAndThenOr = 0xea;
+    for (int i = 0; i < kParts; ++i) {
+      parts[i] = (Words)_mm512_ternarylogic_epi32(
+          (__m512i)(words >> element_shift(8, place(i))), (__m512i)splat(0x000f000fu),
+          (__m512i)splat(0x43004300u), kAndThenOr);
+    }
+  }
+  static INTERPOSER_INLINE void add(Floats& sum, Part part, const char* x) {
+    OnPairs::add(sum, part, x);
   }
   static constexpr int place(int part) { return 2 * part; }
 };

@@ -12,9 +12,12 @@
 #include "attention.h"
 #include "block.h"
 #include "formats.h"
+#include "grouped.h"
 #include "matrices.h"
+#include "products.h"
 #include "softmax.h"
 #include "tiled.h"
+#include "widened.h"
 
 namespace {
 
@@ -55,54 +58,6 @@ INTERPOSER_INLINE void take_rows(RowCounts<M...>, int64_t row, int64_t rows, Act
   (take(std::integral_constant<int, M>()), ...);
 }
 
-// What x moves on by for a word.
-template <class F>
-constexpr int kStepBytes = F::kInputs * F::kInputBytes / F::kPlanes;
-
-// Where x of a row is, or of one of its planes.
-template <class F>
-INTERPOSER_INLINE int64_t row_at(int row, int64_t x_stride, int64_t plane_bytes) {
-  return row / F::kPlanes * x_stride + row % F::kPlanes * plane_bytes;
-}
-
-// What the sums of a row are, with all its planes.
-template <class F, int R, int T>
-INTERPOSER_INLINE Floats joined(const typename F::Sum (&sums)[R][T], int m, int t,
-                                const Planes* planes) {
-  if constexpr (F::kCodes) {
-    const Planes& of = planes[m];
-    const Ints high = sums[2 * m][t] - splat(of.excess[0]);
-    const Ints low = sums[2 * m + 1][t] - splat(of.excess[1]);
-    return (__builtin_convertvector(high, Floats) * splat(256.0f) +
-            __builtin_convertvector(low, Floats)) *
-           splat(of.unit);
-  } else {
-    return sums[m][t];
-  }
-}
-
-// Sums are of `M` rows, planes counted.
-template <class F, int M, int T>
-INTERPOSER_INLINE void add_products(typename F::Sum (&sums)[M][T], const char* const (&words)[T],
-                                    int64_t row_bytes, int64_t steps, const char* x,
-                                    int64_t x_stride, int64_t plane_bytes,
-                                    const char* const (&ahead)[T], int64_t ahead_bytes) {
-  for (int64_t step = 0; step < steps; ++step) {
-    for (int t = 0; t < T; ++t) {
-      typename F::Part parts[F::kParts];
-      __builtin_prefetch(ahead[t] + step * ahead_bytes, 0, kSecondLevel);
-      F::decode(load<Words>(words[t] + step * row_bytes), parts);
-      for (int m = 0; m < M; ++m) {
-        for (int p = 0; p < F::kParts; ++p) {
-          F::add(sums[m][t], parts[p],
-                 x + row_at<F>(m, x_stride, plane_bytes) + F::place(p) * F::kInputBytes);
-        }
-      }
-    }
-    x += kStepBytes<F>;
-  }
-}
-
 template <class F, int M, int T>
 void score_group(const Block& block, const Tiles& tiles, int64_t tile, int64_t row) {
   const int64_t x_stride = block.head_size * F::kInputBytes;
@@ -110,7 +65,8 @@ void score_group(const Block& block, const Tiles& tiles, int64_t tile, int64_t r
   const char *words[T], *ahead[T];
   for (int t = 0; t < T; ++t) {
     words[t] = tiles.keys[tile + t];
-    ahead[t] = key_ahead(tiles, tile + t + T);
+    // As far as values are, so that nothing between the two is left out.
+    ahead[t] = key_ahead(tiles, tile + t + (tiles.ahead > T ? tiles.ahead : T));
   }
   add_products<F, M * F::kPlanes, T>(sums, words, kLanes * 4, block.head_size / F::kInputs,
                                      block.x + row * x_stride, x_stride, block.head_size, ahead,
@@ -317,8 +273,8 @@ struct PlaneSums {
 // keys alone, so that no weight is lost beside one of other keys. Sums are of what they are rounded
 // to, so that errors of weights, half a unit each, are at most 2^-7 of the result with 512 keys, of
 // which all but one have weights of half a unit: two roundings of bfloat16.
-inline float soften_codes(const Block& block, int64_t row, int m, float highest, int64_t begin,
-                          int64_t last, int64_t count) {
+inline float soften_codes(const Block& block, int64_t row, int m, float highest, Floats scale,
+                          int64_t begin, int64_t last, int64_t count) {
   const float* scores = block.scores + m * kKeys;
   char* planes = reinterpret_cast<char*>(block.scores + m * kKeys);
   const float before = block.maximum[row + m], now = highest > before ? highest : before;
@@ -326,7 +282,7 @@ inline float soften_codes(const Block& block, int64_t row, int m, float highest,
   for (int64_t tile = 0; tile < count; ++tile) {
     Ints weight = {};
     if (tile >= begin && tile < last) {
-      const Floats exact = exp2_of(load<Floats>(scores + tile * kTile) - splat(highest));
+      const Floats exact = exp2_of(load<Floats>(scores + tile * kTile) * scale - splat(highest));
       weight = rounded(exact * splat(float(Int8OnCodes::kLargest)));
     }
     const PlaneBytes bytes(weight);
@@ -373,31 +329,51 @@ float soften(const Block& block, const Scoring& scoring, int64_t row, int m, See
   char* weights = reinterpret_cast<char*>(scores);
   const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   Floats maximum = splat(kLowest);
+  // Where nothing caps them, scores stay products, which are scaled when their power is taken.
+  const bool later = scoring.cap == 0 && scoring.scale > 0;
   const int64_t begin = seen.first / kTile, last = seen.end > 0 ? (seen.end - 1) / kTile + 1 : 0;
   for (int64_t tile = begin; tile < last; ++tile) {
-    Floats score = scored(scoring, load<Floats>(scores + tile * kTile));
+    Floats score = load<Floats>(scores + tile * kTile);
+    if (!later) score = scored(scoring, score);
     if (tile * kTile < seen.first || (tile + 1) * kTile > seen.end) {
       const Ints at = lanes + splat(int32_t(tile * kTile));
       const Ints visible =
           (at >= splat(int32_t(seen.first))) & (at < splat(int32_t(seen.end)));
       score = chosen(visible, score, splat(-INFINITY));
+      if (later) store(scores + tile * kTile, score);
     }
-    store(scores + tile * kTile, score);
+    if (!later) store(scores + tile * kTile, score);
     maximum = larger(maximum, score);
   }
 #if defined(INTERPOSER_CODES)
   if constexpr (F::kCodes) {
-    return soften_codes(block, row, m, largest_of(maximum), begin, last, count);
+    const Floats scale = splat(later ? scoring.scale : 1.0f);
+    return soften_codes(block, row, m, largest_of(maximum * scale), scale, begin, last, count);
   }
 #endif
-  const float before = block.maximum[row + m], highest = largest_of(maximum);
+  const Floats scale = splat(later ? scoring.scale : 1.0f);
+  const float before = block.maximum[row + m], highest = largest_of(maximum * scale);
   const float now = highest > before ? highest : before;
   Floats sum = {};
-  for (int64_t tile = 0; tile < count; ++tile) {
-    Floats weight = {};
-    if (tile >= begin && tile < last) {
-      weight = exp2_of(load<Floats>(scores + tile * kTile) - splat(now));
+  const auto weight_of = [&](int64_t tile) {
+    if (tile < begin || tile >= last) return Floats{};
+    return exp2_of(load<Floats>(scores + tile * kTile) * scale - splat(now));
+  };
+#if defined(__AVX512BF16__)
+  if constexpr (F::kPairs) {
+    // Two tiles at a time; the sum is of what weights are rounded to.
+    const __m512bh ones = (__m512bh)splat(0x3f803f80u);
+    for (int64_t tile = 0; tile < count; tile += 2) {
+      const Floats first = weight_of(tile), second = weight_of(tile + 1);
+      const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+      store(weights + tile * kTile * 2, both);
+      sum = (Floats)_mm512_dpbf16_ps((__m512)sum, both, ones);
     }
+    count = 0;
+  }
+#endif
+  for (int64_t tile = 0; tile < count; ++tile) {
+    Floats weight = weight_of(tile);
     if constexpr (F::kPairs) {
       const Halves rounded = bfloat16_of_floats(weight);
 #if defined(INTERPOSER_MATRICES)
@@ -432,6 +408,10 @@ void prepare(const interposer_attention_call& call, const AttentionItem& item, c
                         (item.head * group + row % group) * D) *
                            size;
     char* to = block.x + row * D * F::kInputBytes;
+    if constexpr (F::kGrouped) {
+      prepare_grouped<F>(from, step.type, GroupedX{D}, block, row);
+      continue;
+    }
 #if defined(INTERPOSER_CODES)
     if constexpr (F::kCodes) {
       prepare_codes(from, step.type, D, to, block.planes[row]);
@@ -539,7 +519,14 @@ void store_tokens(const interposer_attention_call& call, int64_t sequence, int64
         static_cast<const char*>(call.key) + (index * call.key_stride + head * D) * size;
     const char* value =
         static_cast<const char*>(call.value) + (index * call.value_stride + head * D) * size;
-    if (call.key_scales) {
+    if (step.cache_type == kCacheUInt4) {
+      float* numbers = reinterpret_cast<float*>(room);
+      for (int64_t i = 0; i < D; i += kLanes) {
+        store(numbers + i, load_floats(key + i * size, step.type));
+        store(numbers + D + i, load_floats(value + i * size, step.type));
+      }
+      put_groups(cache, head, step.slots[index], numbers, numbers + D);
+    } else if (call.key_scales) {
       round_row(key, step, call.key_scales[head * call.scale_stride], D, room);
       round_row(value, step, call.value_scales[head * call.scale_stride], D, room + D);
       put_token(cache, head, step.slots[index], room, room + D);
@@ -575,7 +562,11 @@ void attend_rows(const Block& block, const Tiles& tiles, const Scoring& scoring,
     score_matrices<F, rows_of<F>(M)>(block, tiles, seen[0].first / kTile, count, row, M);
   } else
 #endif
+  if constexpr (F::kGrouped) {
+    score_groups<F, M>(block, tiles, seen[0].first / kTile, count, row);
+  } else {
     score_rows<F, M>(block, tiles, seen[0].first / kTile, count, row);
+  }
   float factors[M];
   for (int m = 0; m < M; ++m) factors[m] = soften<F, M>(block, scoring, row, m, seen[m], count);
 #if defined(INTERPOSER_TILES)
@@ -590,7 +581,11 @@ void attend_rows(const Block& block, const Tiles& tiles, const Scoring& scoring,
     weigh_matrices<F, rows_of<F>(M)>(block, tiles, end, row, M, first ? nullptr : factors);
   } else
 #endif
+  if constexpr (F::kGrouped) {
+    weigh_groups<F, M>(block, tiles, count, row, first ? nullptr : factors);
+  } else {
     weigh_rows<F, M>(block, tiles, tiles.first_key + end, row, first ? nullptr : factors);
+  }
 }
 
 // Write the addresses of tiles from the one of `position` on, as numbers from `first` to before
@@ -612,7 +607,8 @@ void find_tiles(const interposer_attention_call& call, const interposer_kv_cache
   for (; first < end; ++first) tiles.keys[first] = tiles.keys[first - 1];
 }
 
-template <class F>
+// `kWidened`: keys and values are copied to bfloat16 first, once for all rows.
+template <class F, bool kWidened = false>
 void attend_block(const interposer_attention_call& call, const AttentionItem& item,
                   const AttentionItem* next_item, const AttentionPartials& partials,
                   char* scratch) {
@@ -637,9 +633,7 @@ void attend_block(const interposer_attention_call& call, const AttentionItem& it
   }
   const int64_t begin = item.first_key / kTile * kTile;
   Tiles tiles;
-  tiles.value_distance = value_distance(cache);
-  tiles.bytes = tile_bytes(cache);
-  const int64_t ahead = kAheadBytes / tiles.bytes;
+  const int64_t ahead = kAheadBytes / tile_bytes(cache);
   tiles.ahead = ahead < 1 ? 1 : ahead < kMostAhead ? ahead : kMostAhead;
 #if defined(INTERPOSER_TILES)
   TileRegisters registers;
@@ -650,7 +644,12 @@ void attend_block(const interposer_attention_call& call, const AttentionItem& it
     const int64_t end = key + (left < kKeys ? left : kKeys);
     tiles.first_key = key;
     tiles.count = (end - key + kTile - 1) / kTile;
+    tiles.value_distance = value_distance(cache);
+    tiles.bytes = tile_bytes(cache);
     find_tiles(call, cache, item, key, 0, tiles.count + kMostAhead, next_item, tiles);
+#if defined(INTERPOSER_PAIRS)
+    if constexpr (kWidened) widen_tiles(cache, block, tiles);
+#endif
     auto attend_group = [&](auto rows, int64_t row) {
       constexpr int M = decltype(rows)::value;
       Seen seen[M];
@@ -688,7 +687,21 @@ void attend_block(const interposer_attention_call& call, const AttentionItem& it
 void attend(const interposer_attention_call& call, const AttentionItem& item,
             const AttentionItem* next, const AttentionPartials& partials, char* scratch) {
   const interposer_attention_step& step = call.plan->step;
+#if defined(INTERPOSER_PAIRS)
+  const int64_t rows = item.num_tokens * (step.num_heads / step.num_kv_heads);
+  if (step.type == kBFloat16 && step.cache_type != kCacheBFloat16 && rows >= kWidenedRows) {
+    return attend_block<BFloat16OnPairs, true>(call, item, next, partials, scratch);
+  }
+#endif
+#if defined(__AVX512BF16__)
+  if (step.type == kBFloat16 && step.cache_type == kCacheUInt4) {
+    return attend_block<UInt4OnPairs>(call, item, next, partials, scratch);
+  }
+#endif
 #if defined(INTERPOSER_CODES)
+  if (step.type == kBFloat16 && step.cache_type == kCacheUInt4) {
+    return attend_block<UInt4OnCodes>(call, item, next, partials, scratch);
+  }
   // Queries of bfloat16 lose nothing beside what they are rounded to already.
   if (step.type == kBFloat16 && step.cache_type == kCacheInt8) {
     return attend_block<Int8OnCodes>(call, item, next, partials, scratch);
@@ -703,7 +716,9 @@ void attend(const interposer_attention_call& call, const AttentionItem& item,
     if (step.cache_type == kCacheE4M3) {
       return attend_block<E4M3OnPairs>(call, item, next, partials, scratch);
     }
-    return attend_block<E5M2OnPairs>(call, item, next, partials, scratch);
+    if (step.cache_type == kCacheE5M2) {
+      return attend_block<E5M2OnPairs>(call, item, next, partials, scratch);
+    }
 #endif
   }
 #endif
@@ -718,13 +733,16 @@ void attend(const interposer_attention_call& call, const AttentionItem& item,
       return attend_block<E4M3OnFloats>(call, item, next, partials, scratch);
     case kCacheE5M2:
       return attend_block<E5M2OnFloats>(call, item, next, partials, scratch);
-    default:
+    case kCacheInt8:
       return attend_block<Int8OnFloats>(call, item, next, partials, scratch);
+    default:
+      return attend_block<UInt4OnFloats>(call, item, next, partials, scratch);
   }
 }
 
 int64_t scratch_bytes(const interposer_attention_plan& plan) {
-  return Block::bytes(plan.most_rows, plan.step.head_size);
+  return Block::bytes(plan.most_rows, plan.step.head_size) +
+         (plan.most_rows >= kWidenedRows ? widened_bytes(plan.step.head_size) : 0);
 }
 
 void store_some_tokens(const interposer_attention_call& call, const AttentionWrite& write,

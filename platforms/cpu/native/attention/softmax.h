@@ -9,25 +9,48 @@ constexpr float kLog2E = 1.44269504f;
 // Below any score, but not so far that differences to it are infinite.
 constexpr float kLowest = -1e30f;
 
-INTERPOSER_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+#if defined(__AVX512F__)
+constexpr __mmask16 kAllLanes = 0xffff;  // compilers warn of what the shorter forms leave undefined
+#endif
+
+// `b` where either is no number.
+INTERPOSER_INLINE Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_maskz_max_ps(kAllLanes, (__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 
 INTERPOSER_INLINE Floats chosen(Ints mask, Floats a, Floats b) {
   return (Floats)(((Ints)a & mask) | ((Ints)b & ~mask));
 }
 
-// 2^x for x of at most 0, relative error below 2e-7; 0 where that is below the normal floats.
+// 2^x for x of at most 0, relative error below 2e-7 where that is a normal float; 0 far below them.
 INTERPOSER_INLINE Floats exp2_of(Floats x) {
+#if defined(__AVX512F__)
+  // So low that it is 0, whose distance to the nearest whole number is a number.
+  const Floats reached = larger(splat(-160.0f), x);
+  const Floats whole = (Floats)_mm512_maskz_roundscale_ps(kAllLanes, (__m512)reached,
+                                                          _MM_FROUND_TO_NEAREST_INT);
+  const Floats f = reached - whole;
+#else
   const Floats magic = splat(12582912.0f);  // adding it rounds to a whole number
   const Floats shifted = x + magic;
   const Floats f = x - (shifted - magic);
+#endif
   Floats power = splat(0.001326472731307149f);
   power = power * f + splat(0.009671512991189957f);
   power = power * f + splat(0.05550733581185341f);
   power = power * f + splat(0.24022242426872253f);
   power = power * f + splat(0.6931470036506653f);
   power = power * f + splat(1.0f);
+#if defined(__AVX512F__)
+  return (Floats)_mm512_maskz_scalef_ps(kAllLanes, (__m512)power, (__m512)whole);
+#else
   const Floats result = (Floats)((Words)power + ((Words)shifted << 23));  // may wrap where unused
   return x < splat(-126.0f) ? splat(0.0f) : result;
+#endif
 }
 
 INTERPOSER_INLINE float exp2_of(float x) { return exp2_of(splat(x))[0]; }

@@ -13,7 +13,9 @@ void attention_out(TorchValue* stack, uint64_t, uint64_t) {
       plan(stack[5]), sinks(stack[6]), key_scales(stack[7]), value_scales(stack[8]);
   interposer_attention_call call = {};
   call.plan = plan.data<const interposer_attention_plan>();
-  const int64_t cache_size = 4 / elements_per_word(call.plan->step.cache_type);
+  const int32_t stored = call.plan->step.cache_type;
+  // Numbers of 4 bits are told in bytes.
+  const int64_t cache_size = stored == kCacheUInt4 ? 1 : 4 / elements_per_word(stored);
   call.query = query.data<const void>();
   call.key = key.data<const void>();
   call.value = value.data<const void>();

@@ -6,13 +6,14 @@ Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
-from interposer import AttentionBatch, AttentionSpec, Site, Verdict
+from interposer import AttentionBatch, AttentionSpec, KVCacheLayout, Site, Verdict
 from interposer_cpu import native
 from interposer_cpu._kernels.paged import NativePagedBackend
+from interposer_ops.caches import GROUP_SIZE, grouped_bytes
 
 _LANES = 16
 _MOST_HEAD_SIZE = 1024
@@ -39,11 +40,16 @@ class NativeBackend(NativePagedBackend):
     Pages hold tiles: see native/attention/cache.h.
     """
 
+    rounded_dtypes: ClassVar[tuple[torch.dtype, ...]] = (
+        *NativePagedBackend.rounded_dtypes,
+        torch.uint4,
+    )
+
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
         library = native.library()
         self._attend, self._plan = library.attention, library.plan_attention
-        self._cache_size = spec.cache_dtype.itemsize
+        self._cache_size = self.kv_layout().dtype.itemsize
 
     @classmethod
     def _judge_sizes(cls, spec: AttentionSpec) -> Verdict:
@@ -57,7 +63,20 @@ class NativeBackend(NativePagedBackend):
             return Verdict.refuse(
                 f"stores keys {_LANES} tokens at a time, the page size is {spec.page_size}"
             )
+        if spec.cache_dtype == torch.uint4 and spec.head_size % GROUP_SIZE:
+            return Verdict.refuse(
+                f"stores groups of {GROUP_SIZE} numbers of 4 bits, the head size is "
+                f"{spec.head_size}"
+            )
         return Verdict.accept()
+
+    def kv_layout(self) -> KVCacheLayout:
+        """Return ``[K, P, 2, S, D]``, or bytes ``[K, P, 2, S, 5 D / 8]`` of numbers of 4 bits."""
+        spec = self.spec
+        if spec.cache_dtype != torch.uint4:
+            return super().kv_layout()
+        page_shape = (spec.num_kv_heads, 2, spec.page_size, grouped_bytes(spec.head_size))
+        return KVCacheLayout(page_shape, 1, (0, 1, 2, 3, 4), torch.uint8)
 
     def plan(self, batch: AttentionBatch) -> Plan:
         """Return blocks of queries and of keys, shared by all layers."""

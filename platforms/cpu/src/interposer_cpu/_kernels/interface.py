@@ -17,7 +17,13 @@ SCALE_TYPES = {**TYPES, torch.uint8: 4}
 CODE_TYPES = {torch.int8: 3, torch.float8_e4m3fn: 5}
 """Codes that inputs are quantized to."""
 
-CACHE_TYPES = {**TYPES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4, torch.int8: 5}
+CACHE_TYPES = {
+    **TYPES,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+    torch.int8: 5,
+    torch.uint4: 6,
+}
 """Keys and values of a cache."""
 
 GELU = {"none": 1, "tanh": 2}

@@ -28,10 +28,16 @@ class NativePagedBackend(AttentionBackend):
 
     Attributes:
         reads_stored: it has a ``forward_stored``.
+        rounded_dtypes: of caches that it takes besides those of the spec's dtype.
     """
 
     takes_out: ClassVar[bool] = True
     reads_stored: ClassVar[bool] = False
+    rounded_dtypes: ClassVar[tuple[torch.dtype, ...]] = (
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int8,
+    )
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
@@ -60,9 +66,10 @@ class NativePagedBackend(AttentionBackend):
         verdict = cls._judge_sizes(spec)
         if not verdict:
             return verdict
-        if spec.is_quantized and CACHE_TYPES.get(spec.cache_dtype, 0) <= max(TYPES.values()):
+        if spec.cache_dtype not in (spec.dtype, *cls.rounded_dtypes):
+            *names, last = (str(dtype).removeprefix("torch.") for dtype in cls.rounded_dtypes)
             return Verdict.refuse(
-                f"stores the cache as {spec.dtype}, float8_e4m3fn, float8_e5m2 or int8, "
+                f"stores the cache as {spec.dtype}, {', '.join(names)} or {last}, "
                 f"asked for {spec.cache_dtype}"
             )
         shared = spec.shared and not cls.reads_stored

@@ -1,0 +1,143 @@
+"""Decoder attention over a cache of 4 bits, from standard ops.
+
+What a step reads of the cache is converted to the model's dtype first, page by page.
+
+Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, M pages of the longest
+sequence, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from interposer import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    Capability,
+    KVCacheLayout,
+    Site,
+    Verdict,
+)
+from interposer_ops.attention._alibi import alibi_slopes
+from interposer_ops.attention._paged_attention import paged_attention
+from interposer_ops.caches._grouped_cache import (
+    GROUP_SIZE,
+    grouped_bytes,
+    read_groups,
+    round_groups,
+)
+
+
+class GroupedPlan(NamedTuple):
+    """The pages that a step reads, and the step over copies of these.
+
+    Attributes:
+        pages: ``[B M]`` int64.
+        batch: whose page table names copies.
+    """
+
+    pages: Tensor
+    batch: AttentionBatch
+
+
+class GroupedBackend(AttentionBackend):
+    """Round and store a step's keys and values, then attend to what was stored.
+
+    Windows, softcap, sinks, ALiBi, prefixes and shared caches are those of ``paged_attention``.
+    """
+
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(spec, site)
+        read = replace(spec, cache_dtype=spec.dtype)
+        facts = {**read.dims(), "scaled": False, "per_head": False, "causal": True}
+        self._attend: Any = site.bind(paged_attention, **facts)
+        self._slopes: Tensor | None = None
+        if spec.alibi:
+            device = site.resolver.device.torch_device
+            self._slopes = alibi_slopes(spec.num_heads, device, spec.alibi_bias_max)
+
+    @classmethod
+    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
+        """Accept decoders whose cache is of uint4, and heads that are made of groups."""
+        if spec.cache_dtype != torch.uint4:
+            return Verdict.refuse(f"stores 4 bits, asked for {spec.cache_dtype}")
+        if spec.head_size % GROUP_SIZE:
+            return Verdict.refuse(
+                f"stores groups of {GROUP_SIZE} numbers, the head size is {spec.head_size}"
+            )
+        extras = {"sinks": False, "alibi": False, "prefix_lm": False, "shared": False}
+        return replace(spec, cache_dtype=spec.dtype, **extras).judge_plain_decoder()
+
+    def kv_layout(self) -> KVCacheLayout:
+        """Return ``[2, P, S, K, 5 D / 8]`` uint8, keys first."""
+        spec = self.spec
+        page_shape = (2, spec.page_size, spec.num_kv_heads, grouped_bytes(spec.head_size))
+        return KVCacheLayout(page_shape, 1, (0, 1, 2, 3, 4), torch.uint8)
+
+    def plan(self, batch: AttentionBatch) -> GroupedPlan:
+        """Return the pages in the order of the tables, and tables of their copies."""
+        table = batch.page_table
+        copies = torch.arange(table.numel(), device=table.device).view(table.shape)
+        return GroupedPlan(table.flatten(), replace(batch, page_table=copies))
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: GroupedPlan
+    ) -> Tensor:
+        """Write, then attend; see ``AttentionBackend.forward``."""
+        self._write(key, value, cache, plan.batch.slots)
+        return self.forward_stored(query, cache, plan)
+
+    def forward_with_sinks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: Tensor,
+        plan: GroupedPlan,
+        sinks: Tensor,
+    ) -> Tensor:
+        """Write, then attend; see ``AttentionBackend.forward_with_sinks``."""
+        self._write(key, value, cache, plan.batch.slots)
+        return self.forward_stored(query, cache, plan, sinks=sinks)
+
+    def forward_stored(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        plan: GroupedPlan,
+        scales: Any = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to what is stored; see ``AttentionBackend.forward_stored``."""
+        keys, values = (read_groups(part[plan.pages], query.dtype) for part in cache.unbind(0))
+        spec, batch = self.spec, plan.batch
+        prefixes = batch.prefix_lens if spec.prefix_lm else None
+        out: Tensor = self._attend(
+            query,
+            keys,
+            values,
+            batch.page_table,
+            batch.query_starts,
+            batch.seq_lens,
+            batch.max_query_tokens,
+            spec.scale,
+            True,
+            spec.window_tokens,
+            spec.softcap,
+            sinks,
+            self._slopes,
+            prefixes,
+            None,
+            None,
+        )
+        return out
+
+    def _write(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+        size = self.spec.page_size
+        for x, stored in zip((key, value), cache.unbind(0), strict=True):
+            stored[slots // size, slots % size] = round_groups(x)

@@ -1,0 +1,66 @@
+"""Rows of keys and values of 4 bits, in groups with a step and a base each.
+
+Dimensions: D numbers of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROUP_SIZE = 32
+"""Neighbouring numbers of a row that have one step and one base."""
+_LARGEST = 15
+_BASE_AND_STEP_BYTES = 4
+_LOWER_HALF = 0xFFFF
+
+
+def grouped_bytes(head_size: int) -> int:
+    """Return the bytes of a row of so many numbers, 5 bits a number."""
+    return head_size // 2 + head_size // GROUP_SIZE * _BASE_AND_STEP_BYTES
+
+
+def round_groups(x: Tensor) -> Tensor:
+    """Round rows to 4 bits: base + step * code of each group, codes of 0 to 15.
+
+    The base is the smallest number, rounded down to bfloat16, the step a fifteenth of the distance
+    from there to the largest one, rounded up: no code is clamped, and a number is off by half a
+    step, |x - base - step * code| <= step / 2, with
+    step <= (1 + 2^-7) (largest - smallest + 2^-7 |smallest|) / 15.
+
+    Args:
+        x: ``[..., D]``, any float dtype of up to 32 bits; D is a multiple of 32.
+    Returns: ``[..., 5 D / 8]`` uint8: two codes a byte, the first in the lower half, then base and
+        step of each group as bfloat16. A group that holds what is no number reads as none.
+    """
+    groups = x.float().unflatten(-1, (-1, GROUP_SIZE))
+    bits = groups.amin(-1).view(torch.int32)
+    # Away from zero where it is negative, else towards it.
+    base = _upper_half(torch.where(bits < 0, bits + _LOWER_HALF, bits))
+    exact = (groups.amax(-1) - base) / _LARGEST
+    step = _upper_half(exact.view(torch.int32) + _LOWER_HALF)
+    quotients = (groups - base[..., None]) / step[..., None]
+    codes = torch.where(step[..., None] > 0, quotients, 0).round().clamp(0, _LARGEST)
+    first, second = codes.to(torch.uint8).flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
+    both = torch.stack((base, step), -1).bfloat16().view(torch.uint8).flatten(-2)
+    return torch.cat((first | second << 4, both), -1)
+
+
+def read_groups(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers that ``round_groups`` stored.
+
+    Args:
+        rows: ``[..., 5 D / 8]`` uint8.
+    Returns: ``[..., D]``, computed in float32, of ``dtype``.
+    """
+    num_groups = rows.shape[-1] // grouped_bytes(GROUP_SIZE)
+    packed, both = rows.split((num_groups * GROUP_SIZE // 2, num_groups * 4), -1)
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).unflatten(-1, (num_groups, -1))
+    scales = both.contiguous().view(torch.bfloat16).float().unflatten(-1, (num_groups, 2))
+    base, step = scales[..., None].unbind(-2)
+    return (base + step * codes).flatten(-2).to(dtype)
+
+
+def _upper_half(bits: Tensor) -> Tensor:
+    """Return float32 numbers of which bfloat16 holds all bits."""
+    return (bits & ~_LOWER_HALF).view(torch.float32)
