@@ -27,6 +27,7 @@ import json
 import mmap
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -161,7 +162,7 @@ def vocabulary_here(model: str) -> None:
 
 def without_vocabulary(model: Path, folder: Path) -> Path:
     """Return a folder with links to the files of a model that are no tokenizer."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for path in model.iterdir():
         if path.is_file() and not path.name.startswith(("tokenizer", "vocab", "merges")):
             (folder / path.name).symlink_to(path.resolve())
@@ -246,6 +247,7 @@ def main() -> None:
     parser.add_argument("--quantization", nargs="+", default=["none"])
     parser.add_argument("--gguf", nargs="*", default=[], help="the same model for llama.cpp")
     parser.add_argument("--tokens", type=int, default=2048, help="of the cache")
+    parser.add_argument("--cache", type=Path, help="keeps what was examined for the next run")
     parser.add_argument("--packed", help=argparse.SUPPRESS)
     parser.add_argument("--floor", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -255,7 +257,10 @@ def main() -> None:
     if asked.packed:
         load_here(asked.model, asked.quantization[0], asked.packed, asked.tokens, asked.floor)
         return
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as temporary:
+        cache = str(asked.cache or temporary)
+        for name in ("packed", "model"):
+            shutil.rmtree(Path(cache, name), ignore_errors=True)
         begin = [sys.executable, "-m", "interposer_tools", "run", str(SHIPPED)]
         run = [*begin, "--prompt", "def f", "--max-new-tokens", "1"]
         start(run, cache)  # examines what is installed

@@ -192,6 +192,8 @@ def _mapped(state: State, parameters: dict[int, nn.Parameter]) -> State:
             return {key: mapped(value) for key, value in held.items()}
         if kind is list or kind is tuple:
             return kind(map(mapped, held))
+        if isinstance(held, tuple) and hasattr(kind, "_make"):  # a named one
+            return kind._make(map(mapped, held))
         if kind in _pytree.SUPPORTED_NODES or isinstance(held, tuple):
             return _pytree.tree_map(replaced, held)
         return replaced(held)

@@ -42,7 +42,8 @@ class StateWriter:
     def __init__(self, built: State, keep: Keep) -> None:
         self._built = built
         self._keep = keep
-        self._paths: dict[int, list[Any]] | None = None
+        self._paths: dict[int, list[Any]] = {}
+        self._walk = _reachable(built)
 
     def changes(self, state: State) -> dict[str, Data]:
         """Return what differs from the state that the layer was built in, by attribute.
@@ -109,11 +110,13 @@ class StateWriter:
         return [path, StateWriter(state, self._keep).changes(own)]
 
     def _path(self, held: Any) -> list[Any] | None:
-        if self._paths is None:
-            self._paths = {}
-            for path, found in _reachable(self._built):
-                self._paths.setdefault(id(found), path)
-        return self._paths.get(id(held))
+        while id(held) not in self._paths:  # mostly near, and the way is long
+            try:
+                path, found = next(self._walk)
+            except StopIteration:
+                return None
+            self._paths[id(found)] = path
+        return self._paths[id(held)]
 
 
 def restored_state(
