@@ -99,7 +99,7 @@ def reused() -> Iterator[None]:
 
 
 @contextmanager
-def placed(take: _Take) -> Iterator[None]:
+def placed(take: Callable[[int, bool], Tensor | None]) -> Iterator[None]:
     """Return a block in which ``take`` gives memory: uint8, of so many bytes, aligned to 64.
 
     It is told whether the memory is to last, and returns None for what lies elsewhere.
