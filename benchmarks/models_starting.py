@@ -5,9 +5,16 @@
 Each row is a process of its own. ``read`` keeps nothing, ``first`` packs into a file, ``mapped``
 finds it there. ``load`` is the wall time of loading, after a plan that imported what it needs;
 ``anonymous`` the most anonymous bytes until then, those of Python and torch included, and ``rise``
-by how much they rose meanwhile; ``peak`` the most of all memory, a short answer included; ``own``
-what this process has of it while another one has the same model, shared pages divided by two. A
-file of llama.cpp is loaded in the environment below ``~/.cache/interposer-benchmarks/llama_cpp``.
+by how much they rose meanwhile; ``peak`` the most of all memory, a short answer included, and
+``full`` with a prompt that fills the cache as well; ``own`` what this process has of it while
+another one has the same model, shared pages divided by two. A file of llama.cpp is loaded in the
+environment below ``~/.cache/interposer-benchmarks/llama_cpp``. Both sides count whole processes,
+with Python and mapped files, and have no vocabulary: the files of ``cpu_models.py`` for llama.cpp
+hold none, so that ours is left out, and told in a row of its own.
+
+``floor`` of a first load is what reading the checkpoint and writing the packed file would take at
+the speed of copying memory that is there, with as many threads, in the same process just before;
+``to pages`` at that of copying into new pages of a file, as packed weights have to.
 
 At last ``interposer run`` of the model that is shipped, to its first token, beside what importing
 torch takes: wall and processor time, the least of several.
@@ -17,13 +24,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +49,15 @@ model = Llama(sys.argv[1], n_ctx=int(sys.argv[2]), n_threads=int(sys.argv[3]), v
 seconds = time.perf_counter() - start
 model.eval([1, 2, 3, 4])
 fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
-print(json.dumps({"load_s": seconds, "peak": int(fields["VmHWM"].split()[0]) * 1024}))
+peak = int(fields["VmHWM"].split()[0]) * 1024
+model.reset()
+model.eval([at % 1000 for at in range(int(sys.argv[2]) - 8)])
+fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
+full = int(fields["VmHWM"].split()[0]) * 1024
+print(json.dumps({"load_s": seconds, "peak": peak, "full": full}))
 """
 ROUNDS = 3
+COPIED_BYTES = 256 << 20
 
 
 def bytes_of(file: str, name: str) -> int:
@@ -49,7 +66,7 @@ def bytes_of(file: str, name: str) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def load_here(model: str, quantization: str, packed: str, tokens: int) -> None:
+def load_here(model: str, quantization: str, packed: str, tokens: int, floor: bool) -> None:
     """Load a model, print what that took, and stay until a line comes."""
     import torch
 
@@ -59,6 +76,8 @@ def load_here(model: str, quantization: str, packed: str, tokens: int) -> None:
     config = Config.model_validate({"packed": packed})
     settings: dict[str, Any] = {} if quantization == "none" else {"quantization": quantization}
     interposer_models.plan(model, config=config, **settings)
+    floors = floors_of(model) if floor else dict
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is to be the model's
     before = peak = bytes_of("status", "RssAnon")
     ended = threading.Event()
 
@@ -77,6 +96,8 @@ def load_here(model: str, quantization: str, packed: str, tokens: int) -> None:
     ended.set()
     watching.join()
     lm.generate([[1, 2, 3, 4]], max_new_tokens=4)
+    peak_all = bytes_of("status", "VmHWM")
+    lm.generate([[at % 1000 for at in range(tokens - 8)]], max_new_tokens=4)
     for thread in threading.enumerate():
         if thread.name == "interposer-packed":
             thread.join()
@@ -85,13 +106,67 @@ def load_here(model: str, quantization: str, packed: str, tokens: int) -> None:
         "processor_s": processor,
         "anonymous": peak,
         "rise": peak - before,
-        "peak": bytes_of("status", "VmHWM"),
+        "peak": peak_all,
+        "full": bytes_of("status", "VmHWM"),
+        **floors(),
         "threads": torch.get_num_threads(),
     }
     print(json.dumps(facts), flush=True)
     sys.stdin.readline()
     print(json.dumps({"own": bytes_of("smaps_rollup", "Pss")}), flush=True)
     sys.stdin.readline()
+
+
+def floors_of(model: str) -> Callable[[], dict[str, float]]:
+    """Return a function that tells, after a first load, what copying its bytes would have taken.
+
+    What is copied here goes before the load begins.
+    """
+    import torch
+
+    folder = Path(os.environ["INTERPOSER_CACHE_DIR"], "packed")
+    held = {path.name for path in folder.glob("*")}
+    here = torch.empty(COPIED_BYTES, dtype=torch.uint8).fill_(1)
+    there = torch.empty_like(here).fill_(2)
+    memory = min(seconds_of(lambda: there.copy_(here)) for _ in range(5))
+    with tempfile.TemporaryFile(dir=folder.parent) as file:
+        os.posix_fallocate(file.fileno(), 0, COPIED_BYTES)
+        with mmap.mmap(file.fileno(), COPIED_BYTES) as pages:
+            pages.madvise(mmap.MADV_HUGEPAGE)
+            fresh = seconds_of(partial(torch.frombuffer(pages, dtype=torch.uint8).copy_, here))
+
+    def told() -> dict[str, float]:
+        read = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
+        (written,) = (path for path in folder.glob("*.safetensors") if path.name not in held)
+        num_bytes = read + written.stat().st_size
+        share = num_bytes / (2 * COPIED_BYTES)
+        return {"floor_s": share * memory, "to_pages_s": share * fresh}
+
+    return told
+
+
+def seconds_of(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def vocabulary_here(model: str) -> None:
+    """Print what reading the tokenizer takes."""
+    from interposer_models import TextTokenizer
+
+    before = bytes_of("status", "RssAnon")
+    seconds = seconds_of(lambda: TextTokenizer(Path(model)).read())
+    print(json.dumps({"read_s": seconds, "rise": bytes_of("status", "RssAnon") - before}))
+
+
+def without_vocabulary(model: Path, folder: Path) -> Path:
+    """Return a folder with links to the files of a model that are no tokenizer."""
+    folder.mkdir(parents=True)
+    for path in model.iterdir():
+        if path.is_file() and not path.name.startswith(("tokenizer", "vocab", "merges")):
+            (folder / path.name).symlink_to(path.resolve())
+    return folder
 
 
 def started(arguments: list[str], cache: str) -> subprocess.Popen[str]:
@@ -172,26 +247,39 @@ def main() -> None:
     parser.add_argument("--quantization", nargs="+", default=["none"])
     parser.add_argument("--gguf", nargs="*", default=[], help="the same model for llama.cpp")
     parser.add_argument("--tokens", type=int, default=2048, help="of the cache")
+    parser.add_argument("--cache", type=Path, help="keeps what was examined for the next run")
     parser.add_argument("--packed", help=argparse.SUPPRESS)
+    parser.add_argument("--floor", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.packed:
-        load_here(asked.model, asked.quantization[0], asked.packed, asked.tokens)
+    if asked.packed == "vocabulary":
+        vocabulary_here(asked.model)
         return
-    with tempfile.TemporaryDirectory() as cache:
+    if asked.packed:
+        load_here(asked.model, asked.quantization[0], asked.packed, asked.tokens, asked.floor)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        cache = str(asked.cache or temporary)
+        for name in ("packed", "model"):
+            shutil.rmtree(Path(cache, name), ignore_errors=True)
         begin = [sys.executable, "-m", "interposer_tools", "run", str(SHIPPED)]
         run = [*begin, "--prompt", "def f", "--max-new-tokens", "1"]
         start(run, cache)  # examines what is installed
+        model = without_vocabulary(Path(asked.model), Path(cache, "model"))
         for quantization in asked.quantization:
             for name, packed in (("read", "off"), ("first", "on"), ("mapped", "on")):
                 options = ["--quantization", quantization, "--tokens", str(asked.tokens)]
-                arguments = [asked.model, *options, "--packed", packed]
+                arguments = [str(model), *options, "--packed", packed]
                 if name == "first":
-                    child = started(arguments, cache)
+                    child = started([*arguments, "--floor"], cache)
                     facts = json.loads(read_line(child))
                     child.communicate("\n\n")
                 else:
                     facts = measured(arguments, cache)
                 show(f"{quantization} {name}", facts)
+        if (Path(asked.model) / "tokenizer.json").exists():
+            child = started([asked.model, "--packed", "vocabulary"], cache)
+            show("vocabulary", json.loads(read_line(child)))
+            child.communicate()
         for file in asked.gguf:
             show(Path(file).name, peer(file, asked.tokens, facts["threads"]))
         ours, torch = start(run, cache), start([sys.executable, "-c", "import torch"], cache)

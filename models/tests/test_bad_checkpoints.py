@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from interposer.errors import CheckpointError, UnknownNameError, UnsupportedModelError
-from interposer_models import load
+from interposer_models import AsyncLanguageModel, load
 from interposer_models._tokenizer import TextTokenizer
 
 WEIGHTS = "model.safetensors"
@@ -210,8 +210,13 @@ def test_unknown_dtype(llama: Path, dtype: str) -> None:
 
 def test_corrupt_tokenizer(copied: Path) -> None:
     (copied / "tokenizer.json").write_text("{}")
+    lm = load(copied, cache_tokens=64)
+    for prompt in ("text", [1, 2]):
+        with pytest.raises(CheckpointError, match="not a valid tokenizer"):
+            lm.generate([prompt], max_new_tokens=1)
+    assert not lm.engine.busy
     with pytest.raises(CheckpointError, match="not a valid tokenizer"):
-        load(copied)
+        AsyncLanguageModel(lm)
 
 
 def test_tokenizer_files_that_transformers_cannot_read(copied: Path) -> None:
@@ -220,7 +225,7 @@ def test_tokenizer_files_that_transformers_cannot_read(copied: Path) -> None:
     (copied / "merges.txt").write_text("")
     (copied / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     with pytest.raises(CheckpointError, match="holds no tokenizer"):
-        load(copied)
+        load(copied, cache_tokens=64).tokenizer.encode("text")
 
 
 def test_truncation_and_padding_of_a_training_run_are_left_out(copied: Path) -> None:

@@ -90,6 +90,31 @@ def test_mapped_weights_give_the_same_tokens(
         assert note.endswith(f"mapped from {file}")
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w4a8"])
+def test_experts_that_are_lists_of_layers_are_mapped(
+    quantization: str, on: Config, gpt_oss: tuple[Path, Any]
+) -> None:
+    path, settings = gpt_oss[0], {"quant_method": quantization}
+    if quantization != "int8":
+        settings["group_size"] = 16
+    expected = loaded(path, OFF, quantization=settings)
+    first = loaded(path, on, quantization=settings)
+    settled()
+    second = loaded(path, on, quantization=settings)
+    for lm in (first, second):
+        (note,) = told(lm)
+        assert "mapped from" in note
+        assert torch.equal(lm.logits(PROMPT), expected.logits(PROMPT))
+    name = "model.layers.0.mlp.experts."
+    stored = load_file(path / "model.safetensors")
+    changed = {each: tensor * -1 for each, tensor in stored.items() if each.startswith(name)}
+    assert changed
+    for lm in (second, expected):
+        lm.update_weights(changed)
+    assert torch.equal(second.logits(PROMPT), expected.logits(PROMPT))
+    assert not torch.equal(second.logits(PROMPT), first.logits(PROMPT))
+
+
 def test_a_quantized_checkpoint_is_mapped(llama: Path, tmp_path: Path, on: Config) -> None:
     quantize(llama, tmp_path / "int8", "int8")
     expected = tokens(loaded(tmp_path / "int8", OFF))

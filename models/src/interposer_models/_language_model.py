@@ -321,9 +321,10 @@ class LanguageModel:
             first_index: of the answers; see ``Delta.index``.
             shares: the first answer alone has the log probabilities of the prompt, if they are
                 asked for.
-        Raises: RequestError: as ``start``; then none is queued.
+        Raises: RequestError, CheckpointError: as ``start``; then none is queued.
         """
         self._check_stop(params)
+        self.tokenizer.read()  # which may fail, before anything is queued
         front, source = self._given(token_ids_of(prompt, self.tokenizer))
         streams: list[Stream] = []
         try:
@@ -342,6 +343,7 @@ class LanguageModel:
         Raises: RequestError: the prompt or a parameter is unusable.
         """
         self._check_stop(params)
+        self.tokenizer.read()  # which may fail, before anything is queued
         front, source = self._given(token_ids)
         tokens = self.engine.check(front, params, source)
         return tokens if source is None else self.engine.checked_source(source)

@@ -42,10 +42,13 @@ class AsyncLanguageModel:
         Args:
             max_waiting: answers that may wait besides those that run. Requests beyond are refused,
                 with ``QueueFullError``; None takes all.
-        Raises: RequestError: ``max_waiting`` is negative.
+        Raises:
+            RequestError: ``max_waiting`` is negative.
+            CheckpointError: the tokenizer is not valid.
         """
         if max_waiting is not None and max_waiting < 0:
             raise RequestError(f"max_waiting is {max_waiting}, must be None or at least 0")
+        model.tokenizer.read()  # no request is to wait for that
         self.model = model
         self._steps = StepThread(model, max_waiting)
         self._texts = ThreadPoolExecutor(1, "interposer-texts")

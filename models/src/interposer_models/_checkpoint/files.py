@@ -93,10 +93,11 @@ def config_source(checkpoint: Checkpoint | CheckpointFile) -> Path:
 def tokenizer_of(checkpoint: Checkpoint | CheckpointFile) -> TextTokenizer:
     """Return the checkpoint's tokenizer, or what refuses texts where a directory has none.
 
-    Raises: CheckpointError: it is not valid, or a file of a plugin's format holds none.
+    It is read when it is first asked for; that raises CheckpointError if it is not valid, or a file
+    of a plugin's format holds none.
     """
     if isinstance(checkpoint, CheckpointFile):
         settings = checkpoint.tokenizer_settings()
-        return TextTokenizer.of_json(checkpoint.tokenizer(), checkpoint.path, settings)
+        return TextTokenizer.of_json(checkpoint.tokenizer, checkpoint.path, settings)
     path = checkpoint.path
     return TextTokenizer(path) if has_vocabulary(path) else MissingTokenizer(path)

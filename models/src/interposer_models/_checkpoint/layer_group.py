@@ -41,7 +41,7 @@ class LayerGroup:
     ) -> None:
         self.layers = tuple(layers)
         self.places = dict(places)
-        self._built = [_mapped(_state(layer), {}) for layer in self.layers]
+        self._built = [_mapped(state_of(layer), {}) for layer in self.layers]
 
     def states(self, parameters: dict[int, nn.Parameter]) -> list[State]:
         """Return what each layer held when it was built, with these parameters instead.
@@ -63,7 +63,7 @@ class LayerGroup:
     def changed(self, changes: Callable[[State, State], C]) -> list[C]:
         """Return what ``changes`` makes of each layer: the state it was built in, and its own."""
         pairs = zip(self.states({}), self.layers, strict=True)
-        return [changes(built, _state(layer)) for built, layer in pairs]
+        return [changes(built, state_of(layer)) for built, layer in pairs]
 
     def take(self, states: Iterable[State]) -> None:
         """Let the layers hold states that they had before, when they were finalized."""
@@ -75,7 +75,7 @@ class LayerGroup:
         copies = [_copied(*pair) for pair in zip(self.layers, self._filled(filling), strict=True)]
         for copy in reversed(copies):
             copy.finalize()
-        return [_state(copy) for copy in copies]
+        return [state_of(copy) for copy in copies]
 
     def _filled(self, filling: Filling) -> Iterator[State]:
         """Yield the states with the parameters of ``filling``, which loses them.
@@ -90,7 +90,7 @@ class LayerGroup:
     def reset(self) -> None:
         """Go back to the meta device, as the layers were built."""
         for layer, state in zip(self.layers, self.states({}), strict=True):
-            for name in _state(layer).keys() - state.keys():
+            for name in state_of(layer).keys() - state.keys():
                 del vars(layer)[name]
             vars(layer).update(state)
 
@@ -174,7 +174,8 @@ def groups_of(layers: Iterable[PluggableLayer], places: dict[str, TensorPlace]) 
     return [LayerGroup(each, listed[first]) for first, each in members.items()]
 
 
-def _state(layer: nn.Module) -> State:
+def state_of(layer: nn.Module) -> State:
+    """Return what a layer holds now."""
     return {name: held for name, held in vars(layer).items() if name not in _OF_EVERY_MODULE}
 
 
@@ -191,6 +192,8 @@ def _mapped(state: State, parameters: dict[int, nn.Parameter]) -> State:
             return {key: mapped(value) for key, value in held.items()}
         if kind is list or kind is tuple:
             return kind(map(mapped, held))
+        if isinstance(held, tuple) and hasattr(kind, "_make"):  # a named one
+            return kind._make(map(mapped, held))
         if kind in _pytree.SUPPORTED_NODES or isinstance(held, tuple):
             return _pytree.tree_map(replaced, held)
         return replaced(held)

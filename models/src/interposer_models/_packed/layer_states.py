@@ -2,13 +2,15 @@
 
 What weights decide of a layer is in its attributes: tensors, and beside them functions of kernels
 and settings that the layer had before it got its weights. Tensors are told by their place in a
-file, what the layer had before by its path from the layer. No code is named or read.
+file, what the layer had before by its path from the layer, and layers that were made as copies of
+one that it had, by the path of that and what differs. No code is named or read.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import MethodType
@@ -18,9 +20,9 @@ import torch
 from torch import nn
 
 from interposer import Site
+from interposer_models._checkpoint.layer_group import State, state_of
 from interposer_ops.quantized_linear import CodedProduct, StaticProduct
 
-State: TypeAlias = dict[str, Any]
 Data: TypeAlias = list[Any]
 Keep: TypeAlias = Callable[[torch.Tensor], int]
 """Takes uint8, all of a tensor's memory, and returns its number in the file."""
@@ -40,7 +42,8 @@ class StateWriter:
     def __init__(self, built: State, keep: Keep) -> None:
         self._built = built
         self._keep = keep
-        self._paths: dict[int, list[Any]] | None = None
+        self._paths: dict[int, list[Any]] = {}
+        self._walk = _reachable(built)
 
     def changes(self, state: State) -> dict[str, Data]:
         """Return what differs from the state that the layer was built in, by attribute.
@@ -77,6 +80,8 @@ class StateWriter:
             return ["product", [name, [self._data(part) for part in members]]]
         if type(held) is MethodType:
             return ["method", [self._data(held.__self__), held.__func__.__name__]]
+        if isinstance(held, nn.Module) and (made := self._copied(held)) is not None:
+            return ["copy", made]
         raise UnpackableError(f"it holds {held!r:.80}, made while weights were loaded")
 
     def _tensor(self, held: torch.Tensor) -> Data:
@@ -88,12 +93,30 @@ class StateWriter:
         form = [dtype, list(held.shape), list(held.stride()), held.storage_offset()]
         return ["parameter" if type(held) is nn.Parameter else "tensor", [self._keep(memory), form]]
 
+    def _copied(self, held: nn.Module) -> list[Any] | None:
+        """Return the path of the layer that ``held`` was copied of, and what differs from it.
+
+        Copies share what they do not replace, so that it is the one with which most is shared.
+        """
+        own, alike = state_of(held), []
+        for path, found in _reachable(self._built):
+            if type(found) is type(held):
+                state = state_of(found)
+                shared = [name for name in own if name in state and own[name] is state[name]]
+                alike.append((len(shared), path, state))
+        if not alike:
+            return None
+        _, path, state = max(alike, key=lambda each: each[0])
+        return [path, StateWriter(state, self._keep).changes(own)]
+
     def _path(self, held: Any) -> list[Any] | None:
-        if self._paths is None:
-            self._paths = {}
-            for path, found in _reachable(self._built):
-                self._paths.setdefault(id(found), path)
-        return self._paths.get(id(held))
+        while id(held) not in self._paths:  # mostly near, and the way is long
+            try:
+                path, found = next(self._walk)
+            except StopIteration:
+                return None
+            self._paths[id(found)] = path
+        return self._paths[id(held)]
 
 
 def restored_state(
@@ -154,6 +177,9 @@ class _Reading:
                 if type(method) is not MethodType or method.__func__.__name__ != name:
                     raise ValueError(f"{name!r:.80} is no method of {type(owner).__name__}")
                 return method
+            case "copy":
+                path, changes = held
+                return self._copy(self._found(path), changes)
         raise ValueError(f"{kind!r:.80} is no kind of value")
 
     def _tensor(self, held: Any) -> torch.Tensor:
@@ -178,6 +204,13 @@ class _Reading:
         if isinstance(before, nn.Parameter):
             parameter.__dict__.update(before.__dict__)
         return parameter
+
+    def _copy(self, pattern: Any, changes: Mapping[str, Data]) -> nn.Module:
+        if not isinstance(pattern, nn.Module):
+            raise ValueError(f"{type(pattern).__name__} is no layer")
+        layer = copy(pattern)
+        vars(layer).update(restored_state(state_of(pattern), changes, self._tensor_of))
+        return layer
 
     def _found(self, path: list[Any]) -> Any:
         if self._reachable is None:

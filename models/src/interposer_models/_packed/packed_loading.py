@@ -127,7 +127,7 @@ def pack_into(
 
         states[str(number)] = group.changed(changes)
 
-    with host_memory.placed(writer.take):
+    with host_memory.placed(writer.place):
         read(planned, checkpoint, weights, progress, keep)
     return Facts(shelf.key.asked, shelf.key.made_by, states, writer.memories)
 

@@ -7,6 +7,7 @@ import os
 import weakref
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 
@@ -67,6 +68,28 @@ class PackedWriter:
         self._end += -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
         return taken
 
+    def place(self, num_bytes: int, lasting: bool) -> torch.Tensor | None:
+        """Return memory for what is packed, or for what is large and goes when it was packed.
+
+        Codes of a whole vocabulary would be the most of all anonymous memory, which a system
+        without swap cannot take back. They lie in a file without a name.
+
+        Raises: PackedFileError: the disk is full.
+        """
+        if lasting:
+            return self.take(num_bytes)
+        if num_bytes < _SEGMENT_BYTES:
+            return None
+        size = -(-num_bytes // _HUGE_BYTES) * _HUGE_BYTES
+        try:
+            with TemporaryFile(dir=self.path.parent) as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+                memory = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise PackedFileError(f"{self.path.parent} cannot be written: {error}") from error
+        _ask_for_huge_pages(memory)
+        return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
+
     def keep(self, memory: torch.Tensor) -> int:
         """Return the number of a memory, uint8, which is copied unless it is the file's already.
 
@@ -114,8 +137,10 @@ class PackedWriter:
             self._file = -1
 
     def _begin(self, num_bytes: int) -> None:
-        start = -(-self._end // _HUGE_BYTES) * _HUGE_BYTES
-        size = -(-max(num_bytes, _SEGMENT_BYTES) // _HUGE_BYTES) * _HUGE_BYTES
+        # The huge page that the last segment ended in is mapped again: what follows lies close.
+        start = self._end // _HUGE_BYTES * _HUGE_BYTES
+        needed = self._end - start + num_bytes
+        size = -(-max(needed, _SEGMENT_BYTES) // _HUGE_BYTES) * _HUGE_BYTES
         self._segment = None
         try:
             # A page that finds no room on the disk ends the process.
@@ -123,18 +148,22 @@ class PackedWriter:
             self._segment = mmap.mmap(self._file, size, offset=HEADER_BYTES + start)
         except OSError as error:
             raise PackedFileError(f"{self._part} cannot be written: {error}") from error
-        with suppress(OSError, AttributeError):
-            self._segment.madvise(mmap.MADV_HUGEPAGE)
+        _ask_for_huge_pages(self._segment)
         address = torch.frombuffer(self._segment, dtype=torch.uint8).data_ptr()
         alive = [given for given in self._given if given[0]() is not None]
         self._given = [*alive, (weakref.ref(self._segment), address, address + size, start)]
-        self._end, self._segment_start, self._segment_end = start, start, start + size
+        self._segment_start, self._segment_end = start, start + size
 
     def _place(self, address: int) -> int | None:
         for alive, begin, end, start in self._given:
             if begin <= address < end and alive() is not None:
                 return start + address - begin
         return None
+
+
+def _ask_for_huge_pages(memory: mmap.mmap) -> None:
+    with suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _lock(file: int, path: Path) -> None:

@@ -50,6 +50,7 @@ _SHARED_MAP_BYTES = 32 << 20
 _LINE_BYTES = 64
 
 _Map = tuple[mmap.mmap, int]  # and the offset of what is used of it
+_Take = Callable[[int, bool], Tensor | None]
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, *, lasting: bool = False) -> Tensor:
@@ -63,9 +64,9 @@ def empty(shape: Sequence[int], dtype: torch.dtype, *, lasting: bool = False) ->
             shares with other memory that lasts. Otherwise memory is mapped for the tensor alone,
             and the last part, of less than a huge page, lies in small pages.
     """
-    count = prod(shape)
-    if lasting and count and (take := _placing.get()) is not None:
-        return take(count * dtype.itemsize).view(dtype).view(tuple(shape))
+    count, take = prod(shape), _placing.get()
+    if count and take and (taken := take(count * dtype.itemsize, lasting)) is not None:
+        return taken.view(dtype).view(tuple(shape))
     if _CAN_MAP and count * dtype.itemsize >= _LEAST_MAPPED_BYTES:
         with suppress(OSError):  # the system limits maps: torch may find memory in its heap
             mapped = _shared if lasting and _can_share() else _mapped
@@ -98,8 +99,11 @@ def reused() -> Iterator[None]:
 
 
 @contextmanager
-def placed(take: Callable[[int], Tensor]) -> Iterator[None]:
-    """Return a block in which ``take`` gives what lasts: uint8, of so many bytes, aligned to 64."""
+def placed(take: Callable[[int, bool], Tensor | None]) -> Iterator[None]:
+    """Return a block in which ``take`` gives memory: uint8, of so many bytes, aligned to 64.
+
+    It is told whether the memory is to last, and returns None for what lies elsewhere.
+    """
     token = _placing.set(take)
     try:
         yield
@@ -272,7 +276,7 @@ class _Spare:
         self._maps.clear()
 
 
-_placing: ContextVar[Callable[[int], Tensor] | None] = ContextVar("place of lasting", default=None)
+_placing: ContextVar[_Take | None] = ContextVar("place of host memory", default=None)
 _spare: ContextVar[_Spare | None] = ContextVar("spare maps of host memory", default=None)
 
 

@@ -87,10 +87,14 @@ class NativePagedBackend(AttentionBackend):
         """Accept or refuse the sizes of heads and pages."""
 
     def kv_layout(self) -> KVCacheLayout:
-        """Return ``[K, P, 2, S, D]``: what one kv head reads lies together."""
+        """Return ``[K, P, 2, S, D]``, in memory ``[P, L, K, 2, S, D]``: a page of all layers L.
+
+        What one kv head reads of a page lies together. Pages are given out in order, so that a
+        cache takes memory as far as tokens are stored: a huge page holds few of them.
+        """
         spec = self.spec
         page_shape = (spec.num_kv_heads, 2, spec.page_size, spec.head_size)
-        return KVCacheLayout(page_shape, 1, (0, 1, 2, 3, 4), spec.cache_dtype)
+        return KVCacheLayout(page_shape, 1, (1, 0, 2, 3, 4), spec.cache_dtype, layers_axis=1)
 
     def forward(
         self,
