@@ -6,7 +6,7 @@
 A ceiling is what `cpu_decode.py` counts, at a rate that is measured right before and right after
 each of its rounds: memory of a virtual machine changes its speed within minutes, and only such a
 pair says what was left. A fraction is the median of those of the rounds, with the quartiles.
-Prompts have two: by the product of large bfloat16 matrices, and by the instructions that the products
+Prompts have two: by the product of large bfloat16 matrices, and by the instructions that products
 use, timed on registers, with those of attention in bfloat16.
 """
 
@@ -108,9 +108,7 @@ class Rates:
         loop = getattr(self.loops, name)
         loop.argtypes = [ctypes.c_int64]
         with ThreadPoolExecutor(threads) as pool:
-            taken = list(
-                pool.map(lambda _: self._seconds(lambda: loop(times)), range(threads))
-            )
+            taken = list(pool.map(lambda _: self._seconds(lambda: loop(times)), range(threads)))
         return sum(operations * times / seconds for seconds in taken)
 
 

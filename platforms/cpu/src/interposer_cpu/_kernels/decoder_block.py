@@ -6,8 +6,8 @@ Dimensions: T tokens, R tokens that matter, H hidden size, N heads, K kv heads, 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
 
+if TYPE_CHECKING:
+    from interposer_cpu._kernels.decoder_run import DecoderRun
+
 _INT64 = torch.int64
 # What the library reads of a block: see interposer_block.
 _FACTS = struct.Struct("=23q3d")
@@ -33,7 +36,7 @@ _NO_SCALES: tuple[int, ...] = (0, 0, 0, 0)
 _NOTHING = Added((0, 0), None)
 
 
-class _Bound:
+class BoundBlock:
     """The fused call for the kernels that the projections hold, as long as they hold them.
 
     Attributes:
@@ -58,9 +61,18 @@ class _Bound:
         self.memory = None if facts is None else torch.frombuffer(bytearray(facts), dtype=_INT64)
         self.address = None if self.memory is None else self.memory.data_ptr()
 
-    def __reduce__(self) -> tuple[type[_Bound], tuple[tuple[object, ...], bool, None]]:
+    def input_scales(self, products: Sequence[Any]) -> Sequence[int]:
+        """Return addresses of one scale for all tokens, for each of four projections, or 0."""
+        if not self.statics:
+            return _NO_SCALES
+        return [
+            product.operands[-1].data_ptr() if is_static else 0
+            for product, is_static in zip(products, self.statics, strict=True)
+        ]
+
+    def __reduce__(self) -> tuple[type[BoundBlock], tuple[tuple[object, ...], bool, None]]:
         """Leave a copy of a layer without an address, so that it binds memory of its own."""
-        return _Bound, ((), False, None)
+        return BoundBlock, ((), False, None)
 
 
 @final
@@ -107,7 +119,7 @@ class NativeDecoderBlock(DecoderBlock):
         self._hooks = ProductHooks(self._parts[:2], [m for m in mixers if m is not None])
         after = (last, last.activation) if self.takes_mlp else ()
         self._mlp_hooks = ProductHooks(up_and_down, after)
-        self._bound = _Bound((), False, None)
+        self._bound = BoundBlock((), False, None)
 
     def forward(
         self,
@@ -130,10 +142,7 @@ class NativeDecoderBlock(DecoderBlock):
         else:
             up = down = None
             kernels = (projection.kernel, output.kernel)
-        bound = self._bound
-        # Weights are exchanged, and kernels with them, without a word to this layer.
-        if kernels != bound.kernels:
-            bound = self._bound = self._bind(kernels, cos)
+        bound = self.bound(kernels, cos)
         if (
             bound.address is None
             or x.dtype is not self.dtype
@@ -149,14 +158,6 @@ class NativeDecoderBlock(DecoderBlock):
             is_added = 1
         else:
             return super().forward(x, residual, cos, sin, cache, plan, rows)
-        sinks = key_scales = value_scales = scale_stride = 0
-        if attn.spec.sinks:
-            sinks = attn._parameters["sinks"].data_ptr()
-        if attn.scales is not None:
-            num_scales = attn.scales.shape[1]
-            key_scales = attn.scales.data_ptr()
-            value_scales = key_scales + 4 * num_scales
-            scale_stride = 1 if num_scales > 1 else 0
         count = x.shape[0]
         chosen = count if rows is None else rows.shape[0]
         hidden_size = self.hidden_size
@@ -167,13 +168,6 @@ class NativeDecoderBlock(DecoderBlock):
         if added_last is None:
             added_last = _NOTHING  # the MLP sees to it
         user = added if added.hook is not None else added_last
-        input_scales = _NO_SCALES
-        if bound.statics:
-            products = (projection, output, up, down)
-            input_scales = tuple(
-                product.operands[-1].data_ptr() if is_static else 0
-                for product, is_static in zip(products, bound.statics, strict=True)
-            )
         head_stride, page_stride, *_ = cache.stride()
         size = cache.itemsize
         library().decoder_block(
@@ -182,7 +176,7 @@ class NativeDecoderBlock(DecoderBlock):
             output.operands[0][0].data_ptr(),
             up.operands[0][0].data_ptr() if is_whole else 0,
             down.operands[0][0].data_ptr() if is_whole else 0,
-            *input_scales,
+            *bound.input_scales((projection, output, up, down)),
             norm.constants[1 if is_added else 0].data_ptr(),
             0 if query_norm is None else query_norm.constants[0].data_ptr(),
             0 if key_norm is None else key_norm.constants[0].data_ptr(),
@@ -193,10 +187,7 @@ class NativeDecoderBlock(DecoderBlock):
             cache.data_ptr(),
             head_stride * size,
             page_stride * size,
-            sinks,
-            key_scales,
-            value_scales,
-            scale_stride,
+            *attention_words(attn),
             x.data_ptr(),
             residual.data_ptr(),
             is_added,
@@ -212,11 +203,35 @@ class NativeDecoderBlock(DecoderBlock):
         )
         return (out if is_whole else self.mlp(out)), total
 
-    def _bind(self, kernels: tuple[Any, ...], cos: torch.Tensor) -> _Bound:
+    @classmethod
+    def joined(cls, blocks: Sequence[nn.Module]) -> DecoderRun | None:
+        """Return a call of blocks that follow each other; None where one is not in one call."""
+        from interposer_cpu._kernels.decoder_run import DecoderRun
+
+        own = [block for block in blocks if isinstance(block, cls) and block.takes_mlp]
+        return DecoderRun(own) if len(own) == len(blocks) else None
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return what a whole call reads: four projections, four norms or None, the attention."""
+        projection, output, *norms, attn = self._parts
+        return projection, output, *self._last, *norms, attn
+
+    def hooks(self) -> tuple[Any, ...]:
+        """Return the hooks of all parts; none is true where there is no hook."""
+        return *self._hooks.dicts, *self._mlp_hooks.dicts
+
+    def bound(self, kernels: tuple[Any, ...], cos: torch.Tensor) -> BoundBlock:
+        """Return the fused call for the kernels that the projections hold now."""
+        # Weights are exchanged, and kernels with them, without a word to this layer.
+        if kernels != self._bound.kernels:
+            self._bound = self._bind(kernels, cos)
+        return self._bound
+
+    def _bind(self, kernels: tuple[Any, ...], cos: torch.Tensor) -> BoundBlock:
         """Return the fused call for these kernels, read from what they declare."""
         found = [input_coding(kernel) for kernel in kernels]
         if None in found[:2]:
-            return _Bound(kernels, False, None)
+            return BoundBlock(kernels, False, None)
         is_whole = self.takes_mlp and None not in found
         # An MLP that is called by itself leaves both of its places empty.
         codings = [coding or FLOATS for coding in (*found, None, None)][:4]
@@ -238,7 +253,16 @@ class NativeDecoderBlock(DecoderBlock):
             mixer.eps,
             self.post_attention_layernorm.eps,
         )
-        return _Bound(kernels, is_whole, facts, statics if any(statics) else ())
+        return BoundBlock(kernels, is_whole, facts, statics if any(statics) else ())
+
+
+def attention_words(attn: Any) -> tuple[int, int, int, int]:
+    """Return addresses of sinks, of scales of keys and of values, and the stride of these."""
+    sinks = attn._parameters["sinks"].data_ptr() if attn.spec.sinks else 0
+    if attn.scales is None:
+        return sinks, 0, 0, 0
+    num_scales, keys = attn.scales.shape[1], attn.scales.data_ptr()
+    return sinks, keys, keys + 4 * num_scales, 1 if num_scales > 1 else 0
 
 
 def _is_fused_norm(norm: RMSNorm) -> bool:
