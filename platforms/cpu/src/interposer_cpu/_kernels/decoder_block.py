@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -16,7 +16,9 @@ from torch.compiler import is_compiling
 from interposer import Site
 from interposer_cpu._kernels.additions import Added, ProductHooks
 from interposer_cpu._kernels.attention import NativeBackend, Plan
+from interposer_cpu._kernels.block_words import BoundBlock, attention_words
 from interposer_cpu._kernels.blocks import NativeGatedMLP, NativeSelfAttention
+from interposer_cpu._kernels.decoder_run import DecoderRun
 from interposer_cpu._kernels.fusion import FLOATS, input_coding, is_fused
 from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
@@ -26,53 +28,10 @@ from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
 
-if TYPE_CHECKING:
-    from interposer_cpu._kernels.decoder_run import DecoderRun
-
 _INT64 = torch.int64
 # What the library reads of a block: see interposer_block.
 _FACTS = struct.Struct("=23q3d")
-_NO_SCALES: tuple[int, ...] = (0, 0, 0, 0)
 _NOTHING = Added((0, 0), None)
-
-
-class BoundBlock:
-    """The fused call for the kernels that the projections hold, as long as they hold them.
-
-    Attributes:
-        kernels: of the projections.
-        is_whole: the MLP is computed too.
-        statics: of each projection, whether its last operand is a scale; empty where none is.
-        address: of the interposer_block that the library reads, None where there is no such call.
-    """
-
-    __slots__ = ("address", "is_whole", "kernels", "memory", "statics")
-
-    def __init__(
-        self,
-        kernels: tuple[object, ...],
-        is_whole: bool,
-        facts: bytes | None,
-        statics: tuple[bool, ...] = (),
-    ) -> None:
-        self.kernels = kernels
-        self.is_whole = is_whole
-        self.statics = statics
-        self.memory = None if facts is None else torch.frombuffer(bytearray(facts), dtype=_INT64)
-        self.address = None if self.memory is None else self.memory.data_ptr()
-
-    def input_scales(self, products: Sequence[Any]) -> Sequence[int]:
-        """Return addresses of one scale for all tokens, for each of four projections, or 0."""
-        if not self.statics:
-            return _NO_SCALES
-        return [
-            product.operands[-1].data_ptr() if is_static else 0
-            for product, is_static in zip(products, self.statics, strict=True)
-        ]
-
-    def __reduce__(self) -> tuple[type[BoundBlock], tuple[tuple[object, ...], bool, None]]:
-        """Leave a copy of a layer without an address, so that it binds memory of its own."""
-        return BoundBlock, ((), False, None)
 
 
 @final
@@ -206,8 +165,6 @@ class NativeDecoderBlock(DecoderBlock):
     @classmethod
     def joined(cls, blocks: Sequence[nn.Module]) -> DecoderRun | None:
         """Return a call of blocks that follow each other; None where one is not in one call."""
-        from interposer_cpu._kernels.decoder_run import DecoderRun
-
         own = [block for block in blocks if isinstance(block, cls) and block.takes_mlp]
         return DecoderRun(own) if len(own) == len(blocks) else None
 
@@ -254,15 +211,6 @@ class NativeDecoderBlock(DecoderBlock):
             self.post_attention_layernorm.eps,
         )
         return BoundBlock(kernels, is_whole, facts, statics if any(statics) else ())
-
-
-def attention_words(attn: Any) -> tuple[int, int, int, int]:
-    """Return addresses of sinks, of scales of keys and of values, and the stride of these."""
-    sinks = attn._parameters["sinks"].data_ptr() if attn.spec.sinks else 0
-    if attn.scales is None:
-        return sinks, 0, 0, 0
-    num_scales, keys = attn.scales.shape[1], attn.scales.data_ptr()
-    return sinks, keys, keys + 4 * num_scales, 1 if num_scales > 1 else 0
 
 
 def _is_fused_norm(norm: RMSNorm) -> bool:

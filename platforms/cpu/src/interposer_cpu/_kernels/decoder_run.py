@@ -17,11 +17,7 @@ import torch
 from torch.compiler import is_compiling
 
 from interposer_cpu._kernels.attention import Plan
-from interposer_cpu._kernels.decoder_block import (
-    BoundBlock,
-    NativeDecoderBlock,
-    attention_words,
-)
+from interposer_cpu._kernels.block_words import BoundBlock, attention_words
 from interposer_cpu._kernels.fusion import ForwardHooks
 from interposer_cpu._kernels.interface import FLOAT32
 from interposer_cpu.native import library
@@ -39,7 +35,7 @@ class DecoderRun:
     Weights are looked up at every call, as by the block.
     """
 
-    def __init__(self, blocks: Sequence[NativeDecoderBlock]) -> None:
+    def __init__(self, blocks: Sequence[Any]) -> None:
         self.blocks = tuple(blocks)
         parts = [block.parts() for block in blocks]
         self.products = [part for own in parts for part in own[:_PRODUCTS]]
@@ -51,7 +47,7 @@ class DecoderRun:
         self.instances = [vars(block) for block in blocks]
         self._bound: _Bound = ([], [], array("q"))
 
-    def __reduce__(self) -> tuple[type[DecoderRun], tuple[tuple[NativeDecoderBlock, ...]]]:
+    def __reduce__(self) -> tuple[type[DecoderRun], tuple[tuple[Any, ...]]]:
         """Let a copy look at the copies of the blocks."""
         return DecoderRun, (self.blocks,)
 
