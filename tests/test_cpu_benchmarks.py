@@ -331,3 +331,14 @@ def test_our_engine_guesses_what_repeats_itself() -> None:
     for row in rows:
         assert kinds.run(contender, {**row.command, "seed": 1})["tokens"] > 0
     assert contender.lm.speculation.drafted_tokens > 0
+
+
+def test_a_fraction_is_that_of_the_ceiling_beside_it() -> None:
+    fractions = module("cpu_fractions")
+    row = fractions.Row("decode 128", "w4a8-g32", 2)
+    for rate, ceiling in ((34.0, 40.0), (60.0, 80.0), (54.0, 60.0)):
+        row.add(rate, {"memory": ceiling})
+    assert row.fractions("memory") == pytest.approx((0.85, 0.8, 0.875))
+    assert "| 54.0 | 85% of memory 60.0 [80% 88%] (goal 85%) |" in fractions.line(row)
+    measures = iter([2.0, 4.0])
+    assert fractions.between(lambda: next(measures), lambda: 1.0) == (1.0, 3.0)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from interposer import AttentionBackend, CausalModel, Site
 from interposer_models._decoder.hidden_states import HiddenStates
@@ -28,6 +29,11 @@ KEEPING = Attention, RecurrentLayer
 
 Block = Callable[[Site, int], nn.Module]
 """Returns the block of an index at a site; its forward is that of ``DecoderBlock``."""
+Joined = Callable[..., tuple[torch.Tensor, torch.Tensor] | None]
+"""Blocks as one call of x, angles, caches and plans of each, and rows; None to call each block.
+
+A class of blocks may have ``joined``, which returns that, or None, for blocks in their order.
+"""
 Norm = Callable[[Site], nn.Module]
 """Returns a norm of the residual stream at a site; its methods are those of ``RMSNorm``."""
 
@@ -77,6 +83,7 @@ class Decoder(nn.Module):
         self.kinds = [self.rotations.index(rotation) for rotation in rotations]
         self.tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.numbers: Sequence[int] = range(count)
+        self._joined: tuple[Sequence[nn.Module], Joined | None] = (), None
         self._place_caches()
 
     @contextmanager
@@ -165,8 +172,14 @@ class Decoder(nn.Module):
         angles = self.angles(positions)
         x = self.embed(token_ids, positions)
         further = self.further_inputs(token_ids, x)
-        residual = None
         hidden = self.hidden
+        joined = None
+        if hidden is None and self.layers and not any(further) and not is_compiling():
+            joined = self._join(x, angles, caches, plans, rows)
+        if joined is not None:
+            found: torch.Tensor = self.norm.forward_add(*joined)[0]  # type: ignore[operator]
+            return found
+        residual = None
         last = len(self.layers) - 1 if hidden is None else None
         for index, block in enumerate(self.layers):
             if hidden is not None:
@@ -185,6 +198,27 @@ class Decoder(nn.Module):
             return normalised
         hidden.leave(normalised)
         return normalised if rows is None else normalised[rows]
+
+    def _join(
+        self,
+        x: torch.Tensor,
+        angles: Sequence[Any],
+        caches: Sequence[Any],
+        plans: Sequence[Any],
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return what the last block does, where one call computes all; else None."""
+        blocks = [*self.layers]
+        known, call = self._joined
+        if blocks != known:
+            join = getattr(type(blocks[0]), "joined", None)
+            kept = all(isinstance(place, int) for place in self.places)
+            call = join(blocks) if join is not None and kept else None
+            self._joined = blocks, call
+        if call is None:
+            return None
+        own = [caches[place] for place in self.places], [plans[place] for place in self.places]
+        return call(x, angles, *own, rows)
 
 
 class CausalLM(CausalModel):

@@ -269,6 +269,20 @@ int32_t decoder_block(const interposer_block_call& call) {
   return mlp(last);
 }
 
+struct Row {
+  const interposer_block_call* calls;
+  int64_t count;
+};
+
+int32_t decoder_blocks(const Row& row) {
+  for (int64_t i = 0; i < row.count; ++i) {
+    if (row.calls[i].rows == 0) continue;
+    const int32_t failure = decoder_block(row.calls[i]);
+    if (failure) return failure;
+  }
+  return kDone;
+}
+
 template <class Call>
 struct Program {
   const Call& call;
@@ -301,5 +315,9 @@ int32_t interposer_project_heads(const interposer_heads_call* call) {
 int32_t interposer_decoder_block(const interposer_block_call* call) {
   if (call->rows == 0) return kDone;
   return together(*call, decoder_block);
+}
+
+int32_t interposer_decoder_blocks(const interposer_block_call* calls, int64_t count) {
+  return together(Row{calls, count}, decoder_blocks);
 }
 }

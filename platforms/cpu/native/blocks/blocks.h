@@ -95,4 +95,7 @@ struct interposer_block_call {
 int32_t interposer_mlp(const interposer_mlp_call* call);
 int32_t interposer_project_heads(const interposer_heads_call* call);
 int32_t interposer_decoder_block(const interposer_block_call* call);
+
+// Blocks that follow each other, each of which reads what the one before it wrote.
+int32_t interposer_decoder_blocks(const interposer_block_call* calls, int64_t count);
 }

@@ -3,6 +3,7 @@
 #include "../python.h"
 
 #include <cstring>
+#include <vector>
 
 #include "blocks.h"
 
@@ -100,10 +101,8 @@ PyObject* project_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given)
 // heads; addresses of x and the residual, whether x is added; rows; address and number of the
 // chosen ones, -1 for all; addresses of the result and of the stream; addresses of what adapters add
 // to each of the four products, or 0, and of the adapters of all rows and of the chosen ones.
-PyObject* decoder_block(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  int64_t values[37];
-  if (!interposer_numbers(arguments, given, 37, values)) return nullptr;
-  const int64_t* value = values;
+constexpr Py_ssize_t kBlockWords = 37;
+interposer_block_call block_call(const int64_t* value) {
   interposer_block_call call = {};
   call.block = address<const interposer_block>(*value++);
   call.heads = address<const interposer_packed>(*value++);
@@ -138,9 +137,31 @@ PyObject* decoder_block(PyObject*, PyObject* const* arguments, Py_ssize_t given)
   }
   call.ids = address<const int64_t>(*value++);
   call.chosen_ids = address<const int64_t>(*value++);
+  return call;
+}
+
+PyObject* decoder_block(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  int64_t values[kBlockWords];
+  if (!interposer_numbers(arguments, given, kBlockWords, values)) return nullptr;
+  const interposer_block_call call = block_call(values);
   int32_t failure;
   Py_BEGIN_ALLOW_THREADS;
   failure = interposer_decoder_block(&call);
+  Py_END_ALLOW_THREADS;
+  return done(failure);
+}
+
+// The address of words of blocks that follow each other, as `decoder_block` takes them, and how many
+// blocks there are.
+PyObject* decoder_blocks(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  int64_t values[2];
+  if (!interposer_numbers(arguments, given, 2, values)) return nullptr;
+  const int64_t* words = address<const int64_t>(values[0]);
+  std::vector<interposer_block_call> calls;
+  for (int64_t i = 0; i < values[1]; ++i) calls.push_back(block_call(words + i * kBlockWords));
+  int32_t failure;
+  Py_BEGIN_ALLOW_THREADS;
+  failure = interposer_decoder_blocks(calls.data(), values[1]);
   Py_END_ALLOW_THREADS;
   return done(failure);
 }
@@ -151,5 +172,6 @@ PyMethodDef interposer_block_methods[] = {
     INTERPOSER_METHOD(mlp),
     INTERPOSER_METHOD(project_heads),
     INTERPOSER_METHOD(decoder_block),
+    INTERPOSER_METHOD(decoder_blocks),
     {nullptr, nullptr, 0, nullptr},
 };

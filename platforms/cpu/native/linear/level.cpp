@@ -23,12 +23,17 @@ constexpr int kRegisterTiles = 1;
 constexpr int64_t kFetchedAhead = 16 * kBlock * 4;
 constexpr int64_t kGroupsAhead = 8;  // of whose scales
 constexpr int kToFirstLevel = 3, kToSecondLevel = 2;  // of caches, as the compiler counts them
+#if defined(__x86_64__)
+constexpr int kForOneUse = 0;  // leaves the other levels to what else a step needs
+#else
+constexpr int kForOneUse = kToFirstLevel;
+#endif
 
 // From so many rows on, words of few bits are decoded once for all of them; those of eight bits,
 // which have no table, sooner.
 constexpr int64_t kManyRows = 16, kSeveralRows = 8;
 
-template <class F, int M, int T>
+template <class F, int M, int T, bool kOnce>
 INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const Prepared& prepared,
                                       const Block& block, int tile, Rows rows,
                                       const char* ahead) {
@@ -37,7 +42,9 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
   constexpr int kChains = M == 1 ? 2 : 1;  // sums that do not wait for each other
   constexpr bool kByMatrices = M % 2 == 0 && Matrices<F>::kKnown;
   constexpr bool kRaised = F::kInteger && F::kSymmetric && !kByMatrices;
-  constexpr int kFetch = T == kTiles ? kToFirstLevel : kToSecondLevel;
+  // Codes alone: those of bfloat16 are read no faster so.
+  constexpr int kWhole = kOnce && F::kInteger ? kForOneUse : kToFirstLevel;
+  constexpr int kFetch = T == kTiles ? kWhole : kToSecondLevel;
   // Of many rows, the sums fill the registers: one part at a time is held beside them, for all tiles,
   // so that each number of x is read once.
   constexpr bool kByParts = M > 2 && (kRegisterTiles > 1 || F::kParts > 2);
@@ -136,7 +143,7 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
 // come later find it in a cache, where fetching takes 1 to 3 % of the time. Memory is fetched in its
 // order, evenly over all passes, although each of them reads only a part of every row of words: so it
 // is as far ahead of the first pass as the last one is behind.
-template <class F, int M, int T>
+template <class F, int M, int T, bool kOnce>
 INTERPOSER_INLINE void multiply_by_tiles(const interposer_product& product,
                                          const Prepared& prepared, const Block& block, Rows rows,
                                          bool from_memory) {
@@ -145,12 +152,13 @@ INTERPOSER_INLINE void multiply_by_tiles(const interposer_product& product,
   const char* ahead = block.words + bytes / kPasses * (kPasses - 1) + kFetchedAhead;
   for (int tile = 0; tile < kTiles; tile += T) {
     if (block.first_output + tile * kLanes >= product.weight->outputs) break;
-    multiply_tiles<F, M, T>(product, prepared, block, tile, rows, from_memory ? ahead : nullptr);
+    multiply_tiles<F, M, T, kOnce>(product, prepared, block, tile, rows, from_memory ? ahead : nullptr);
     ahead += bytes / kPasses;
   }
 }
 
-template <class F, int M>
+// `kOnce` says that no other rows read the block.
+template <class F, int M, bool kOnce = true>
 void multiply_rows(const interposer_product& product, const Prepared& prepared, const Block& block,
                    Rows rows, bool from_memory) {
   // With sums of groups beside the totals, half of the tiles fill the registers. Sums of integers
@@ -160,10 +168,10 @@ void multiply_rows(const interposer_product& product, const Prepared& prepared, 
   constexpr int T = kRegisterTiles == 1 ? (M == 1 ? 2 : 1) : kHalf ? 2 : 4;
   if constexpr (T == 4 && kMany) {
     if (num_groups(*product.weight) > 1) {
-      return multiply_by_tiles<F, M, 2>(product, prepared, block, rows, from_memory);
+      return multiply_by_tiles<F, M, 2, kOnce>(product, prepared, block, rows, from_memory);
     }
   }
-  multiply_by_tiles<F, M, T>(product, prepared, block, rows, from_memory);
+  multiply_by_tiles<F, M, T, kOnce>(product, prepared, block, rows, from_memory);
 }
 
 template <class F>
@@ -175,7 +183,7 @@ void multiply_block(const interposer_product& product, const Prepared& prepared,
   // Sums of integers leave room for more rows, and the more there are, the less often weights are read.
   constexpr int kChunk = F::kInteger ? kLastRows : kMostRows;
   for (; end - row > kLastRows; row += kChunk, first = false) {
-    multiply_rows<F, kChunk>(product, prepared, block, row, first);
+    multiply_rows<F, kChunk, false>(product, prepared, block, row, first);
   }
   const Rows rows = {row, end - 1};
   switch (end - row) {

@@ -78,6 +78,11 @@ class ProductHooks:
         """Let a copy look at the copies of the modules."""
         return ProductHooks, (self.projections, self._others.modules)
 
+    @property
+    def dicts(self) -> tuple[Any, ...]:
+        """All hooks; none is true where there is no hook."""
+        return *self._others.dicts, *self._own
+
     def added(self) -> Added | None:
         """Return what is added to each projection; None where a hook does something else."""
         if any(self._others.dicts):

@@ -6,7 +6,7 @@ Dimensions: T tokens, R tokens that matter, H hidden size, N heads, K kv heads, 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -16,7 +16,9 @@ from torch.compiler import is_compiling
 from interposer import Site
 from interposer_cpu._kernels.additions import Added, ProductHooks
 from interposer_cpu._kernels.attention import NativeBackend, Plan
+from interposer_cpu._kernels.block_words import BoundBlock, attention_words
 from interposer_cpu._kernels.blocks import NativeGatedMLP, NativeSelfAttention
+from interposer_cpu._kernels.decoder_run import DecoderRun
 from interposer_cpu._kernels.fusion import FLOATS, input_coding, is_fused
 from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
@@ -29,38 +31,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 _INT64 = torch.int64
 # What the library reads of a block: see interposer_block.
 _FACTS = struct.Struct("=23q3d")
-_NO_SCALES: tuple[int, ...] = (0, 0, 0, 0)
 _NOTHING = Added((0, 0), None)
-
-
-class _Bound:
-    """The fused call for the kernels that the projections hold, as long as they hold them.
-
-    Attributes:
-        kernels: of the projections.
-        is_whole: the MLP is computed too.
-        statics: of each projection, whether its last operand is a scale; empty where none is.
-        address: of the interposer_block that the library reads, None where there is no such call.
-    """
-
-    __slots__ = ("address", "is_whole", "kernels", "memory", "statics")
-
-    def __init__(
-        self,
-        kernels: tuple[object, ...],
-        is_whole: bool,
-        facts: bytes | None,
-        statics: tuple[bool, ...] = (),
-    ) -> None:
-        self.kernels = kernels
-        self.is_whole = is_whole
-        self.statics = statics
-        self.memory = None if facts is None else torch.frombuffer(bytearray(facts), dtype=_INT64)
-        self.address = None if self.memory is None else self.memory.data_ptr()
-
-    def __reduce__(self) -> tuple[type[_Bound], tuple[tuple[object, ...], bool, None]]:
-        """Leave a copy of a layer without an address, so that it binds memory of its own."""
-        return _Bound, ((), False, None)
 
 
 @final
@@ -107,7 +78,7 @@ class NativeDecoderBlock(DecoderBlock):
         self._hooks = ProductHooks(self._parts[:2], [m for m in mixers if m is not None])
         after = (last, last.activation) if self.takes_mlp else ()
         self._mlp_hooks = ProductHooks(up_and_down, after)
-        self._bound = _Bound((), False, None)
+        self._bound = BoundBlock((), False, None)
 
     def forward(
         self,
@@ -130,10 +101,7 @@ class NativeDecoderBlock(DecoderBlock):
         else:
             up = down = None
             kernels = (projection.kernel, output.kernel)
-        bound = self._bound
-        # Weights are exchanged, and kernels with them, without a word to this layer.
-        if kernels != bound.kernels:
-            bound = self._bound = self._bind(kernels, cos)
+        bound = self.bound(kernels, cos)
         if (
             bound.address is None
             or x.dtype is not self.dtype
@@ -149,14 +117,6 @@ class NativeDecoderBlock(DecoderBlock):
             is_added = 1
         else:
             return super().forward(x, residual, cos, sin, cache, plan, rows)
-        sinks = key_scales = value_scales = scale_stride = 0
-        if attn.spec.sinks:
-            sinks = attn._parameters["sinks"].data_ptr()
-        if attn.scales is not None:
-            num_scales = attn.scales.shape[1]
-            key_scales = attn.scales.data_ptr()
-            value_scales = key_scales + 4 * num_scales
-            scale_stride = 1 if num_scales > 1 else 0
         count = x.shape[0]
         chosen = count if rows is None else rows.shape[0]
         hidden_size = self.hidden_size
@@ -167,13 +127,6 @@ class NativeDecoderBlock(DecoderBlock):
         if added_last is None:
             added_last = _NOTHING  # the MLP sees to it
         user = added if added.hook is not None else added_last
-        input_scales = _NO_SCALES
-        if bound.statics:
-            products = (projection, output, up, down)
-            input_scales = tuple(
-                product.operands[-1].data_ptr() if is_static else 0
-                for product, is_static in zip(products, bound.statics, strict=True)
-            )
         head_stride, page_stride, *_ = cache.stride()
         size = cache.itemsize
         library().decoder_block(
@@ -182,7 +135,7 @@ class NativeDecoderBlock(DecoderBlock):
             output.operands[0][0].data_ptr(),
             up.operands[0][0].data_ptr() if is_whole else 0,
             down.operands[0][0].data_ptr() if is_whole else 0,
-            *input_scales,
+            *bound.input_scales((projection, output, up, down)),
             norm.constants[1 if is_added else 0].data_ptr(),
             0 if query_norm is None else query_norm.constants[0].data_ptr(),
             0 if key_norm is None else key_norm.constants[0].data_ptr(),
@@ -193,10 +146,7 @@ class NativeDecoderBlock(DecoderBlock):
             cache.data_ptr(),
             head_stride * size,
             page_stride * size,
-            sinks,
-            key_scales,
-            value_scales,
-            scale_stride,
+            *attention_words(attn),
             x.data_ptr(),
             residual.data_ptr(),
             is_added,
@@ -212,11 +162,33 @@ class NativeDecoderBlock(DecoderBlock):
         )
         return (out if is_whole else self.mlp(out)), total
 
-    def _bind(self, kernels: tuple[Any, ...], cos: torch.Tensor) -> _Bound:
+    @classmethod
+    def joined(cls, blocks: Sequence[nn.Module]) -> DecoderRun | None:
+        """Return a call of blocks that follow each other; None where one is not in one call."""
+        own = [block for block in blocks if isinstance(block, cls) and block.takes_mlp]
+        return DecoderRun(own) if len(own) == len(blocks) else None
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return what a whole call reads: four projections, four norms or None, the attention."""
+        projection, output, *norms, attn = self._parts
+        return projection, output, *self._last, *norms, attn
+
+    def hooks(self) -> tuple[Any, ...]:
+        """Return the hooks of all parts; none is true where there is no hook."""
+        return *self._hooks.dicts, *self._mlp_hooks.dicts
+
+    def bound(self, kernels: tuple[Any, ...], cos: torch.Tensor) -> BoundBlock:
+        """Return the fused call for the kernels that the projections hold now."""
+        # Weights are exchanged, and kernels with them, without a word to this layer.
+        if kernels != self._bound.kernels:
+            self._bound = self._bind(kernels, cos)
+        return self._bound
+
+    def _bind(self, kernels: tuple[Any, ...], cos: torch.Tensor) -> BoundBlock:
         """Return the fused call for these kernels, read from what they declare."""
         found = [input_coding(kernel) for kernel in kernels]
         if None in found[:2]:
-            return _Bound(kernels, False, None)
+            return BoundBlock(kernels, False, None)
         is_whole = self.takes_mlp and None not in found
         # An MLP that is called by itself leaves both of its places empty.
         codings = [coding or FLOATS for coding in (*found, None, None)][:4]
@@ -238,7 +210,7 @@ class NativeDecoderBlock(DecoderBlock):
             mixer.eps,
             self.post_attention_layernorm.eps,
         )
-        return _Bound(kernels, is_whole, facts, statics if any(statics) else ())
+        return BoundBlock(kernels, is_whole, facts, statics if any(statics) else ())
 
 
 def _is_fused_norm(norm: RMSNorm) -> bool:
