@@ -23,6 +23,7 @@ from interposer import (
 )
 from interposer.errors import described, foreign_errors
 from interposer.records import AttentionEntry
+from interposer.tooling import UINT4
 from interposer_cpu import CPUPlatform
 from interposer_ops.devices.host_memory import cache_memory
 
@@ -42,7 +43,7 @@ CACHES = {
     "attention": torch.bfloat16,
     "attention-fp8": torch.float8_e4m3fn,
     "attention-int8": torch.int8,
-    "attention-int4": torch.uint4,
+    "attention-int4": UINT4,
 }
 # Of what a cache of 8 bits holds; its scales bring that to 1.
 _DEVIATION = {torch.bfloat16: 1.0, torch.float8_e4m3fn: 100.0, torch.int8: 40.0}

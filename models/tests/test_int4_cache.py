@@ -79,8 +79,10 @@ def test_explain_tells_what_a_token_takes() -> None:
 
 
 def test_a_cache_of_as_many_bytes_holds_more_tokens() -> None:
-    size = {"cache_tokens": 512, "dtype": "bfloat16"}
-    rounded, plain = (loaded(config, **size).engine.runner for config in (INT4, Config()))
+    rounded, plain = (
+        loaded(config, cache_tokens=512, dtype="bfloat16").engine.runner
+        for config in (INT4, Config())
+    )
     assert rounded.cache_bytes * 3.2 == plain.cache_bytes
 
 

@@ -94,7 +94,8 @@ def test_mapped_weights_give_the_same_tokens(
 def test_experts_that_are_lists_of_layers_are_mapped(
     quantization: str, on: Config, gpt_oss: tuple[Path, Any]
 ) -> None:
-    path, settings = gpt_oss[0], {"quant_method": quantization}
+    path = gpt_oss[0]
+    settings: dict[str, str | int] = {"quant_method": quantization}
     if quantization != "int8":
         settings["group_size"] = 16
     expected = loaded(path, OFF, quantization=settings)

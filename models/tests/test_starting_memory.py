@@ -61,9 +61,17 @@ def rises(path: Path, tokens: int, quantization: str = "", packed: str = "on") -
 
 @linux
 def test_a_cache_takes_memory_as_tokens_are_stored(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 256}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
-    write_checkpoint(LlamaConfig(**sizes, **heads, max_position_embeddings=4096), tmp_path)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        vocab_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+    )
+    write_checkpoint(config, tmp_path)
     _, first, longer, note, _ = rises(tmp_path, 4096)
     # Of float32: 4 layers, 8 heads of 128 numbers, keys and values.
     assert note == "KV cache of 4096 tokens, 128.0 MiB, as cache_tokens says"
@@ -73,9 +81,16 @@ def test_a_cache_takes_memory_as_tokens_are_stored(tmp_path: Path) -> None:
 
 @linux
 def test_packed_weights_are_no_anonymous_memory(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    config = LlamaConfig(**sizes, **heads, vocab_size=VOCABULARY, max_position_embeddings=64)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=64,
+    )
     write_checkpoint(config, tmp_path)
     for _ in range(2):  # packed, and mapped
         loading, *_, notes = rises(tmp_path, 64, "int8")

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interposer import AttentionSpec, Capability, Config, Resolver, Site, current_registry, place
+from interposer.tooling import UINT4
 from interposer_ops.attention import GroupedBackend
 from interposer_ops.caches import GROUP_SIZE, grouped_bytes, read_groups, round_groups
 from interposer_testing import attention_specs, check_attention, check_attention_determinism
@@ -19,7 +20,7 @@ ANY = Capability("any")
 SPECS = [
     (label, spec)
     for label, spec in attention_specs()
-    if spec.cache_dtype == torch.uint4 and label.startswith(("GQA", "MHA window+"))
+    if spec.cache_dtype == UINT4 and label.startswith(("GQA", "MHA window+"))
 ]
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from interposer._config.policy import policy_for
     from interposer._config.rules import parse_rules
     from interposer._config.storage import Store, checksum, default_store, write_text
+    from interposer._contract.attention import UINT4
     from interposer._contract.choice import Measured
     from interposer._contract.platform import applied
     from interposer._contract.request import Kind
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "API_RANGE", "STANDARD", "Kind", "Lock", "Measured", "Measurements", "Plugin",
+    "API_RANGE", "STANDARD", "UINT4", "Kind", "Lock", "Measured", "Measurements", "Plugin",
     "PluginWarning", "Plugins", "Row", "Skipped", "Store", "Subject", "acceptance_of",
     "allowed", "answer", "applied", "check_api", "check_classes", "check_lock", "check_records",
     "checksum", "child_environment", "config_sources", "default_store",
@@ -49,6 +50,7 @@ __getattr__ = lazy_attributes(
         "interposer._config.policy": "policy_for",
         "interposer._config.rules": "parse_rules",
         "interposer._config.storage": "Store checksum default_store write_text",
+        "interposer._contract.attention": "UINT4",
         "interposer._contract.choice": "Measured",
         "interposer._contract.platform": "applied",
         "interposer._contract.request": "Kind",

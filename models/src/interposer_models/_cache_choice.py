@@ -6,6 +6,7 @@ import torch
 
 from interposer import CausalModel, Config, Site
 from interposer.errors import ConfigError
+from interposer.tooling import UINT4
 
 _SAID = "Config(kv_cache='int4')"
 
@@ -25,7 +26,7 @@ def stored_as(site: Site) -> tuple[torch.dtype, bool]:
             f"{stored.dtype}, by scales of its own. Try: leave kv_cache out, or remove the scheme "
             "of the cache from its quantization_config"
         )
-    return torch.uint4, False
+    return UINT4, False
 
 
 def cache_note(model: CausalModel, config: Config, page_size: int) -> str:
@@ -35,7 +36,7 @@ def cache_note(model: CausalModel, config: Config, page_size: int) -> str:
     """
     if config.kv_cache == "auto":
         return ""
-    rounded = [a for a in model.attention_layers if a.backend.spec.cache_dtype == torch.uint4]
+    rounded = [a for a in model.attention_layers if a.backend.spec.cache_dtype == UINT4]
     if not rounded:
         raise ConfigError(
             f"{_SAID} was asked for, but no layer of {type(model).__name__} stores keys and values "

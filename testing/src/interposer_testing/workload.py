@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 import torch
 
 from interposer import AttentionBatch, AttentionSpec
+from interposer.tooling import UINT4
 
 __all__ = [
     "moved_batch",
@@ -110,7 +111,7 @@ def random_projections(
     heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
     shape = (num_tokens, sum(heads), spec.head_size)
     product = (2 * torch.rand(shape, generator=generator) - 1).to(spec.dtype)
-    if spec.cache_dtype == torch.uint4:
+    if spec.cache_dtype == UINT4:
         _make_exact(product[:, spec.num_heads :])
     query, key, value = product.split(heads, dim=1)
     if spec.type == "indexer":

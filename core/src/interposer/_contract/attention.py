@@ -20,6 +20,8 @@ from interposer._contract.layer import Site
 from interposer._contract.request import AttentionType
 from interposer._contract.verdict import Verdict
 
+UINT4: torch.dtype = vars(torch)["uint4"]  # which torch's stubs leave out
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
@@ -72,7 +74,7 @@ class AttentionSpec:
     @property
     def is_quantized(self) -> bool:
         """Say whether the cache holds rounded multiples of the layer's scales."""
-        return self.cache_dtype not in (self.dtype, torch.uint4)
+        return self.cache_dtype not in (self.dtype, UINT4)
 
     def dims(self) -> dict[str, int | float | str | bool]:
         """Return what a declarative ``Requires`` can judge; ops name the same facts the same."""

@@ -83,7 +83,7 @@ class Decoder(nn.Module):
         self.kinds = [self.rotations.index(rotation) for rotation in rotations]
         self.tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.numbers: Sequence[int] = range(count)
-        self._joined: tuple[Sequence[nn.Module], Joined | None] = (), None
+        self._joined: tuple[Sequence[nn.Module], Sequence[int], Joined | None] = (), (), None
         self._place_caches()
 
     @contextmanager
@@ -209,16 +209,17 @@ class Decoder(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return what the last block does, where one call computes all; else None."""
         blocks = [*self.layers]
-        known, call = self._joined
+        known, places, call = self._joined
         if blocks != known:
             join = getattr(type(blocks[0]), "joined", None)
-            kept = all(isinstance(place, int) for place in self.places)
-            call = join(blocks) if join is not None and kept else None
-            self._joined = blocks, call
+            places = [place for place in self.places if isinstance(place, int)]
+            call = join(blocks) if join is not None and len(places) == len(blocks) else None
+            self._joined = blocks, places, call
         if call is None:
             return None
-        own = [caches[place] for place in self.places], [plans[place] for place in self.places]
-        return call(x, angles, *own, rows)
+        return call(
+            x, angles, [caches[place] for place in places], [plans[place] for place in places], rows
+        )
 
 
 class CausalLM(CausalModel):

@@ -23,6 +23,7 @@ from interposer import (
     Site,
     Verdict,
 )
+from interposer.tooling import UINT4
 from interposer_ops.attention._alibi import alibi_slopes
 from interposer_ops.attention._paged_attention import paged_attention
 from interposer_ops.caches._grouped_cache import (
@@ -64,14 +65,15 @@ class GroupedBackend(AttentionBackend):
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
         """Accept decoders whose cache is of uint4, and heads that are made of groups."""
-        if spec.cache_dtype != torch.uint4:
+        if spec.cache_dtype != UINT4:
             return Verdict.refuse(f"stores 4 bits, asked for {spec.cache_dtype}")
         if spec.head_size % GROUP_SIZE:
             return Verdict.refuse(
                 f"stores groups of {GROUP_SIZE} numbers, the head size is {spec.head_size}"
             )
-        extras = {"sinks": False, "alibi": False, "prefix_lm": False, "shared": False}
-        return replace(spec, cache_dtype=spec.dtype, **extras).judge_plain_decoder()
+        return replace(
+            spec, cache_dtype=spec.dtype, sinks=False, alibi=False, prefix_lm=False, shared=False
+        ).judge_plain_decoder()
 
     def kv_layout(self) -> KVCacheLayout:
         """Return ``[2, P, S, K, 5 D / 8]`` uint8, keys first."""

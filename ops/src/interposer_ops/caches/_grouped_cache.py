@@ -58,7 +58,8 @@ def read_groups(rows: Tensor, dtype: torch.dtype) -> Tensor:
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).unflatten(-1, (num_groups, -1))
     scales = both.contiguous().view(torch.bfloat16).float().unflatten(-1, (num_groups, 2))
     base, step = scales[..., None].unbind(-2)
-    return (base + step * codes).flatten(-2).to(dtype)
+    numbers: Tensor = base + step * codes
+    return numbers.flatten(-2).to(dtype)
 
 
 def _upper_half(bits: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from interposer import AttentionSpec
+from interposer.tooling import UINT4
 
 _HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (3, 1)}
 _MASKS: dict[str, dict[str, Any]] = {
@@ -27,14 +28,14 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "e5m2": {"cache_dtype": torch.float8_e5m2},
     "int8": {"cache_dtype": torch.int8},
     "int8 per head": {"cache_dtype": torch.int8, "head_scales": True},
-    "int4": {"cache_dtype": torch.uint4},
+    "int4": {"cache_dtype": UINT4},
     "sinks": {"sinks": True},
     "ALiBi": {"alibi": True},
     "ALiBi of long contexts": {"alibi": True, "alibi_bias_max": 16.0},
     "prefix-LM": {"prefix_lm": True},
     "prefix-LM with ALiBi": {"prefix_lm": True, "alibi": True},
     "e4m3 with sinks": {"cache_dtype": torch.float8_e4m3fn, "sinks": True},
-    "int4 with sinks": {"cache_dtype": torch.uint4, "sinks": True},
+    "int4 with sinks": {"cache_dtype": UINT4, "sinks": True},
     "shared": {"shared": True},
     "int8 with sinks, shared": {"cache_dtype": torch.int8, "sinks": True, "shared": True},
     "source": {"type": "encoder_decoder"},

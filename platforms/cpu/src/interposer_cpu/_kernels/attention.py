@@ -11,6 +11,7 @@ from typing import ClassVar, final
 import torch
 
 from interposer import AttentionBatch, AttentionSpec, KVCacheLayout, Site, Verdict
+from interposer.tooling import UINT4
 from interposer_cpu import native
 from interposer_cpu._kernels.paged import NativePagedBackend
 from interposer_ops.caches import GROUP_SIZE, grouped_bytes
@@ -42,7 +43,7 @@ class NativeBackend(NativePagedBackend):
 
     rounded_dtypes: ClassVar[tuple[torch.dtype, ...]] = (
         *NativePagedBackend.rounded_dtypes,
-        torch.uint4,
+        UINT4,
     )
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
@@ -63,7 +64,7 @@ class NativeBackend(NativePagedBackend):
             return Verdict.refuse(
                 f"stores keys {_LANES} tokens at a time, the page size is {spec.page_size}"
             )
-        if spec.cache_dtype == torch.uint4 and spec.head_size % GROUP_SIZE:
+        if spec.cache_dtype == UINT4 and spec.head_size % GROUP_SIZE:
             return Verdict.refuse(
                 f"stores groups of {GROUP_SIZE} numbers of 4 bits, the head size is "
                 f"{spec.head_size}"
@@ -73,7 +74,7 @@ class NativeBackend(NativePagedBackend):
     def kv_layout(self) -> KVCacheLayout:
         """Return ``[K, P, 2, S, D]``, or bytes ``[K, P, 2, S, 5 D / 8]`` of numbers of 4 bits."""
         spec = self.spec
-        if spec.cache_dtype != torch.uint4:
+        if spec.cache_dtype != UINT4:
             return super().kv_layout()
         page_shape = (spec.num_kv_heads, 2, spec.page_size, grouped_bytes(spec.head_size))
         return KVCacheLayout(page_shape, 1, (0, 1, 2, 3, 4), torch.uint8)

@@ -6,6 +6,8 @@ import struct
 
 import torch
 
+from interposer.tooling import UINT4
+
 FLOAT32 = torch.float32
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -22,7 +24,7 @@ CACHE_TYPES = {
     torch.float8_e4m3fn: 3,
     torch.float8_e5m2: 4,
     torch.int8: 5,
-    torch.uint4: 6,
+    UINT4: 6,
 }
 """Keys and values of a cache."""
 
