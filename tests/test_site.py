@@ -22,6 +22,7 @@ def test_doors_are_few() -> None:
         module, dot, name = line.partition("(")[0].partition(":")[0].rpartition(".")
         if dot and not line.startswith(" ") and name:
             names.setdefault(module.partition(".")[0], set()).add(name)
-    most = {"interposer": 150, "interposer_ops": 252}
+    # Of them, one and four are the dtype and the groups of caches of 4 bits.
+    most = {"interposer": 151, "interposer_ops": 256}
     too_many = {top: len(found) for top, found in names.items() if len(found) > most.get(top, 60)}
     assert not too_many

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from interposer import Config, explain
 from interposer.errors import ConfigError, NoCandidateError
@@ -93,6 +94,7 @@ def test_what_cannot_be_stored_so_is_refused(tmp_path: Path) -> None:
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        save_file({}, tmp_path / name / "model.safetensors")
         with pytest.raises(NoCandidateError, match=reason):
             plan(tmp_path / name, platform="cpu", config=INT4)
 

@@ -322,7 +322,8 @@ def test_the_benchmark_tells_of_each_way_to_load(llama: Path) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "models_starting.py"
     command = [sys.executable, str(script), str(llama), "--tokens", "256"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-    *rows, last = done.stdout.splitlines()
+    *rows, vocabulary, last = done.stdout.splitlines()
+    assert vocabulary.startswith("vocabulary")
     assert [row.split()[:2] for row in rows] == [["none", way] for way in WAYS]
     assert all("load_s" in row and "anonymous" in row for row in rows)
     assert "to its first token" in last

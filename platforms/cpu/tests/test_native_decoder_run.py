@@ -134,7 +134,7 @@ def test_a_copy_reads_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     texts(lm)
     decoder = lm.engine.model.model
     other = copy.deepcopy(decoder)
-    (blocks, run), (own, own_run) = other._joined, decoder._joined
+    (blocks, _, run), (own, _, own_run) = other._joined, decoder._joined
     assert run is not own_run
     assert [*run.blocks] == [*other.layers] == blocks
     assert [*own_run.blocks] == [*decoder.layers] == own
