@@ -65,6 +65,11 @@ def test_what_is_no_report_is_refused_with_its_path(content: str, tmp_path: Path
         Report.read(path)
 
 
+def test_a_form_of_the_cache_is_refused(no_policy: None) -> None:
+    with pytest.raises(ConfigError, match="Try: vLLM's option kv_cache_dtype"):
+        Session("cpu", Config(kv_cache="int4"))
+
+
 def test_a_platform_for_other_hardware_is_refused(no_policy: None) -> None:
     with pytest.raises(ConfigError, match="vLLM computes on 'cuda'"):
         Session("cuda", Config(platform="cpu"))

@@ -30,7 +30,7 @@ class Session:
         device_type: where vLLM computes, as torch names it.
     Raises:
         PlatformUnavailableError: no platform can be used.
-        ConfigError: the one in force is for other hardware than vLLM's.
+        ConfigError: the one in force is for other hardware than vLLM's, or a cache is asked for.
     """
 
     def __init__(self, device_type: str, config: Config | None = None) -> None:
@@ -43,6 +43,11 @@ class Session:
                 f"with the name of one for {device_type!r}"
             )
         self.resolver = Resolver.at(self.placement, config)
+        if (stored := self.resolver.config.kv_cache) != "auto":
+            raise ConfigError(
+                f"kv_cache={stored!r} is for interposer's own caches, vLLM lays out its own. Try: "
+                "vLLM's option kv_cache_dtype, and leave kv_cache out"
+            )
         self.taken: list[str] = []
         self.kept: dict[str, str] = {}
         self._schemes: dict[str, QuantizationScheme | ConfigError] = {}
