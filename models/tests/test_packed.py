@@ -26,6 +26,7 @@ from interposer_models import LanguageModel, load, pack, quantize
 from interposer_ops.linear import linear
 from interposer_tools import main
 
+SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
 PROMPT = [5, 6, 7, 8]
 W4A8 = {"quant_method": "w4a8", "group_size": 16}
 OFF, ON = Config(packed="off"), Config(packed="on")
@@ -88,6 +89,19 @@ def test_mapped_weights_give_the_same_tokens(
     for lm in (first, second):
         (note,) = told(lm)
         assert note.endswith(f"mapped from {file}")
+
+
+@pytest.mark.parametrize("head", ["int8", "int4"])
+def test_tied_tables_with_rounded_inputs_are_mapped(head: str, on: Config) -> None:
+    quantization = {"quant_method": "int8", "head": head, "head_activations": "int8"}
+    expected = tokens(loaded(SHIPPED, OFF, quantization=quantization))
+    first = loaded(SHIPPED, on, quantization=quantization)
+    settled()
+    second = loaded(SHIPPED, on, quantization=quantization)
+    assert tokens(first) == tokens(second) == expected
+    for lm in (first, second):
+        (note,) = told(lm)
+        assert ", mapped from" in note
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "w4a8"])

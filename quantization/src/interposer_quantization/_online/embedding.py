@@ -70,7 +70,7 @@ class OnlineEmbedding(EmbeddingMethod):
             op, {**sizes, **groups, "asymmetric": False}, self.head.op, dims, head
         )
         if head is not None:
-            self.head.bind_inputs(head, hidden_size)
+            self.head.bind_inputs(head, hidden_size, self.product)
         shape = vocab_size, hidden_size
         self.rounding = IntegerRounding(self.chosen, site, shape, self.scale_dtype)
         register_passing(layer, "weight", torch.empty(shape, dtype=site.dtype))

@@ -38,7 +38,9 @@ class PlainHead:
         scales = {"scale_dtype": "float32"} if self.narrow else {}
         return {**groups, "asymmetric": False, **scales}
 
-    def bind_inputs(self, site: Site, hidden_size: int) -> None:
+    def bind_inputs(
+        self, site: Site, hidden_size: int, product: BoundKernel[..., torch.Tensor]
+    ) -> None:
         """Bind what is done with hidden states before: nothing."""
 
     def scales(self, scale: torch.Tensor) -> torch.Tensor:
@@ -70,8 +72,11 @@ class RoundedHead:
             return {**groups, "x_scales": "token", **symmetric}
         return {"x_scales": "token", "weight_scales": "channel", "asymmetric": False}
 
-    def bind_inputs(self, site: Site, hidden_size: int) -> None:
-        """Bind the quantizer of hidden states at the site of the head."""
+    def bind_inputs(
+        self, site: Site, hidden_size: int, product: BoundKernel[..., torch.Tensor]
+    ) -> None:
+        """Bind the quantizer of hidden states at the site of the head, before its ``product``."""
+        self.function = product.function
         self.quantize = site.bind(quantize_int8_per_token, hidden_size=hidden_size)
         self.dtype = site.dtype
 
@@ -81,7 +86,6 @@ class RoundedHead:
 
     def call(self, bound: BoundKernel[..., Any], codes: torch.Tensor, scale: torch.Tensor) -> Call:
         """Return the function and the operands of a head."""
-        self.function: Callable[..., torch.Tensor] = bound.function
         constants: dict[str, Any] = {"weight": codes}
         multiply: Callable[..., torch.Tensor]
         if self.narrow:
