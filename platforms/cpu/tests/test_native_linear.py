@@ -90,6 +90,42 @@ def test_results_do_not_depend_on_the_number_of_threads(rows: int) -> None:
     assert torch.equal(results[0], results[2])
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("in_features", [8, 120, 136, 1032])
+def test_rows_of_a_batch_are_what_each_is_alone(in_features: int, level: str, forced: None) -> None:
+    # Pieces of a block hold 128 inputs: none is whole, one is, or several and a rest. Sums of
+    # integers are exact, so that not a bit may differ.
+    native.force_level(level)
+    weight = torch.randint(-127, 128, (150, in_features), dtype=torch.int8)
+    scale = torch.rand(150)
+    packed = linear.pack_int8(weight, scale, None)["weight"]
+    x = torch.randint(-127, 128, (8, in_features), dtype=torch.int8)
+    x_scale = torch.rand(8, 1)
+
+    def product(rows: slice) -> torch.Tensor:
+        return linear.int8_linear(x[rows], packed, x_scale[rows], None, None, None, torch.float32)
+
+    alone = torch.cat([product(slice(row, row + 1)) for row in range(8)])
+    expected = (x.double() @ weight.double().T) * x_scale * scale
+    torch.testing.assert_close(alone.double(), expected, rtol=1e-6, atol=1e-3)
+    for rows in range(5, 9):
+        assert torch.equal(product(slice(rows)), alone[:rows])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_batch_are_exact_products(dtype: torch.dtype, level: str, forced: None) -> None:
+    # Integers whose sums float32 holds exactly, in whatever order they are added.
+    native.force_level(level)
+    for in_features in (8, 56, 72, 1032):
+        weight = torch.randint(-8, 9, (150, in_features)).to(dtype)
+        x = torch.randint(-1, 2, (8, in_features)).to(dtype)
+        packed = linear.pack(weight, None)["weight"]
+        expected = (x.double() @ weight.double().T).to(dtype)
+        for rows in range(5, 9):
+            assert torch.equal(linear.linear(x[:rows], packed, None), expected[:rows])
+
+
 def test_threads_are_those_of_torch() -> None:
     packed = linear.pack(torch.randn(256, 64), None)["weight"]
     linear.linear(torch.randn(2, 64), packed, None)

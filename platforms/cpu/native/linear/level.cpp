@@ -8,16 +8,16 @@
 #include "formats.h"
 #include "halves.h"
 #include "matrices.h"
+#include "pieces.h"
+#include "steps.h"
 #include "tiled.h"
 
 namespace {
 
 #if defined(__AVX512F__)
 constexpr int kMostRows = 6;
-constexpr int kRegisterTiles = 4;
 #else
 constexpr int kMostRows = 4;  // as many sums of 64 bytes as sixteen or 32 registers hold
-constexpr int kRegisterTiles = 1;
 #endif
 // What is fetched lies ahead of what is read by so many bytes.
 constexpr int64_t kFetchedAhead = 16 * kBlock * 4;
@@ -38,16 +38,12 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
                                       const Block& block, int tile, Rows rows,
                                       const char* ahead) {
   typedef typename F::Sum Sum;
-  typedef typename F::Part Part;
   constexpr int kChains = M == 1 ? 2 : 1;  // sums that do not wait for each other
   constexpr bool kByMatrices = M % 2 == 0 && Matrices<F>::kKnown;
-  constexpr bool kRaised = F::kInteger && F::kSymmetric && !kByMatrices;
+  constexpr bool kIsRaised = kRaised<F> && !kByMatrices;
   // Codes alone: those of bfloat16 are read no faster so.
   constexpr int kWhole = kOnce && F::kInteger ? kForOneUse : kToFirstLevel;
   constexpr int kFetch = T == kTiles ? kWhole : kToSecondLevel;
-  // Of many rows, the sums fill the registers: one part at a time is held beside them, for all tiles,
-  // so that each number of x is read once.
-  constexpr bool kByParts = M > 2 && (kRegisterTiles > 1 || F::kParts > 2);
   const interposer_packed& weight = *product.weight;
   const int64_t groups = num_groups(weight);
   const int64_t group_inputs = groups > 1 ? weight.group : padded_inputs(weight.inputs);
@@ -69,13 +65,8 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
     }
     Ints zero[T];
     for (int t = 0; t < T; ++t) zero[t] = zeros_of<F>(zeros ? zeros + t * kLanes : nullptr);
-    Sum sums[M][T][kChains] = {};
-    if constexpr (kRaised) {  // taking off in advance what all codes are raised by costs nothing
-      for (int m = 0; m < M; ++m) {
-        const Ints raised = splat(prepared.sums[rows[m] * prepared.num_groups + group]);
-        for (int t = 0; t < T; ++t) sums[m][t][0] = raised;
-      }
-    }
+    Sum sums[M][T][kChains];
+    begin_sums<F, kIsRaised>(prepared, rows, group, sums);
     if constexpr (kByMatrices) {
       multiply_matrices<F>(sums, words, x, group_steps);
       words += group_steps * kBlock * 4;
@@ -85,40 +76,7 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
       words += group_steps * kBlock * 4;
       for (int m = 0; m < M; ++m) x[m] += group_inputs * F::kInputBytes;
     } else {
-      for (int64_t step = 0; step < group_steps; ++step) {
-        if constexpr (kByParts) {
-          Words codes[T];
-          for (int t = 0; t < T; ++t) {
-            if (ahead) __builtin_prefetch(ahead + t * 64, 0, kFetch);
-            codes[t] = load<Words>(words + t * 64);
-          }
-#pragma GCC unroll 8
-          for (int p = 0; p < F::kParts; ++p) {
-            Part parts[T];
-            for (int t = 0; t < T; ++t) parts[t] = F::part(codes[t], zero[t], p);
-#pragma GCC unroll 8
-            for (int m = 0; m < M; ++m) {
-              const char* from = x[m] + F::place(p) * F::kInputBytes;
-#pragma GCC unroll 4
-              for (int t = 0; t < T; ++t) F::add(sums[m][t][0], parts[t], from);
-            }
-          }
-        } else {
-          for (int t = 0; t < T; ++t) {
-            if (ahead) __builtin_prefetch(ahead + t * 64, 0, kFetch);
-            Part parts[F::kParts];
-            decode<F>(load<Words>(words + t * 64), zero[t], parts);
-            for (int m = 0; m < M; ++m) {
-              for (int p = 0; p < F::kParts; ++p) {
-                F::add(sums[m][t][p % kChains], parts[p], x[m] + F::place(p) * F::kInputBytes);
-              }
-            }
-          }
-        }
-        words += kBlock * 4;
-        if (ahead) ahead += T * 64;
-        for (int m = 0; m < M; ++m) x[m] += F::kInputs * F::kInputBytes;
-      }
+      add_steps<F, kFetch>(sums, words, x, group_steps, zero, ahead);
     }
     for (int t = 0; t < T; ++t) {
       const Floats scale = scales ? load_scales(scales + t * kLanes * scale_size, weight.scale_type)
@@ -126,11 +84,7 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
       for (int m = 0; m < M; ++m) {
         Sum sum = sums[m][t][0];
         if constexpr (kChains == 2) sum += sums[m][t][1];
-        if constexpr (kRaised) {
-          totals[m][t] += __builtin_convertvector(sum, Floats) * scale;
-        } else {
-          totals[m][t] += scaled<F>(product, prepared, rows[m], group, sum, zero[t], scale);
-        }
+        totals[m][t] += ended<F, kIsRaised>(product, prepared, rows[m], group, sum, zero[t], scale);
       }
     }
     if (scales) scales += kBlock * scale_size;
@@ -148,6 +102,12 @@ INTERPOSER_INLINE void multiply_by_tiles(const interposer_product& product,
                                          const Prepared& prepared, const Block& block, Rows rows,
                                          bool from_memory) {
   constexpr int64_t kPasses = kTiles / T;
+  // What is decoded takes longer to multiply than to read.
+  if constexpr (kRegisterTiles > 1 && kPasses > 1 && kOnce && F::kParts == 1) {
+    if (from_memory && num_groups(*product.weight) == 1) {
+      return multiply_by_pieces<F, M, T, kForOneUse>(product, prepared, block, rows);
+    }
+  }
   const int64_t bytes = padded_inputs(product.weight->inputs) / F::kInputs * kBlock * 4;
   const char* ahead = block.words + bytes / kPasses * (kPasses - 1) + kFetchedAhead;
   for (int tile = 0; tile < kTiles; tile += T) {

@@ -1,0 +1,92 @@
+// Products of a few rows of x by the words of some tiles of a block. Included once for every level.
+#pragma once
+
+#include "block.h"
+#include "formats.h"
+#include "halves.h"
+#include "matrices.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kRegisterTiles = 4;
+#else
+constexpr int kRegisterTiles = 1;
+#endif
+
+// Whether sums begin with minus what all codes are raised by, which costs nothing.
+template <class F>
+constexpr bool kRaised = F::kInteger && F::kSymmetric;
+
+// Set the sums of a group to what they begin with.
+template <class F, bool kIsRaised, int M, int T, int C>
+INTERPOSER_INLINE void begin_sums(const Prepared& prepared, Rows rows, int64_t group,
+                                  typename F::Sum (&sums)[M][T][C]) {
+  for (int m = 0; m < M; ++m) {
+    typename F::Sum first = {};
+    if constexpr (kIsRaised) first = splat(prepared.sums[rows[m] * prepared.num_groups + group]);
+    for (int t = 0; t < T; ++t) {
+      sums[m][t][0] = first;
+      for (int chain = 1; chain < C; ++chain) sums[m][t][chain] = typename F::Sum{};
+    }
+  }
+}
+
+// Return what a sum of a row's inputs in one group stands for.
+template <class F, bool kIsRaised>
+INTERPOSER_INLINE Floats ended(const interposer_product& product, const Prepared& prepared,
+                               int64_t row, int64_t group, typename F::Sum sum, Ints zero,
+                               Floats scale) {
+  if constexpr (kIsRaised) {
+    return __builtin_convertvector(sum, Floats) * scale;
+  } else {
+    return scaled<F>(product, prepared, row, group, sum, zero, scale);
+  }
+}
+
+// Add what `steps` rows of words are multiplied by to the first `sums` of M rows and T tiles. Moves
+// `words` and `x` behind them. What lies `ahead` is fetched, unless that is null.
+template <class F, int kFetch, int M, int T, int C>
+INTERPOSER_INLINE void add_steps(typename F::Sum (&sums)[M][T][C], const char*& words,
+                                 const char* (&x)[M], int64_t steps, const Ints (&zero)[T],
+                                 const char*& ahead) {
+  // Of many rows, the sums fill the registers: one part at a time is held beside them, for all tiles,
+  // so that each number of x is read once.
+  constexpr bool kByParts = M > 2 && (kRegisterTiles > 1 || F::kParts > 2);
+  for (int64_t step = 0; step < steps; ++step) {
+    if constexpr (kByParts) {
+      Words codes[T];
+      for (int t = 0; t < T; ++t) {
+        if (ahead) __builtin_prefetch(ahead + t * 64, 0, kFetch);
+        codes[t] = load<Words>(words + t * 64);
+      }
+#pragma GCC unroll 8
+      for (int p = 0; p < F::kParts; ++p) {
+        typename F::Part parts[T];
+        for (int t = 0; t < T; ++t) parts[t] = F::part(codes[t], zero[t], p);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+          const char* from = x[m] + F::place(p) * F::kInputBytes;
+#pragma GCC unroll 4
+          for (int t = 0; t < T; ++t) F::add(sums[m][t][0], parts[t], from);
+        }
+      }
+    } else {
+      for (int t = 0; t < T; ++t) {
+        if (ahead) __builtin_prefetch(ahead + t * 64, 0, kFetch);
+        typename F::Part parts[F::kParts];
+        decode<F>(load<Words>(words + t * 64), zero[t], parts);
+        for (int m = 0; m < M; ++m) {
+          for (int p = 0; p < F::kParts; ++p) {
+            F::add(sums[m][t][p % C], parts[p], x[m] + F::place(p) * F::kInputBytes);
+          }
+        }
+      }
+    }
+    words += kBlock * 4;
+    if (ahead) ahead += T * 64;
+    for (int m = 0; m < M; ++m) x[m] += F::kInputs * F::kInputBytes;
+  }
+}
+
+}  // namespace
