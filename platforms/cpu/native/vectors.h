@@ -108,6 +108,16 @@ INTERPOSER_INLINE Halves bfloat16_of_floats(Floats values) {
 #endif
 }
 
+// The lowest byte of each. Before a shuffle, GCC takes vectors of sixteen lanes apart, lane by lane.
+INTERPOSER_INLINE Bytes low_bytes(Ints numbers) {
+#if defined(__AVX512F__)
+  constexpr __mmask16 kAll = 0xffff;  // compilers warn of what the shorter form leaves undefined
+  return (Bytes)_mm512_maskz_cvtepi32_epi8(kAll, (__m512i)numbers);
+#else
+  return __builtin_convertvector(numbers, Bytes);
+#endif
+}
+
 INTERPOSER_INLINE Floats floats_of_float16(Halves halves) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_cvtph_ps((__m256i)halves);

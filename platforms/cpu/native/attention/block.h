@@ -107,21 +107,28 @@ INTERPOSER_INLINE const char* key_ahead(const Tiles& tiles, int64_t tile) {
                             : tiles.keys[tile - tiles.count] + tiles.value_distance;
 }
 
-// Of what follows `tile` of values, of which `columns` from `column` on are multiplied, in so many
-// rows of words of `head_size`.
+// Columns of values whose sums registers hold at a time: `width` from `first` on. Groups of columns
+// may take turns, a few tiles each; this is the `turn`th of so many.
+struct Columns {
+  int64_t first, width;
+  int64_t turn = 0, turns = 1;
+};
+
+// Of what follows `tile` of values, of which `columns` are multiplied, in so many rows of words of
+// `head_size`.
 INTERPOSER_INLINE Ahead values_ahead(const Tiles& tiles, int64_t tile, int64_t head_size,
-                                     int64_t column, int64_t columns, int64_t rows) {
-  const int64_t next = tile + tiles.ahead;
+                                     const Columns& columns, int64_t rows) {
+  const int64_t next = tile + tiles.ahead, line = columns.width * 4;
   if (next < tiles.count) {
-    return {tiles.keys[next] + tiles.value_distance + column * 4, head_size * 4};
+    return {tiles.keys[next] + tiles.value_distance + columns.first * 4, head_size * 4};
   }
-  if (column + columns < head_size) {
+  const int64_t then = columns.first + columns.turns * columns.width;
+  if (then - columns.turn * columns.width < head_size) {
     // The columns that are taken next.
-    return {tiles.keys[next - tiles.count] + tiles.value_distance + (column + columns) * 4,
-            head_size * 4};
+    return {tiles.keys[next - tiles.count] + tiles.value_distance + then * 4, head_size * 4};
   }
   // The keys that are taken next, one line after the other.
-  const int64_t line = columns * 4, at = (next - tiles.count) * rows * line;
+  const int64_t at = ((next - tiles.count) * columns.turns + columns.turn) * rows * line;
   return {tiles.keys[tiles.count + at / tiles.bytes] + at % tiles.bytes, line};
 }
 

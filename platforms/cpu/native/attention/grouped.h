@@ -98,8 +98,8 @@ struct GroupedX {
 INTERPOSER_INLINE void put_planes(Ints numbers, char* to, int64_t plane_bytes) {
   const Ints high = (numbers + splat(int32_t(128))) >> 8, low = numbers - (high << 8);
   const Bytes order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
-  store(to, __builtin_shuffle(__builtin_convertvector(high, Bytes), order));
-  store(to + plane_bytes, __builtin_shuffle(__builtin_convertvector(low, Bytes), order));
+  store(to, __builtin_shuffle(low_bytes(high), order));
+  store(to + plane_bytes, __builtin_shuffle(low_bytes(low), order));
 }
 
 // The nearest whole numbers, half to even, of less than 2^22.

@@ -114,11 +114,11 @@ void weigh_group(const Block& block, const Tiles& tiles, const Reach& reach, int
   const char* x = reinterpret_cast<const char*>(block.scores);
   float* result = block.result + row * D + column;
   typename F::Sum sums[R][T] = {};
-  if (!F::kCodes && factors) {
+  if (factors) {
     for (int m = 0; m < M; ++m) {
       const Floats factor = splat(factors[m]);
       for (int t = 0; t < T; ++t) {
-        sums[m][t] = (typename F::Sum)(load<Floats>(result + m * D + t * kLanes) * factor);
+        sums[m][t] = load<Floats>(result + m * D + t * kLanes) * factor;
       }
     }
   }
@@ -127,7 +127,7 @@ void weigh_group(const Block& block, const Tiles& tiles, const Reach& reach, int
     for (int t = 0; t < T; ++t) {
       words[t] = tiles.keys[tile] + tiles.value_distance + (column + t * kLanes) * 4;
     }
-    const Ahead then = values_ahead(tiles, tile, D, column, T * kLanes, kSteps);
+    const Ahead then = values_ahead(tiles, tile, D, {column, T * kLanes}, kSteps);
     ahead[0] = then.at;
     for (int t = 1; t < T; ++t) ahead[t] = ahead[0] + t * kLanes * 4;
     add_products<F, R, T>(sums, words, row_bytes, kSteps, x + tile * kTileX, x_stride, kTile, ahead,
@@ -147,11 +147,56 @@ void weigh_group(const Block& block, const Tiles& tiles, const Reach& reach, int
     }
   }
   for (int m = 0; m < M; ++m) {
-    for (int t = 0; t < T; ++t) {
-      float* to = result + m * D + t * kLanes;
-      Floats sum = joined<F, R, T>(sums, m, t, block.weight_planes);
-      if (F::kCodes && factors) sum += load<Floats>(to) * splat(factors[m]);
-      store(to, sum);
+    for (int t = 0; t < T; ++t) store(result + m * D + t * kLanes, sums[m][t]);
+  }
+}
+
+// Groups of columns that take turns, a few tiles each, so that values are read in the order in which they
+// lie. Their sums are put aside meanwhile.
+#if defined(__AVX512F__)
+constexpr int kTurns = 2;
+#else
+constexpr int kTurns = 1;
+#endif
+
+// Add weighted values of `count` tiles to results of M rows, in G * T vectors of columns.
+template <class F, int M, int T, int G>
+void weigh_codes(const Block& block, const Tiles& tiles, int64_t count, int64_t first_column,
+                 int64_t row, const float* factors) {
+  const int64_t D = block.head_size;
+  constexpr int64_t kSteps = kTile / F::kInputs, kTileX = kTile * F::kInputBytes;
+  constexpr int R = M * F::kPlanes;
+  const char* x = reinterpret_cast<const char*>(block.scores);
+  const int64_t some = G > 1 ? kMostAhead : count;
+  typename F::Sum held[G][R][T] = {};
+  for (int64_t begin = 0; begin < count; begin += some) {
+    const int64_t end = begin + some < count ? begin + some : count;
+    for (int turn = 0; turn < G; ++turn) {
+      const Columns columns = {first_column + turn * T * kLanes, T * kLanes, turn, G};
+      typename F::Sum sums[R][T];
+      std::memcpy(sums, held[turn], sizeof sums);
+      for (int64_t tile = begin; tile < end; ++tile) {
+        const Ahead then = values_ahead(tiles, tile, D, columns, kSteps);
+        const char *words[T], *ahead[T];
+        for (int t = 0; t < T; ++t) {
+          words[t] =
+              tiles.keys[tile] + tiles.value_distance + (columns.first + t * kLanes) * 4;
+          ahead[t] = then.at + t * kLanes * 4;
+        }
+        add_products<F, R, T>(sums, words, D * 4, kSteps, x + tile * kTileX, kKeys * 4, kTile,
+                              ahead, then.row_bytes);
+      }
+      std::memcpy(held[turn], sums, sizeof sums);
+    }
+  }
+  for (int turn = 0; turn < G; ++turn) {
+    for (int m = 0; m < M; ++m) {
+      for (int t = 0; t < T; ++t) {
+        float* to = block.result + (row + m) * D + first_column + (turn * T + t) * kLanes;
+        Floats sum = joined<F, R, T>(held[turn], m, t, block.weight_planes);
+        if (factors) sum += load<Floats>(to) * splat(factors[m]);
+        store(to, sum);
+      }
     }
   }
 }
@@ -175,24 +220,26 @@ void weigh_rows(const Block& block, const Tiles& tiles, int64_t end_key, int64_t
     }
   }
   int64_t column = 0;
-  for (; column + T * kLanes <= block.head_size; column += T * kLanes) {
-    weigh_group<F, M, T>(block, tiles, reach, column, row, factors);
-  }
-  if constexpr (T > 4) {
-    for (; column + 4 * kLanes <= block.head_size; column += 4 * kLanes) {
-      weigh_group<F, M, 4>(block, tiles, reach, column, row, factors);
+  const auto weigh = [&](auto vectors) {
+    constexpr int kVectors = decltype(vectors)::value;
+    if constexpr (F::kCodes && kTurns > 1) {
+      constexpr int64_t kAll = kTurns * kVectors * kLanes;
+      for (; column + kAll <= block.head_size; column += kAll) {
+        weigh_codes<F, M, kVectors, kTurns>(block, tiles, reach.tiles, column, row, factors);
+      }
     }
-  }
-  if constexpr (T > 2) {
-    for (; column + 2 * kLanes <= block.head_size; column += 2 * kLanes) {
-      weigh_group<F, M, 2>(block, tiles, reach, column, row, factors);
+    for (; column + kVectors * kLanes <= block.head_size; column += kVectors * kLanes) {
+      if constexpr (F::kCodes) {
+        weigh_codes<F, M, kVectors, 1>(block, tiles, reach.tiles, column, row, factors);
+      } else {
+        weigh_group<F, M, kVectors>(block, tiles, reach, column, row, factors);
+      }
     }
-  }
-  if constexpr (T > 1) {
-    for (; column < block.head_size; column += kLanes) {
-      weigh_group<F, M, 1>(block, tiles, reach, column, row, factors);
-    }
-  }
+  };
+  weigh(std::integral_constant<int, T>());
+  if constexpr (T > 4) weigh(std::integral_constant<int, 4>());
+  if constexpr (T > 2) weigh(std::integral_constant<int, 2>());
+  if constexpr (T > 1) weigh(std::integral_constant<int, 1>());
 }
 
 // Positions that a row sees: from `first` to before `end`.
@@ -222,8 +269,8 @@ struct PlaneBytes {
     high_numbers = (numbers + splat(int32_t(128))) >> 8;
     low_numbers = numbers - (high_numbers << 8);
     const Bytes order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
-    high = __builtin_shuffle(__builtin_convertvector(high_numbers, Bytes), order);
-    low = __builtin_shuffle(__builtin_convertvector(low_numbers, Bytes), order);
+    high = __builtin_shuffle(low_bytes(high_numbers), order);
+    low = __builtin_shuffle(low_bytes(low_numbers), order);
   }
 };
 

@@ -230,7 +230,7 @@ INTERPOSER_INLINE void weigh_quarters(const Block& block, const Tiles& tiles, in
   if (!F::kCodes && factors) sums.resume(result, D, rows, factors);
   typename Sums::Addresses words, ahead;
   for (int64_t tile = 0; tile < whole; ++tile) {
-    const Ahead then = values_ahead(tiles, tile, D, column, columns, 2 * kCount);
+    const Ahead then = values_ahead(tiles, tile, D, {column, columns}, 2 * kCount);
     for (int g = 0; g < Sums::kGroups; ++g) {
       words[g] = tiles.keys[tile] + tiles.value_distance + (column + g * kLanes) * 4;
       ahead[g] = then.at + g * kLanes * 4;
