@@ -5,7 +5,8 @@
     python benchmarks/batch_kinds.py DIR TEXT_DIR [--suites batches prefixes ...]
 
 Suites: `batches` has prefill, decode, a batch and a prompt that extends another; `prefixes` 2,000
-tokens that two prompts share; `mixed` prompts that join requests which decode; `adapters` a batch
+tokens that two prompts share; `mixed` prompts that join requests which decode; `large` the same of
+batches of 32 and 64, whose contexts differ; `adapters` a batch
 of eight without any, with one of rank 16 for all, and with four; `guesses` text by prompt lookup of
 four tokens and without: greedy text that repeats itself, and text that is drawn at temperature 1,
 on the shipped model, since random weights repeat themselves in no way that says anything; `idle`
@@ -36,7 +37,7 @@ from cpu_models import SHIPPED
 from cpu_peers import Contender, Unavailable, cache_folder, chosen_contenders
 from cpu_processes import Worker
 
-SUITES = ("batches", "prefixes", "mixed", "adapters", "guesses", "idle")
+SUITES = ("batches", "prefixes", "mixed", "large", "adapters", "guesses", "idle")
 PEERS = ("interposer:bf16", "llama_cpp:bf16", "vllm:bf16")
 LINES = "".join(
     f"    parser.add_argument('--option{n}', type=int, default={n})\n" for n in range(12)
@@ -135,17 +136,23 @@ def suites_of(options: argparse.Namespace) -> dict[str, Suite]:
         "mixed": Suite(
             options.model_dir,
             {"": Settings(CONTEXT, prefixes=True)},
+            (joined(4, short, new, prompt),),
+        ),
+        "large": Suite(
+            options.model_dir,
+            {"": Settings(CONTEXT, prefixes=True)},
             (
-                Row(
-                    {
-                        **{"kind": "mixed", "batch": 4, "context": short},
-                        **{"new_tokens": new, "joining": prompt},
-                    },
-                    {
-                        "tokens": f"decode of 4, prompts of {prompt} join",
-                        GAP: "the same, 95 % of gaps within, ms",
-                    },
+                *(
+                    Row(
+                        {**eight, "batch": batch, "context": prompt, "mixed_lengths": True},
+                        {
+                            "decode": f"decode of {batch}, contexts of {short} to {prompt}",
+                            GAP: f"decode of {batch}, 95 % of gaps within, ms",
+                        },
+                    )
+                    for batch in (32, 64)
                 ),
+                joined(32, short, new, prompt),
             ),
         ),
         "adapters": Suite(
@@ -181,6 +188,18 @@ def suites_of(options: argparse.Namespace) -> dict[str, Suite]:
             (("decode, cached", "decode, plain"),),
         ),
     }
+
+
+def joined(batch: int, context: int, new: int, prompt: int) -> Row:
+    """Return the row of requests that prompts join while they decode."""
+    what = f"decode of {batch}, prompts of {prompt} join"
+    return Row(
+        {
+            **{"kind": "mixed", "batch": batch, "context": context},
+            **{"new_tokens": new, "joining": prompt},
+        },
+        {"tokens": what, GAP: f"{what}, 95 % of gaps within, ms"},
+    )
 
 
 def guessed_rows(options: argparse.Namespace) -> tuple[Row, ...]:

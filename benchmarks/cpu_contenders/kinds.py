@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from cpu_contenders.contract import BatchContender, Unsupported
@@ -26,24 +27,38 @@ def drawn(row: Row, batch: int, length: int) -> list[list[int]]:
 
 
 def decode(contender: BatchContender, row: Row) -> dict[str, float]:
-    """Decode requests behind prompts of ``context`` tokens, where ``adapters`` are theirs."""
+    """Decode requests behind prompts of ``context`` tokens, where ``adapters`` are theirs.
+
+    With ``mixed_lengths`` prompts have a quarter, a half, three quarters and all of it in turns.
+    """
     batch, new, adapters = row["batch"], row["new_tokens"], row.get("adapters")
     contender.reserve(batch, row["context"] + new + 1)
     if adapters is not None:
         contender.use_adapters(adapters)
     prompts = drawn(row, batch, row["context"])
+    if row.get("mixed_lengths"):
+        prompts = [p[: len(p) * (1 + n % 4) // 4] for n, p in enumerate(prompts)]
     start = time.perf_counter()
     contender.prefill(prompts, new + 1)
-    middle = time.perf_counter()
-    counts = {len(contender.step()) for _ in range(new)}
-    end = time.perf_counter()
+    ends, counts = [time.perf_counter()], set()
+    for _ in range(new):
+        counts.add(len(contender.step()))
+        ends.append(time.perf_counter())
     contender.end()
     if adapters is not None:
         contender.use_adapters([])
     if counts != {batch}:
         raise RuntimeError(f"steps gave {sorted(counts)} tokens instead of {batch}")
-    prompt_tokens, new_tokens = batch * row["context"], batch * new
-    return {"prefill": prompt_tokens / (middle - start), "decode": new_tokens / (end - middle)}
+    return {
+        "prefill": sum(map(len, prompts)) / (ends[0] - start),
+        "decode": batch * new / (ends[-1] - ends[0]),
+        "gap_ms": p95_ms([late - early for early, late in pairwise(ends)]),
+    }
+
+
+def p95_ms(gaps: list[float]) -> float:
+    """Return within how many milliseconds 95 % of gaps of so many seconds lie."""
+    return 1e3 * sorted(gaps)[int(0.95 * (len(gaps) - 1))]
 
 
 def extend(contender: BatchContender, row: Row) -> dict[str, float]:
@@ -96,8 +111,7 @@ def mixed(contender: BatchContender, row: Row) -> dict[str, float]:
         gaps.append(time.perf_counter() - began)
     seconds = time.perf_counter() - start
     contender.end()
-    p95 = sorted(gaps)[int(0.95 * (len(gaps) - 1))]
-    return {"tokens": batch * new / seconds, "gap_ms": 1e3 * p95}
+    return {"tokens": batch * new / seconds, "gap_ms": p95_ms(gaps)}
 
 
 def guesses(contender: BatchContender, row: Row) -> dict[str, float]:

@@ -163,4 +163,4 @@ def test_what_the_backend_refuses_has_a_reason(
     assert reason in PagedBackend.accepts(spec, Capability("x86_64")).reason
     with pytest.raises(NoCandidateError) as raised:
         Attention(make_site("attn", torch.float32), spec)
-    assert [refusal.candidate for refusal in raised.value.refusals] == ["paged"]
+    assert [refusal.candidate for refusal in raised.value.refusals] == ["grouped", "paged"]
