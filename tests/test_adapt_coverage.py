@@ -114,6 +114,7 @@ def test_a_sample_is_adapted(kind: str, table: dict[str, dict[str, Any]]) -> Non
     check(rows, table)
 
 
+@pytest.mark.slow
 def test_half_precision_is_adapted() -> None:
     rows = judged(*HALF, "--dtype", "bfloat16")
     assert [row["model_type"] for row in rows] == HALF

@@ -250,6 +250,7 @@ def test_time_is_bounded(reports: dict[str, Report]) -> None:
     assert not slow
 
 
+@pytest.mark.slow  # the command `run` below sees everything as well
 def test_all_at_once(site: Path, folder: Path, visits: list[Visits]) -> None:
     """Everything is installed and nothing is left out by the policy, as on a real machine."""
     ours = ["example-norm", "gguf", "nf4", "otel"]

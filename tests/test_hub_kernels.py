@@ -94,6 +94,7 @@ def test_functions_compute_what_their_ops_define(repository: Path) -> None:
     assert min(found["counts"].values()) >= 6
 
 
+@pytest.mark.slow
 def test_so_do_their_triton_kernels_when_interpreted(repository: Path) -> None:
     pytest.importorskip("triton", reason="needs the package triton")
     build = repository / "build" / "torch-cuda"

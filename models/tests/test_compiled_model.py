@@ -100,6 +100,7 @@ def graphs(lm: LanguageModel) -> int:
     return lm.engine.runner.compiled.graphs
 
 
+@pytest.mark.slow
 def test_every_kind_of_step_is_one_graph(tiny: Path, tmp_path: Path) -> None:
     """Whatever is one apart, sizes that happen to be equal at first are not taken for one."""
     plain, compiled = loaded(tiny), loaded(tiny, "aot_eager", cache_dir=tmp_path)

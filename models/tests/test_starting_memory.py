@@ -80,6 +80,7 @@ def test_a_cache_takes_memory_as_tokens_are_stored(tmp_path: Path) -> None:
 
 
 @linux
+@pytest.mark.slow
 def test_packed_weights_are_no_anonymous_memory(tmp_path: Path) -> None:
     config = LlamaConfig(
         hidden_size=256,
