@@ -78,5 +78,6 @@ def _analysed(
 
 
 def _plain(text: str) -> str:
-    """Return an instruction without what a disassembler adds to it."""
-    return re.sub(r" <[^>]*>.*$", "", text)
+    """Return an instruction as an assembler reads it, with addresses marked as hexadecimal."""
+    plain = re.sub(r" <[^>]*>.*$", "", text)
+    return re.sub(r"^((?:larl|adrp) \S+?, ?)([0-9a-f]+)$", r"\g<1>0x\2", plain)
