@@ -59,19 +59,16 @@ def rises(path: Path, tokens: int, quantization: str = "", packed: str = "on") -
     return found
 
 
+def write_llama(folder: Path, **sizes: Any) -> None:
+    config = LlamaConfig(intermediate_size=64, **sizes)
+    write_checkpoint(config, folder)
+
+
 @linux
 def test_a_cache_takes_memory_as_tokens_are_stored(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        vocab_size=256,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=4096,
-    )
-    write_checkpoint(config, tmp_path)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 256}
+    write_llama(tmp_path, **heads, **sizes, max_position_embeddings=4096)
     _, first, longer, note, _ = rises(tmp_path, 4096)
     # Of float32: 4 layers, 8 heads of 128 numbers, keys and values.
     assert note == "KV cache of 4096 tokens, 128.0 MiB, as cache_tokens says"
@@ -82,17 +79,9 @@ def test_a_cache_takes_memory_as_tokens_are_stored(tmp_path: Path) -> None:
 @linux
 @pytest.mark.slow
 def test_packed_weights_are_no_anonymous_memory(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=64,
-    )
-    write_checkpoint(config, tmp_path)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    sizes = {"hidden_size": 256, "num_hidden_layers": 1, "vocab_size": VOCABULARY}
+    write_llama(tmp_path, **heads, **sizes, max_position_embeddings=64)
     for _ in range(2):  # packed, and mapped
         loading, *_, notes = rises(tmp_path, 64, "int8")
         # Codes of a byte each are 48 MiB, and as much again packed.
