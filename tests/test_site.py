@@ -23,6 +23,7 @@ def test_doors_are_few() -> None:
         if dot and not line.startswith(" ") and name:
             names.setdefault(module.partition(".")[0], set()).add(name)
     # Of them, one and four are the dtype and the groups of caches of 4 bits.
-    most = {"interposer": 151, "interposer_ops": 256}
+    # Four are the communicator, its record, the ranks and the error of a lost one.
+    most = {"interposer": 155, "interposer_ops": 262}
     too_many = {top: len(found) for top, found in names.items() if len(found) > most.get(top, 60)}
     assert not too_many

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from interposer._contract.capability import Capability, Device, Memory
     from interposer._contract.checkpoint import CheckpointFile
     from interposer._contract.choice import Candidate, Choice
+    from interposer._contract.communicator import Communicator, Ranks
     from interposer._contract.layer import BoundKernel, PluggableLayer, Site
     from interposer._contract.model import CausalModel, ModelFamily
     from interposer._contract.op import (
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from interposer._contract.records import (
         AttentionEntry,
         CheckpointEntry,
+        CommunicatorEntry,
         DeviceEntry,
         Kernel,
         LayerEntry,
@@ -69,14 +71,14 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "API_VERSION", "AttentionBackend", "AttentionBatch", "AttentionEntry",
-    "AttentionSpec", "BoundKernel", "CacheFormat", "Call", "Candidate", "Capability", "Case",
-    "CaseGenerator", "CaseSampler", "CausalModel", "CheckpointEntry", "CheckpointFile", "Choice",
-    "Config", "CustomOp", "Device", "DeviceEntry", "Dim", "Dims", "EmbeddingMethod",
-    "ExpertsMethod", "ExpertsSpec", "Explanation", "KVCacheLayout", "Kernel", "LayerEntry",
-    "LinearMethod", "Memory", "ModelEntry", "ModelFamily", "NumericsPolicy", "OpEntry",
-    "Placement", "Planned", "Platform", "PlatformEntry", "PluggableLayer", "Policy",
-    "QuantizationScheme", "Refusal", "Registration", "Registry", "Request", "Requires",
+    "API_VERSION", "AttentionBackend", "AttentionBatch", "AttentionEntry", "AttentionSpec",
+    "BoundKernel", "CacheFormat", "Call", "Candidate", "Capability", "Case", "CaseGenerator",
+    "CaseSampler", "CausalModel", "CheckpointEntry", "CheckpointFile", "Choice", "Communicator",
+    "CommunicatorEntry", "Config", "CustomOp", "Device", "DeviceEntry", "Dim", "Dims",
+    "EmbeddingMethod", "ExpertsMethod", "ExpertsSpec", "Explanation", "KVCacheLayout", "Kernel",
+    "LayerEntry", "LinearMethod", "Memory", "ModelEntry", "ModelFamily", "NumericsPolicy",
+    "OpEntry", "Placement", "Planned", "Platform", "PlatformEntry", "PluggableLayer", "Policy",
+    "QuantizationScheme", "Ranks", "Refusal", "Registration", "Registry", "Request", "Requires",
     "Resolver", "Rule", "SchemeEntry", "Site", "Tolerance", "TuningEntry", "Verdict",
     "current_platform", "current_registry", "custom_op", "effective_config", "explain",
     "hookimpl", "place", "planned", "register", "select", "use",
@@ -95,6 +97,7 @@ __getattr__ = lazy_attributes(
         "interposer._contract.capability": "Capability Device Memory",
         "interposer._contract.checkpoint": "CheckpointFile",
         "interposer._contract.choice": "Candidate Choice",
+        "interposer._contract.communicator": "Communicator Ranks",
         "interposer._contract.layer": "BoundKernel PluggableLayer Site",
         "interposer._contract.model": "CausalModel ModelFamily",
         "interposer._contract.op": (
@@ -106,8 +109,8 @@ __getattr__ = lazy_attributes(
             "QuantizationScheme"
         ),
         "interposer._contract.records": (
-            "AttentionEntry CheckpointEntry DeviceEntry Kernel LayerEntry ModelEntry "
-            "OpEntry PlatformEntry SchemeEntry TuningEntry"
+            "AttentionEntry CheckpointEntry CommunicatorEntry DeviceEntry Kernel LayerEntry "
+            "ModelEntry OpEntry PlatformEntry SchemeEntry TuningEntry"
         ),
         "interposer._contract.request": "Request",
         "interposer._contract.requires": "Dim Requires",

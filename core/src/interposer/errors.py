@@ -13,6 +13,7 @@ from interposer._contract.errors import (
     PlatformUnavailableError,
     PluginConflictError,
     PluginError,
+    RankError,
     RecordError,
     RequestError,
     StorageError,
@@ -27,7 +28,8 @@ from interposer._contract.errors import (
 __all__ = [
     "CheckpointError", "ConfigError", "GraphError", "InterposerError",
     "LockError", "MissingMemberError", "NoCandidateError", "PlatformUnavailableError",
-    "PluginConflictError", "PluginError", "RecordError", "RequestError", "StorageError",
-    "UnknownNameError", "UnsupportedModelError", "described", "foreign_errors", "nearest_first",
+    "PluginConflictError", "PluginError", "RankError", "RecordError", "RequestError",
+    "StorageError", "UnknownNameError", "UnsupportedModelError", "described", "foreign_errors",
+    "nearest_first",
 ]
 # fmt: on

@@ -59,6 +59,7 @@ class Config(Settings):
         attention: rules by attention type.
         quantization: rules by quantization method.
         models: rules by architecture.
+        communicators: rules by collective.
         require: properties that every kernel and every attention backend must promise.
         disable: names of plugins or distributions that are not to be loaded.
         plugins: distributions whose plugins may be loaded; None or ``"all"`` allows every one,
@@ -100,6 +101,7 @@ class Config(Settings):
     attention: Rules
     quantization: Rules
     models: Rules
+    communicators: Rules
     require: Required = frozenset()
     disable: Names = frozenset()
     plugins: Annotated[Names | None, BeforeValidator(_as_names)] = None
@@ -133,6 +135,7 @@ class Config(Settings):
             attention: Mapping[str, AnyRule] = ...,
             quantization: Mapping[str, AnyRule] = ...,
             models: Mapping[str, AnyRule] = ...,
+            communicators: Mapping[str, AnyRule] = ...,
             require: AnyNames = ...,
             disable: AnyNames = ...,
             plugins: AnyNames | Literal["all", "none"] | None = None,

@@ -16,9 +16,12 @@ FIELDS: dict[Kind, str] = {
     "attention": "attention",
     "scheme": "quantization",
     "model": "models",
+    "communicator": "communicators",
 }
 """The fields of a ``Config`` that hold rules, by what they are on."""
-_PROMISING = frozenset({"kernel", "attention"})  # kinds whose records have properties
+_PROMISING = frozenset(
+    {"kernel", "attention", "communicator"}
+)  # kinds whose records have properties
 _NO_RULE = Rule()
 
 

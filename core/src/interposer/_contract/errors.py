@@ -63,6 +63,19 @@ class UnknownNameError(ConfigError):
         super().__init__(f"Unknown {kind} {name!r}{place}. Known, nearest first: {listed}.{tail}")
 
 
+class RankError(InterposerError, RuntimeError):
+    """A rank died, hangs, or disagrees with the others; those that are left cannot go on.
+
+    ``rank`` is the one that tells of it, ``lost`` are those that did not come, where that is known.
+    """
+
+    def __init__(self, rank: int, reason: str, lost: Iterable[int] = ()) -> None:
+        self.rank = rank
+        self.reason = reason
+        self.lost = tuple(lost)
+        super().__init__(f"Rank {rank}: {reason}")
+
+
 class PluginError(InterposerError):
     """A plugin failed or declared something that cannot be used.
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from interposer._contract.capability import Device
 from interposer._contract.choice import Choice
+from interposer._contract.communicator import Communicator, Ranks
 from interposer._contract.errors import RecordError
 from interposer._contract.op import CustomOp, Dims
 from interposer._contract.verdict import Refusal
@@ -48,6 +49,7 @@ class Binder(Protocol):
         choices: every distinct choice with the prefixes that share it, in order of construction.
         failures: kernels that failed at run time and were replaced.
         notes: what is to be said of the model as a whole.
+        ranks: the processes that compute the model together; None where this one is alone.
     """
 
     registry: Any
@@ -58,6 +60,7 @@ class Binder(Protocol):
     choices: dict[tuple[object, ...], tuple[Choice, list[str]]]
     failures: list[Refusal]
     notes: list[str]
+    ranks: Ranks | None
 
     def kernel(
         self, op: CustomOp[P, R], dtype: torch.dtype, dims: Dims, prefix: str
@@ -80,6 +83,12 @@ class Binder(Protocol):
 
     def attention(self, spec: Any, site: Site) -> Any:
         """Return the ``AttentionBackend`` for an ``AttentionSpec``."""
+        ...
+
+    def communicator(
+        self, collective: str, dtype: torch.dtype, num_bytes: int, prefix: str
+    ) -> tuple[Choice, Communicator | None]:
+        """Return what is chosen for a collective over ``ranks``, None where they are described."""
         ...
 
     def choose_scheme(self, settings: Mapping[str, Any]) -> None:

@@ -22,6 +22,9 @@ PROPERTIES = frozenset(
 )
 """The promises that a kernel may make about itself."""
 
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+"""The collectives that a communicator may have, and the names of its methods."""
+
 NAMES = ("name", "op", "layer_id", "method", "suffix")
 """The fields that hold names; none may be empty."""
 
@@ -248,6 +251,27 @@ class PlatformEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class CommunicatorEntry(_Checked):
+    """A ``Communicator`` class for the ``collectives`` that it names, of ``COLLECTIVES``.
+
+    Its requests state ``ranks``, ``hosts`` and ``platforms`` as numbers of different ones, and
+    ``bytes`` of one rank, so that ``requires`` can say for which sizes and topologies it is.
+    ``predicate`` and ``confirm`` are those of ``Kernel``, and so is ``proven_on``.
+    """
+
+    name: str
+    target: str
+    collectives: tuple[str, ...]
+    platform: str = ""
+    requires: Requires = field(default_factory=Requires)
+    predicate: str = ""
+    confirm: str = ""
+    score: float = 10.0
+    properties: frozenset[str] = frozenset()
+    proven_on: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceEntry(_Checked):
     """A description of a device of ``platform``: a JSON file inside the plugin's package.
 
@@ -281,6 +305,7 @@ Record = (
     | ModelEntry
     | CheckpointEntry
     | PlatformEntry
+    | CommunicatorEntry
     | DeviceEntry
     | TuningEntry
 )

@@ -8,7 +8,9 @@ from typing import Any, Literal, Protocol
 
 from interposer._contract.capability import Capability
 
-Kind = Literal["platform", "kernel", "layer", "attention", "scheme", "model", "checkpoint"]
+Kind = Literal[
+    "platform", "kernel", "layer", "attention", "scheme", "model", "checkpoint", "communicator"
+]
 AttentionType = Literal["decoder", "encoder", "encoder_only", "encoder_decoder", "indexer"]
 
 
@@ -28,8 +30,8 @@ class Request:
 
     Attributes:
         kind: of what is asked for.
-        name: the op, layer id, attention type, quantization method, architecture or suffix of
-            files; empty for platforms.
+        name: the op, layer id, attention type, quantization method, architecture, suffix of
+            files or collective; empty for platforms.
         platform: name of the platform to run on; empty when platforms themselves are chosen.
         capability: of the device to run on.
         dtype: torch name without ``torch.``, or empty where it does not matter.

@@ -10,6 +10,7 @@ from interposer._config.config import Config
 from interposer._contract.errors import PluginError, described, foreign_errors, traced
 from interposer._contract.records import (
     AttentionEntry,
+    CommunicatorEntry,
     Kernel,
     LayerEntry,
     PlatformEntry,
@@ -25,6 +26,8 @@ from interposer._plugins.plugins import Plugin, Plugins
 from interposer_sandbox import Finding
 
 Accepts = Callable[[Request], Verdict]
+Judged = Kernel | LayerEntry | AttentionEntry | CommunicatorEntry
+"""The records that say for which platform and requests they are."""
 Runs = Callable[[str], Collection[str]]
 """Returns which platforms a record may be for to run on the named one; empty is for any."""
 
@@ -146,16 +149,14 @@ def acceptance_of(record: Record, code: Code | None = None, runs: Runs = _runs_i
     """
     code = code or Code()
     match record:
-        case Kernel() | LayerEntry() | AttentionEntry():
+        case Kernel() | LayerEntry() | AttentionEntry() | CommunicatorEntry():
             return _Acceptance(record, code, runs)
         case PlatformEntry():
             return partial(_guarded, partial(_probe, record.target, code))
     return lambda _: Verdict.accept()
 
 
-def judge_requirements(
-    record: Kernel | LayerEntry | AttentionEntry, request: Request, runs: Runs
-) -> Verdict:
+def judge_requirements(record: Judged, request: Request, runs: Runs) -> Verdict:
     """Say whether ``request`` is for the record's platform and meets its requirements.
 
     A platform that runs what the record is for will do. The reason of an acceptance says so.
@@ -175,9 +176,7 @@ class _Acceptance:
     The last answer is kept: a request is judged for its measurements and for the choice.
     """
 
-    def __init__(
-        self, record: Kernel | LayerEntry | AttentionEntry, code: Code, runs: Runs
-    ) -> None:
+    def __init__(self, record: Judged, code: Code, runs: Runs) -> None:
         self._record = record
         self._code = code
         self._runs = runs

@@ -15,6 +15,7 @@ from interposer._contract.errors import PluginError, UnknownNameError, described
 from interposer._contract.records import (
     AttentionEntry,
     CheckpointEntry,
+    CommunicatorEntry,
     Kernel,
     LayerEntry,
     ModelEntry,
@@ -46,6 +47,7 @@ _SUBJECTS: dict[Kind, str] = {
     "scheme": "quantization method",
     "model": "architecture",
     "checkpoint": "suffix of files",
+    "communicator": "collective",
 }
 _KINDS: dict[type[Record], Kind] = {
     OpEntry: "kernel",
@@ -56,6 +58,7 @@ _KINDS: dict[type[Record], Kind] = {
     ModelEntry: "model",
     CheckpointEntry: "checkpoint",
     PlatformEntry: "platform",
+    CommunicatorEntry: "communicator",
 }
 # What discovery and examination depend on; everything else of a Config is for the selection.
 _EXAMINING = ("disable", "plugins", "locked", "isolation", "probe_seconds", "cache_dir")
@@ -190,7 +193,8 @@ class Registry:
             record,
             acceptance_of(record, code, self.runs),
         )
-        for named in dict.fromkeys(getattr(record, "architectures", (subject,))):
+        named_by = getattr(record, "architectures", None) or getattr(record, "collectives", None)
+        for named in dict.fromkeys(named_by or (subject,)):
             self._candidates[kind].setdefault(named, []).append(candidate)
 
     def _drivers_of(self, plugin: Plugin) -> str:

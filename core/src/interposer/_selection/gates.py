@@ -9,12 +9,14 @@ from typing import Any, Literal
 from interposer._contract.attention import AttentionBackend, AttentionSpec
 from interposer._contract.capability import Device
 from interposer._contract.choice import Candidate, Choice
+from interposer._contract.communicator import Communicator, Ranks
 from interposer._contract.errors import InterposerError
 from interposer._contract.layer import PluggableLayer, Site, check_replacement
 from interposer._contract.model import ModelFamily
 from interposer._contract.op import CustomOp
 from interposer._contract.records import (
     AttentionEntry,
+    CommunicatorEntry,
     Kernel,
     LayerEntry,
     ModelEntry,
@@ -272,6 +274,30 @@ class LoadsBackend(Loads):
                 return Verdict.refuse("accepted to read a stored cache, has no forward_stored")
             self._built[key] = backend(self._spec, self._site)
         self.loaded = self._built[key]
+        return _ACCEPTED
+
+
+class LoadsCommunicator(Loads):
+    """Builds a communicator over ranks, once for all collectives that it is chosen for."""
+
+    def __init__(
+        self, registry: Registry, ranks: Ranks, device: str, built: dict[str, Communicator]
+    ) -> None:
+        super().__init__(registry)
+        self._ranks = ranks
+        self._device = device
+        self._built = built
+
+    def __call__(self, request: Request, candidate: Candidate) -> Verdict:
+        """Hold the communicator; of ranks that are only described there is none."""
+        assert isinstance(candidate.record, CommunicatorEntry)
+        if self._ranks.group is None:
+            return _ACCEPTED
+        name = candidate.qualified_name
+        if name not in self._built:
+            make = self._registry.load(candidate, candidate.record.target)
+            self._built[name] = make(self._ranks, self._device)
+        self.loaded = self._built[name]
         return _ACCEPTED
 
 

@@ -18,6 +18,7 @@ from interposer._config.policy import Policy, pin_matches, policy_for
 from interposer._contract.attention import AttentionBackend, AttentionSpec
 from interposer._contract.capability import Device
 from interposer._contract.choice import Candidate, Choice, Measured
+from interposer._contract.communicator import Communicator, Ranks
 from interposer._contract.errors import (
     ConfigError,
     NoCandidateError,
@@ -40,6 +41,7 @@ from interposer._selection.gates import (
     IsReadByLookup,
     Loads,
     LoadsBackend,
+    LoadsCommunicator,
     LoadsKernel,
     LoadsLayer,
     LoadsModel,
@@ -72,6 +74,8 @@ class Resolver:
         notes: what is to be said of the model as a whole.
         scheme: the checkpoint's quantization scheme, or None where weights are plain.
         described: the device is only described, so kernels are chosen but never loaded.
+        ranks: the processes that compute the model together; None where this one is alone.
+        communicators: those that were chosen, by qualified name; the model's owner closes them.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class Resolver:
         trusted: frozenset[str] = frozenset(),
         described: bool = False,
         defaults: Mapping[str, str] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         registry.check_rules(config)
         self.registry = registry
@@ -91,6 +96,8 @@ class Resolver:
         self.config = config
         self.scheme = scheme
         self.described = described
+        self.ranks = ranks
+        self.communicators: dict[str, Communicator] = {}
         self.choices: dict[tuple[object, ...], tuple[Choice, list[str]]] = {}
         self.failures: list[Refusal] = []
         self.notes: list[str] = []
@@ -107,7 +114,9 @@ class Resolver:
             self._gates += (Confirms(registry), canary)
 
     @classmethod
-    def at(cls, placement: Placement, config: Config | None = None) -> Resolver:
+    def at(
+        cls, placement: Placement, config: Config | None = None, ranks: Ranks | None = None
+    ) -> Resolver:
         """Return a resolver for the device of ``placement``, with its platform's defaults."""
         config = effective_config(config)
         resolver = cls(
@@ -117,6 +126,7 @@ class Resolver:
             trusted=frozenset({placement.choice.chosen.provider}),
             described=placement.described,
             defaults=placement.default_kernels,
+            ranks=ranks,
         )
         resolver.record(placement.choice)
         return resolver
@@ -180,6 +190,23 @@ class Resolver:
         request = self._request("attention", spec.type, at, spec.dims(), spec)
         loads = LoadsBackend(self.registry, spec, site, self._backends)
         return cast(AttentionBackend, self._choose(request, (), loads)[1])
+
+    def communicator(
+        self, collective: str, dtype: torch.dtype, num_bytes: int, prefix: str
+    ) -> tuple[Choice, Communicator | None]:
+        """Return what is chosen for a collective over ``ranks``, None where they are described.
+
+        Args:
+            num_bytes: of one rank.
+        Raises: NoCandidateError: every communicator was refused, or the pinned one.
+        """
+        assert self.ranks is not None
+        dims = self.ranks.dims(num_bytes)
+        request = self._request("communicator", collective, Site(self, prefix, dtype), dims)
+        torch_device = self.device.torch_device
+        loads = LoadsCommunicator(self.registry, self.ranks, torch_device, self.communicators)
+        gates = () if self.described else (Confirms(self.registry),)
+        return self._choose(request, gates, loads)
 
     def choose_scheme(self, settings: Mapping[str, Any]) -> None:
         """Set ``scheme`` to the one for a checkpoint's ``quantization_config``.

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from interposer._contract.errors import RecordError, described, foreign_errors
 from interposer._contract.records import (
+    COLLECTIVES,
     NAMES,
     TARGETS,
     AttentionEntry,
     CheckpointEntry,
+    CommunicatorEntry,
     DeviceEntry,
     Kernel,
     LayerEntry,
@@ -215,6 +217,10 @@ _SOUND: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: bool(value) and _are_names(value),
         f"architectures that are no tuple of {_NAMES}",
     ),
+    "collectives": (
+        lambda value: bool(value) and _are_names(value) and set(value) <= set(COLLECTIVES),
+        f"collectives that are no tuple of some of {', '.join(COLLECTIVES)}",
+    ),
     "reads": (_are_names, f"reads that are no tuple of {_NAMES}"),
     "runs": (_are_names, f"runs that are no tuple of {_NAMES}"),
     "explicit": (lambda value: type(value) is bool, "an explicit that is neither True nor False"),
@@ -295,4 +301,5 @@ _PARENTS: dict[type[Record], tuple[str, str]] = {
     SchemeEntry: ("scheme", "interposer._contract.quantization:QuantizationScheme"),
     ModelEntry: ("model family", "interposer._contract.model:ModelFamily"),
     CheckpointEntry: ("format of files", "interposer._contract.checkpoint:CheckpointFile"),
+    CommunicatorEntry: ("communicator", "interposer._contract.communicator:Communicator"),
 }

@@ -1,0 +1,113 @@
+"""The communicator contract: collectives over the processes that compute one model together.
+
+Dimensions: N ranks, T rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from interposer._contract.errors import MissingMemberError
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The processes that compute one model together, as one of them sees them.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: the number of processes, N.
+        hosts: the machine of each rank, as a number from 0 in the order of appearance.
+        platforms: the name of the platform of each rank.
+        group: of torch.distributed, over the host's memory; None where ranks are only described.
+        timeout_seconds: within which every rank comes to a collective; else it is lost.
+    """
+
+    rank: int
+    size: int
+    hosts: tuple[int, ...]
+    platforms: tuple[str, ...]
+    group: Any = None
+    timeout_seconds: float = 60.0
+
+    def dims(self, num_bytes: int) -> dict[str, int | float | str | bool]:
+        """Return what a request for a collective states; ``num_bytes`` are those of one rank."""
+        return {
+            "ranks": self.size,
+            "hosts": len(set(self.hosts)),
+            "platforms": len(set(self.platforms)),
+            "bytes": num_bytes,
+        }
+
+
+class Communicator(ABC):
+    """Collectives over ranks, which every rank calls in the same order with equal dtypes.
+
+    Sums are taken in float32 or wider, or rounded to the dtype after each of N - 1 additions; every
+    rank gets the same bits. A call that a rank does not come to within ``ranks.timeout_seconds``
+    raises ``RankError`` on the others, and so does each later one.
+
+    A subclass has the methods that its record names in ``collectives``; the others raise.
+
+    Args:
+        ranks: with a group.
+        device: of this rank, as torch names it.
+    """
+
+    in_place: ClassVar[bool] = False
+    """``all_reduce`` returns the tensor that it was given, with the sum in it."""
+
+    def __init__(self, ranks: Ranks, device: str) -> None:
+        self.ranks = ranks
+        self.device = device
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of ``x`` over the ranks, of its shape; ``x`` may be overwritten."""
+        raise self._missing("all_reduce")
+
+    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks in their order, ``[sum(sizes), ...]``.
+
+        Args:
+            x: ``[sizes[rank], ...]``.
+            sizes: rows of each rank; some may be 0.
+        """
+        raise self._missing("all_gather")
+
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return this rank's rows of the sum of ``x`` over the ranks, ``[sizes[rank], ...]``.
+
+        Args:
+            x: ``[sum(sizes), ...]``.
+            sizes: rows that each rank gets; some may be 0.
+        """
+        raise self._missing("reduce_scatter")
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Return the rows that the ranks have for this one, in their order.
+
+        Args:
+            x: ``[sum(sent), ...]``, the rows for each rank in their order.
+            sent: rows for each rank.
+            received: rows of each rank, ``sent[rank]`` there.
+        """
+        raise self._missing("all_to_all")
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Return what ``x`` of the rank ``source`` holds, written to ``x`` of the others."""
+        raise self._missing("broadcast")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the ranks share; doing so twice does nothing."""
+
+    def _missing(self, collective: str) -> MissingMemberError:
+        return MissingMemberError(
+            f"{type(self).__name__} has no {collective!r}. Its record names what it has in "
+            "collectives"
+        )
