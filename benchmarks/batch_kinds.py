@@ -140,7 +140,7 @@ def suites_of(options: argparse.Namespace) -> dict[str, Suite]:
         ),
         "large": Suite(
             options.model_dir,
-            {"": Settings(CONTEXT, prefixes=True)},
+            {"": Settings(640, prefixes=True, requests=80)},
             (
                 *(
                     Row(

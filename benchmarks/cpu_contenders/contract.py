@@ -31,17 +31,19 @@ class Settings:
     """The settings that a contender loads with beside its option.
 
     Attributes:
-        context: tokens of one request at most; of all requests, MAX_STEP_TOKENS or four times as
-            many as that.
+        context: tokens of one request at most; of all requests, MAX_STEP_TOKENS or as many times
+            that as half of the requests.
         prefixes: what earlier prompts left in the cache is used again.
         guesses: tokens are looked up in the prompt and verified, four at most.
         adapters: folders of PEFT that requests may name; llama.cpp reads the ``.gguf`` beside each.
+        requests: that run at once at most.
     """
 
     context: int = MAX_CONTEXT
     prefixes: bool = False
     guesses: bool = False
     adapters: tuple[str, ...] = ()
+    requests: int = MAX_BATCH
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Settings:
@@ -51,7 +53,7 @@ class Settings:
     @property
     def cache_tokens(self) -> int:
         """The tokens of all requests, and of what is kept of earlier ones."""
-        return MAX_STEP_TOKENS if self == Settings() else 4 * self.context
+        return MAX_STEP_TOKENS if self == Settings() else self.requests // 2 * self.context
 
 
 class Contender(Protocol):

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from cpu_contenders.contract import MAX_BATCH, MAX_STEP_TOKENS, BatchContender, Settings
+from cpu_contenders.contract import MAX_STEP_TOKENS, BatchContender, Settings
 
 __all__ = ["open_contender", "settings_of"]
 
@@ -30,7 +30,7 @@ class Engine:
             dtype="bfloat16",
             quantization=settings_of(option),
             cache_tokens=settings.cache_tokens,
-            max_sequences=MAX_BATCH,
+            max_sequences=settings.requests,
             max_step_tokens=MAX_STEP_TOKENS,
             prefix_cache=settings.prefixes,
             speculation=models.Speculation(tokens=4) if settings.guesses else None,
@@ -69,6 +69,8 @@ class Engine:
     def several(self) -> list[list[int]]:
         found: dict[int, list[int]] = {id(sequence): [] for sequence in self.sequences}
         while not all(found.values()):
+            if not self.lm.engine.busy:
+                raise RuntimeError("a request ended before it was asked for a token")
             for event in self.lm.engine.step():
                 found.get(id(event.sequence), []).append(event.token_id)
         return list(found.values())

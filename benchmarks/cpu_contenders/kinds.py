@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from cpu_contenders.contract import BatchContender, Unsupported
+from cpu_contenders.contract import MAX_STEP_TOKENS, BatchContender, Unsupported
 
 __all__ = ["KINDS"]
 
@@ -32,14 +32,16 @@ def decode(contender: BatchContender, row: Row) -> dict[str, float]:
     With ``mixed_lengths`` prompts have a quarter, a half, three quarters and all of it in turns.
     """
     batch, new, adapters = row["batch"], row["new_tokens"], row.get("adapters")
-    contender.reserve(batch, row["context"] + new + 1)
+    # Those whose prompts are computed first decode while the others' are.
+    ahead = -(-batch * row["context"] // MAX_STEP_TOKENS)
+    contender.reserve(batch, row["context"] + new + 1 + ahead)
     if adapters is not None:
         contender.use_adapters(adapters)
     prompts = drawn(row, batch, row["context"])
     if row.get("mixed_lengths"):
         prompts = [p[: len(p) * (1 + n % 4) // 4] for n, p in enumerate(prompts)]
     start = time.perf_counter()
-    contender.prefill(prompts, new + 1)
+    contender.prefill(prompts, new + 1 + ahead)
     ends, counts = [time.perf_counter()], set()
     for _ in range(new):
         counts.add(len(contender.step()))
@@ -98,9 +100,10 @@ def shared(contender: BatchContender, row: Row) -> dict[str, float]:
 def mixed(contender: BatchContender, row: Row) -> dict[str, float]:
     """Decode requests that prompts of ``joining`` tokens join, one every eighth step."""
     batch, new, size = row["batch"], row["new_tokens"], row["joining"]
-    contender.reserve(batch + 1, max(row["context"] + new, size) + 2)
+    ahead = -(-batch * row["context"] // MAX_STEP_TOKENS)
+    contender.reserve(batch + 1, max(row["context"] + new + ahead, size) + 2)
     joins = iter(drawn(row, -(-new // JOIN_STEPS), size))
-    contender.prefill(drawn(row, batch, row["context"]), new + 1)
+    contender.prefill(drawn(row, batch, row["context"]), new + 1 + ahead)
     gaps = []
     start = time.perf_counter()
     for number in range(new):

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cpu_contenders.contract import MAX_BATCH, MAX_STEP_TOKENS, BatchContender, Settings
+from cpu_contenders.contract import MAX_STEP_TOKENS, BatchContender, Settings
 
 __all__ = ["open_contender"]
 
@@ -19,7 +19,7 @@ class Engine:
         cores = sorted(os.sched_getaffinity(0))[:threads]
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "4" if settings.requests > 8 else "1",
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
             "VLLM_NO_USAGE_STATS": "1",
         }
@@ -28,7 +28,7 @@ class Engine:
             model=str(path),
             dtype="bfloat16",
             skip_tokenizer_init=True,
-            max_num_seqs=MAX_BATCH,
+            max_num_seqs=settings.requests,
             max_model_len=settings.context,
             max_num_batched_tokens=MAX_STEP_TOKENS,
             enable_prefix_caching=settings.prefixes,
@@ -68,6 +68,8 @@ class Engine:
         """Step until each request has a token more; results may come a step later."""
         found: dict[str, list[int]] = {name: [] for name in self.names}
         while not all(found.values()):
+            if not self.engine.has_unfinished_requests():
+                raise RuntimeError("a request ended before it was asked for a token")
             for output in self.engine.step():
                 if output.request_id in found:
                     tokens = output.outputs[0].token_ids
