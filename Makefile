@@ -128,9 +128,12 @@ $(VENV)/.modules: FORCE | $(BIN)/pip
 FORCE:
 
 # One call for all, so that pip resolves them together. The pip that venv brings may be too old to
-# know --group. Build systems are installed once, instead of once for each distribution.
+# know --group. Build systems are installed once, instead of once for each distribution. pip would
+# compile all modules with one processor, those too that few programs import; compileall ends with 1
+# as some files of packages are meant for another Python.
 $(INSTALLED): pyproject.toml constraints.txt $(addsuffix /pyproject.toml,$(DISTRIBUTIONS)) $(NATIVE) $(VENV)/.modules | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group build
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --group dev $(addprefix --editable ./,$(DISTRIBUTIONS))
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --group dev $(addprefix --editable ./,$(DISTRIBUTIONS))
+	$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/' $(VENV)/lib/python3.* || true
 	touch $@

@@ -43,6 +43,18 @@ with contextlib.suppress(FileExistsError):
     (_CACHE / "verdicts").symlink_to(_VERDICTS)
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook as well
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let one worker run a module, unless it has groups of its own; slow tests go one by one.
+
+    With every event xdist counts anew what is left of all groups that a worker has had, and a
+    fixture of a module is set up by each worker that runs a part of it.
+    """
+    for item in items:
+        if not any(item.iter_markers("xdist_group")) and not any(item.iter_markers("slow")):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
 def pytest_collection_finish() -> None:
     """Keep the garbage collector from visiting what was collected, again and again."""
     gc.collect()

@@ -1,4 +1,4 @@
-"""Run programs as forks of a process that has imported torch and its compiler, which takes long.
+"""Run programs as forks of a process that has imported torch and interposer, which takes long.
 
     python server.py SOCKET
 
@@ -21,7 +21,13 @@ from typing import Any, NoReturn
 import torch
 import torch._dynamo
 
+import interposer
+import interposer_models
 import interposer_tools.options
+
+# Loaded on first use, which would be in each program. Neither reads the environment, nor what is
+# installed. The plugin of pytest is left to pytest, which rewrites what it imports.
+LOADED = (interposer.Resolver, interposer.explain, interposer_models.load, interposer_tools.doctor)
 
 
 def main() -> None:
