@@ -250,7 +250,7 @@ def test_time_is_bounded(reports: dict[str, Report]) -> None:
     assert not slow
 
 
-@pytest.mark.slow  # the command `run` below sees everything as well
+@pytest.mark.slow  # a command below sees everything as well
 def test_all_at_once(site: Path, folder: Path, visits: list[Visits]) -> None:
     """Everything is installed and nothing is left out by the policy, as on a real machine."""
     ours = ["example-norm", "gguf", "nf4", "otel"]
@@ -279,14 +279,9 @@ COMMANDS = {
 }
 
 
-# Whoever runs a model plans it as well.
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(words, id=name, marks=[pytest.mark.slow] if name == "explain" else [])
-        for name, words in COMMANDS.items()
-    ],
-)
+# Each package is visited alone above, and the command below sees all of them.
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_commands_survive(
     command: tuple[str, ...], site: Path, folder: Path, visits: list[Visits]
 ) -> None:

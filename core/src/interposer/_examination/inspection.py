@@ -28,6 +28,7 @@ from interposer_sandbox import (
     RefusedError,
     Reporter,
     SideEffects,
+    is_loaded,
     run_here,
 )
 
@@ -259,6 +260,9 @@ def _load(targets: Iterable[str], reporter: Reporter) -> list[Any]:
     reporter.unmute()  # a plugin's module alone has no reason to print
     loaded = []
     for target in targets:
+        if is_loaded(target):  # a watch sees nothing, and takes longer than to look it up
+            loaded.append(load_target(target))
+            continue
         watch = _watch(target, reporter, light=False)
         loaded.append(reporter.run(f"loading {target}", watch, load_target, target))
     return loaded
