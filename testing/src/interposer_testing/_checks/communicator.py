@@ -34,6 +34,7 @@ _PATIENCE_SECONDS = 20.0  # of a communicator whose ranks are all there
 LIMIT_SECONDS = 2.0  # of one that loses a rank
 _SLACK_SECONDS = 6.0  # in which a rank whose machine is busy raises
 _SHARED = Path("/dev/shm")
+_ALIKE = ("all_reduce", "all_gather", "broadcast")  # of which every rank gets the same
 _MAPS = Path("/proc/self/maps")
 
 
@@ -141,39 +142,28 @@ class Rehearsal:
         x = case.fresh(rank, self._device)
         if case.collective == "broadcast" and rank != case.source:
             x.fill_(-1)
-        before, written = x.clone(), case.collective in ("all_reduce", "broadcast")
-        found: Tensor = self._agreed(str(case), lambda: case.call(communicator, rank, x))
-        faults = list(case.faults(rank, found))
-        in_place = case.collective == "broadcast" or (
-            case.collective == "all_reduce" and communicator.in_place
-        )
-        if in_place and found is not x:
-            faults.append(
-                Fault("alias", str(case), "another tensor than x, which holds the result")
-            )
-        if not written and not torch.equal(x, before):
-            faults.append(Fault("mutation", str(case), "x was written"))
-        mine = () if faults else _digest(found)
-        same = case.collective in ("all_reduce", "all_gather", "broadcast")
-        everyone = self._tell((mine, bool(faults)))
-        digests = [digest for digest, _ in everyone]
-        others = [r for r, d in enumerate(digests) if same and mine and d and d != mine]
-        if others:
-            other = others[0]
-            faults.append(
-                Fault("determinism", str(case), f"ranks {rank} and {other} got different bits")
-            )
+        before, faults, found, raised = x.clone(), list[Fault](), None, False
+        try:
+            found = case.call(communicator, rank, x)
+            self._platform.synchronize(self._device)
+        except foreign_errors() as error:
+            faults, raised = [Fault.raised("call", str(case), error)], True
+        else:
+            faults = list(_departures(communicator, case, rank, found, x, before))
+        digest = (0, 0) if faults or found is None else _digest(found)
+        everyone = self._tell(raised, bool(faults), *digest)
+        bits = {(first, second) for _, wrong, first, second in everyone if not wrong}
+        if differ := case.collective in _ALIKE and len(bits) > 1:
+            faults.append(Fault("determinism", str(case), "the ranks got different bits"))
         self._here += faults
-        told = [digest for digest in digests if digest]
-        differ = same and len(set(told)) > 1  # which every rank sees alike
-        return None if differ or any(wrong for _, wrong in everyone) else found
+        if any(raised for raised, *_ in everyone):
+            raise StageLeft
+        return None if differ or any(wrong for _, wrong, *_ in everyone) else found
 
     def _check_together(self, communicator: Communicator, cases: Cases) -> None:
         """Check many small calls, and collectives in turns; results stay as they were."""
         rank = self._ranks.rank
-        firsts = [
-            next((case for case in some if case.rows(rank)), some[0]) for some in cases.values()
-        ]
+        firsts = [some[min(2, len(some) - 1)] for some in cases.values()]
         results = [(case, self._check(communicator, case)) for case in firsts]
         kept = [(case, found, found.clone()) for case, found in results if found is not None]
         inputs = [[case.fresh(rank, self._device) for case in firsts] for _ in range(2)]
@@ -254,14 +244,16 @@ class Rehearsal:
         except foreign_errors() as error:
             raised = True
             self._here.append(Fault.raised("call", where, error))
-        if any(self._tell(raised)):
+        if any(raised for (raised,) in self._tell(raised)):
             raise StageLeft
         return result
 
-    def _tell(self, own: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self._ranks.size
-        dist.all_gather_object(everyone, own, group=self._ranks.group)
-        return everyone
+    def _tell(self, *numbers: int) -> list[list[int]]:
+        """Return the numbers of all ranks."""
+        own = torch.tensor(numbers, dtype=torch.int64)
+        everyone = [torch.empty_like(own) for _ in range(self._ranks.size)]
+        dist.all_gather(everyone, own, group=self._ranks.group)
+        return [numbers.tolist() for numbers in everyone]
 
     @contextmanager
     def _label(self, label: str) -> Iterator[None]:
@@ -273,11 +265,28 @@ class Rehearsal:
             self._here = outer
 
 
-def _digest(x: Tensor) -> tuple[int, ...]:
+def _departures(
+    communicator: Communicator,
+    case: CollectiveCase,
+    rank: int,
+    found: Any,
+    x: Tensor,
+    before: Tensor,
+) -> Iterator[Fault]:
+    """Yield what is wrong with a result, and with what was done to ``x``."""
+    yield from case.faults(rank, found)
+    declared = case.collective == "all_reduce" and communicator.in_place
+    if (declared or case.collective == "broadcast") and found is not x:
+        yield Fault("alias", str(case), "another tensor than x was returned")
+    if case.collective not in ("all_reduce", "broadcast") and not torch.equal(x, before):
+        yield Fault("mutation", str(case), "x was written")
+
+
+def _digest(x: Tensor) -> tuple[int, int]:
     """Return numbers that differ where bits do."""
     flat = x.detach().cpu().contiguous().view(-1).view(torch.uint8).to(torch.int64)
     places = torch.arange(1, len(flat) + 1)
-    return len(flat), int(flat.sum()), int((flat * places).sum())
+    return int(flat.sum()), int((flat * places).sum())
 
 
 def _children() -> set[str]:

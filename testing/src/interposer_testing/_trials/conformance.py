@@ -64,9 +64,9 @@ def conformance(
 
     Kernels are tried on every case of their op, and what they promise on few small ones; the
     references are among them, so that an op contradicting its own tolerance is found. Then come
-    attention backends, layers, schemes, model families, communicators, the records themselves and the plugin
-    modules. What is for another platform is left out, but its records say so; what refuses a case
-    is yielded with its reason.
+    attention backends, layers, schemes, model families, communicators, the records themselves and
+    the plugin modules. What is for another platform is left out, but its records say so; what
+    refuses a case is yielded with its reason.
 
     Args:
         distribution: name of the only distribution to try; empty tries all.

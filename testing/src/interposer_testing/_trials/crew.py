@@ -1,4 +1,4 @@
-"""The processes in which a communicator is tried: one for each rank, started once for all checks."""
+"""The processes in which a communicator is tried, one for each rank, started once."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Crew:
                 if not report.exists():
                     said = errors[rank].read_text(errors="replace")[-_MOST_CHARACTERS:]
                     lost = Fault("call", f"rank {rank}", f"its process {end}", traceback=said)
-                    told.append(dict.fromkeys(self._request["labels"], [lost]))
+                    told.append({label: [lost] for label in self._request["labels"]})
                     continue
                 facts = json.loads(report.read_text())
                 shared |= {*facts["shared"]}
