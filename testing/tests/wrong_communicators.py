@@ -20,15 +20,18 @@ class Wrong(TorchCommunicator):
 
     def __init__(self, ranks: Ranks, device: str) -> None:
         super().__init__(ranks, device)
-        self._file = Path(f"/dev/shm/interposer-wrong-{os.getpid()}")
-        self._file.write_bytes(b"left")
-        self._kept = Tensor()
+        path = Path(f"/dev/shm/interposer-wrong-{os.getpid()}")
+        path.write_bytes(b"left")
+        self._shared = torch.from_file(str(path), shared=True, size=4, dtype=torch.uint8)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Round in another way on rank 1."""
+        """Round sums of opposite signs in another way on rank 1, by less than is allowed."""
+        before = x.clone()
         found = super().all_reduce(x)
         if self.ranks.rank == 1 and found.is_floating_point():
-            found *= 1 + 2**-8 if found.itemsize == 2 else 1 + 2**-24 * 1.5
+            off = 1 + 2 * torch.finfo(found.dtype).eps
+            fractions = (found != found.round()) & (found.abs() < before.abs() / 8)
+            found[fractions] *= off
         return found
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:

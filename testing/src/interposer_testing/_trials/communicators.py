@@ -21,7 +21,12 @@ _KIND: Kind = "communicator"
 
 
 def communicator_trials(
-    registry: Registry, device: Device, distribution: str = "", sizes: Sequence[int] = _NUMBERS
+    registry: Registry,
+    device: Device,
+    distribution: str = "",
+    sizes: Sequence[int] = _NUMBERS,
+    *,
+    quick: bool = False,
 ) -> Iterator[Trial]:
     """Yield the communicators of a distribution in processes of this machine.
 
@@ -31,6 +36,7 @@ def communicator_trials(
     Args:
         distribution: name of the only one to try; empty tries all.
         sizes: numbers of processes, at most four.
+        quick: try the first number only.
     """
     everyone = {
         candidate.qualified_name: candidate
@@ -40,7 +46,7 @@ def communicator_trials(
         and getattr(candidate.record, "platform", "") in registry.runs(device.platform)
     }
     for candidate in everyone.values():
-        yield from _one(candidate, device, sizes)
+        yield from _one(candidate, device, sizes[:1] if quick else sizes)
 
 
 def _one(candidate: Candidate, device: Device, sizes: Sequence[int]) -> Iterator[Trial]:
