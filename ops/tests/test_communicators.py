@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from interposer import Capability, Config, Device, Ranks, Registry, Resolver
+from interposer import Capability, Config, Device, Ranks, Registry, Resolver, explain
 from interposer.errors import NoCandidateError
 from interposer.tooling import Plugins
 from interposer_ops import plugin
@@ -160,6 +161,19 @@ def test_what_is_required_decides_which_one_is_chosen() -> None:
         assert places == ["model.layers.0.mlp"]
         assert str(choice.request).startswith("communicator 'all_reduce'")
     assert names == ["torch", "ordered"]
+
+
+def test_an_explanation_shows_what_was_chosen_and_what_was_not() -> None:
+    resolver = chosen(Ranks(0, 2, (0, 0), ("cpu", "cpu")), require=("deterministic",))
+    told = explain(SimpleNamespace(resolver=resolver))
+    text = str(told.why("all_reduce"))
+    asked = "bytes=4096 hosts=1 platforms=1 ranks=2"
+    assert f"communicator 'all_reduce' [bfloat16 cpu {asked}]" in text
+    assert "-> ordered (interposer_ops.plugin in code): the only one accepted" in text
+    assert "not torch (interposer_ops.plugin in code): does not promise deterministic" in text
+    everything = str(told.why("broadcast"))
+    assert "communicator 'broadcast'" in everything
+    assert "ordered" in everything
 
 
 def test_a_pin_that_promises_too_little_is_refused() -> None:
