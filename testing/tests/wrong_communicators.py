@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from interposer_ops.communicators import TorchCommunicator
 class Wrong(TorchCommunicator):
     """Each collective has its own mistake."""
 
+    in_place: ClassVar[bool] = False
+    _kept: Tensor | None = None
+
     def __init__(self, ranks: Ranks, device: str) -> None:
         super().__init__(ranks, device)
         path = Path(f"/dev/shm/interposer-wrong-{os.getpid()}")
@@ -25,14 +28,22 @@ class Wrong(TorchCommunicator):
         self._shared = torch.from_file(str(path), shared=True, size=4, dtype=torch.uint8)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Round sums of opposite signs in another way on rank 1, by less than is allowed."""
+        """Round sums of opposite signs in another way on rank 1, by less than is allowed.
+
+        The result is in memory that the next call writes, and a lost rank is another error.
+        """
         before = x.clone()
-        found = super().all_reduce(x)
+        try:
+            found = super().all_reduce(x)
+        except RankError as error:
+            raise ValueError("something went wrong") from error
         if self.ranks.rank == 1 and found.is_floating_point():
             off = 1 + 2 * torch.finfo(found.dtype).eps
             fractions = (found != found.round()) & (found.abs() < before.abs() / 8)
             found[fractions] *= off
-        return found
+        if self._kept is None or self._kept.shape != found.shape:
+            self._kept = found.clone()
+        return self._kept.copy_(found)
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return the rows in the opposite order of the ranks."""
@@ -60,28 +71,6 @@ class Wrong(TorchCommunicator):
         if self._own.group is None:
             raise RuntimeError("closed before")
         super().close()
-
-
-class Careless(TorchCommunicator):
-    """Another error for a lost rank, and results in memory of its own that it uses again."""
-
-    _memory: Tensor | None = None
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Tell of a lost rank late and by the wrong error."""
-        try:
-            return super().all_reduce(x)
-        except RankError as error:
-            time.sleep(0.1)
-            raise ValueError("something went wrong") from error
-
-    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return rows in memory that the next call writes."""
-        found = super().all_gather(x, sizes)
-        if self._memory is None or self._memory.shape != found.shape:
-            self._memory = found
-            return found
-        return self._memory.copy_(found)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
