@@ -17,7 +17,7 @@ from interposer import Capability, Config, Device, Ranks, Registry, Resolver, ex
 from interposer.errors import NoCandidateError
 from interposer.tooling import Plugins
 from interposer_ops import plugin
-from interposer_ops.communicators.portable import sum_of_parts
+from interposer_ops.communicators._portable import sum_of_parts
 
 # Two ranks that say to be of two platforms, so that tensors go through the host's memory.
 MIXED = """

@@ -150,5 +150,7 @@ def test_verify_reports_communicators() -> None:
     (correct,) = report.in_state("correct")
     assert (correct.kind, correct.subject, correct.name) == ("communicator", "", "torch")
     tallies = {tally.aspect: tally for tally in correct.tallies}
-    assert (tallies["communicator"].passed, tallies["communicator"].refused) == (5, 1)
+    assert tallies["communicator"].passed == 5
+    (reason,) = tallies["communicator"].refused
+    assert "ranks" in reason
     assert "far" in {candidate.name for candidate in report.in_state("not run")}
