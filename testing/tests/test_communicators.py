@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from interposer import Capability, CommunicatorEntry, Device, Registry, hookimpl
-from interposer.records import COLLECTIVES
 from interposer.requires import Dim, Requires
 from interposer.tooling import Plugins
 from interposer_testing import Fault, Trial, verify
@@ -19,6 +18,7 @@ from interposer_testing._trials.communicators import communicator_trials
 
 HERE = Device("cpu", "cpu", "test", Capability("any"))
 PORTABLE = "interposer_ops.communicators:TorchCommunicator"
+COLLECTIVES = CommunicatorEntry("all", PORTABLE).collectives
 # One worker starts each group of processes once.
 pytestmark = pytest.mark.xdist_group("communicators")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from interposer.hookspecs import hookimpl
 from interposer.records import (
-    COLLECTIVES,
     AttentionEntry,
     CommunicatorEntry,
     DeviceEntry,
@@ -161,9 +160,8 @@ def _communicators() -> list[Record]:
     nccl = CommunicatorEntry(
         "nccl",
         "interposer_ops.communicators:TorchCommunicator",
-        COLLECTIVES,
-        "cuda",
-        Requires(dims={"platforms": Dim(at_most=1)}),
+        platform="cuda",
+        requires=Requires(dims={"platforms": Dim(at_most=1)}),
         properties=frozenset({"graph_safe"}),
         proven_on=_NOWHERE,
     )

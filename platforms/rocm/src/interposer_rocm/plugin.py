@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from interposer.hookspecs import hookimpl
 from interposer.records import (
-    COLLECTIVES,
     AttentionEntry,
     CommunicatorEntry,
     DeviceEntry,
@@ -72,9 +71,8 @@ def _communicators() -> list[Record]:
         CommunicatorEntry(
             "rccl",
             "interposer_ops.communicators:TorchCommunicator",
-            COLLECTIVES,
-            "rocm",
-            Requires(dims={"platforms": Dim(at_most=1)}),
+            platform="rocm",
+            requires=Requires(dims={"platforms": Dim(at_most=1)}),
             properties=frozenset({"graph_safe"}),
             proven_on=_NOWHERE,
         ),

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from interposer import Candidate, Device, Ranks, Registry, Request, Verdict
-from interposer.records import COLLECTIVES, CommunicatorEntry
+from interposer.records import CommunicatorEntry
 from interposer.tooling import Kind
 from interposer_testing._checks.collective import DTYPES, CollectiveCase, collective_cases
 from interposer_testing._trials.crew import LEFT, Crew
@@ -61,7 +61,7 @@ def _one(candidate: Candidate, device: Device, sizes: Sequence[int]) -> Iterator
             accepted = Verdict.accept()
             yield Trial(candidate, request, f"{num} ranks", accepted, list, "communicator", reason)
             continue
-        for collective in [name for name in COLLECTIVES if name in record.collectives]:
+        for collective in record.collectives:
             dtypes = record.requires.dtypes or DTYPES
             for case in collective_cases(collective, num, dtypes):
                 verdict = _judged(candidate, device, case)
