@@ -191,8 +191,8 @@ def test_tensors_of_a_device_without_a_backend_go_through_the_host(tmp_path: Pat
 
     from interposer_ops.communicators import TorchCommunicator
 
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    init = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=init, rank=0, world_size=1)
     try:
         ranks = Ranks(0, 1, (0,), ("acme",), dist.group.WORLD)
         communicator = TorchCommunicator(ranks, "meta")

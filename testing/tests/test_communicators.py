@@ -81,7 +81,7 @@ def test_a_lost_rank_has_to_be_missed_by_its_error(label: str) -> None:
 def test_results_have_to_last() -> None:
     found = {fault.reason: fault for fault in faults_of("Wrong")["all collectives on 2 ranks"]}
     fault = found["a result that was kept was overwritten by later calls"]
-    assert fault.where.startswith("all_reduce")
+    assert fault.where.startswith("repeated: all_reduce")
 
 
 def test_a_process_that_ends_is_a_fault_of_everything() -> None:
