@@ -23,8 +23,8 @@ from interposer._contract.records import (
 
 # fmt: off
 __all__ = [
-    "PROPERTIES", "AttentionEntry", "CheckpointEntry", "CommunicatorEntry", "DeviceEntry", "Kernel",
-    "LayerEntry", "ModelEntry", "OpEntry", "PlatformEntry", "Record", "SchemeEntry", "TuningEntry",
-    "identity", "load_target", "resource_path",
+    "PROPERTIES", "AttentionEntry", "CheckpointEntry", "CommunicatorEntry",
+    "DeviceEntry", "Kernel", "LayerEntry", "ModelEntry", "OpEntry", "PlatformEntry", "Record",
+    "SchemeEntry", "TuningEntry", "identity", "load_target", "resource_path",
 ]
 # fmt: on
