@@ -116,8 +116,8 @@ int32_t reduce_at_once(Segment& ranks, const CommunicatorKernels* kernels, char*
 int32_t reduce_in_parts(Segment& ranks, const CommunicatorKernels* kernels, char* x, int32_t type,
                         int64_t bytes, uint64_t call) {
   const int own = ranks.rank_, size = ranks.size_;
-  const int64_t chunks = divided_up(bytes, segment::kInput);
-  const int64_t chunk = divided_up(divided_up(bytes, chunks), kLine * size) * kLine * size;
+  const int64_t lines = kLine * size, most = segment::kInput / lines * lines;
+  const int64_t chunk = divided_up(divided_up(bytes, divided_up(bytes, most)), lines) * lines;
   const int64_t part = chunk / size;
   // Bytes of the part of `rank` that belong to the message.
   const auto in_part = [=](int64_t index, int rank) {

@@ -69,7 +69,7 @@ int64_t started(int64_t process) {
   const char* at = std::strrchr(text, ')');
   if (at == nullptr || at[1] == 0 || at[2] == 'Z' || at[2] == 'X') return -1;
   ++at;
-  for (int field = 2; field < 22 && at; ++field) at = std::strchr(at + 1, ' ');
+  for (int field = 3; field < 22 && at; ++field) at = std::strchr(at + 1, ' ');
   return at ? std::atoll(at + 1) : -1;
 }
 
