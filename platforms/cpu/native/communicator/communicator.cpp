@@ -163,9 +163,7 @@ interposer_communicator* interposer_join(int fd, int rank, int size, uint64_t to
   }
   void* memory = mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED) return nullptr;
-  auto& first = static_cast<segment::Header*>(memory)->token;
-  if (rank == 0) first.store(token);
-  if (first.load() != token) {
+  if (static_cast<segment::Header*>(memory)->token != token) {
     munmap(memory, size_t(bytes));
     errno = ESTALE;
     return nullptr;

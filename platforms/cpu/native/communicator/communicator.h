@@ -41,8 +41,9 @@ extern "C" {
 // Bytes that `size` ranks share.
 int64_t interposer_shared_bytes(int size);
 
-// Join the ranks that share the file `fd`, which is mapped and may be closed then. `token` is any
-// number that all of them know: it tells another file apart. Returns null and sets errno.
+// Join the ranks that share the file `fd`, which is mapped and may be closed then. It has that many
+// bytes, all zero but for `token` at its beginning: any number that tells another file apart. Returns
+// null and sets errno.
 interposer_communicator* interposer_join(int fd, int rank, int size, uint64_t token,
                                          double timeout_seconds);
 

@@ -25,7 +25,7 @@ struct alignas(128) Member {
 };
 
 struct alignas(128) Header {
-  std::atomic<uint64_t> token;
+  uint64_t token;  // written with the file
   std::atomic<uint64_t> failure;  // the first one, as `packed` makes it; 0 for none
 };
 

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 #include <vector>
@@ -28,10 +29,14 @@ template <class Run>
 void with_ranks(int size, double timeout, const Run& run) {
   std::FILE* file = std::tmpfile();
   const int fd = fileno(file);
-  if (ftruncate(fd, interposer_shared_bytes(size))) std::perror("ftruncate");
+  const uint64_t token = 7;
+  if (ftruncate(fd, interposer_shared_bytes(size)) || pwrite(fd, &token, sizeof token, 0) < 0) {
+    std::perror("a file");
+    std::exit(1);
+  }
   std::vector<interposer_communicator*> ranks;
   for (int rank = 0; rank < size; ++rank) {
-    ranks.push_back(interposer_join(fd, rank, size, 7, timeout));
+    ranks.push_back(interposer_join(fd, rank, size, token, timeout));
     if (ranks.back() == nullptr) {
       std::perror("join");
       std::exit(1);
