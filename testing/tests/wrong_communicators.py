@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from interposer import Ranks
@@ -81,6 +82,13 @@ class Careless(TorchCommunicator):
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    import torch
 
     return torch.cat(list(parts))
+
+
+class Dead(TorchCommunicator):
+    """Ends the process, as native code may."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Leave at once."""
+        os._exit(3)

@@ -166,17 +166,21 @@ class Rehearsal:
         firsts = [some[min(2, len(some) - 1)] for some in cases.values()]
         results = [(case, self._check(communicator, case)) for case in firsts]
         kept = [(case, found, found.clone()) for case, found in results if found is not None]
-        inputs = [[case.fresh(rank, self._device) for case in firsts] for _ in range(2)]
+        inputs = [case.fresh(rank, self._device) for case in firsts]
 
         def repeat() -> list[Fault]:
             faults = list[Fault]()
-            for count in range(REPEATED // len(firsts)):
-                for case, x in zip(firsts, inputs[count % 2], strict=True):
-                    x.copy_(case.given[rank])
+            for count in range(REPEATED // len(firsts) // 2 * 2):
+                for case, x in zip(firsts, inputs, strict=True):
+                    x.zero_()
+                    if count % 2 == 0:
+                        x.copy_(case.given[rank])
                     found = case.call(communicator, rank, x)
-                    if len(faults) < 3:
+                    if count % 2 == 0 and len(faults) < 3:
                         faults += case.faults(rank, found)
-            return faults
+                    elif count % 2 and bool(found.count_nonzero()):
+                        faults.append(Fault("value", str(case), "zeros gave something else"))
+            return faults[:3]
 
         faults = self._agreed("repeated calls", repeat)
         for case, found, copy in kept:
