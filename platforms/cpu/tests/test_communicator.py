@@ -88,7 +88,7 @@ def test_ranks_are_told_at_once_of_one_that_was_killed(tmp_path: Path) -> None:
             assert found["again"] == found["reason"]
             # Both sleep for at most 0.1 s; a busy machine takes its time.
             assert found["at"] - began < 1.0
-    left = {path for path in Path("/dev/shm").glob("interposer-*")}
+    left = set(Path("/dev/shm").glob("interposer-*"))
     assert not left - before
 
 
