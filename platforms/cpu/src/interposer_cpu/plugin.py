@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from interposer.hookspecs import hookimpl
 from interposer.records import (
-    COLLECTIVES,
     AttentionEntry,
     CommunicatorEntry,
     DeviceEntry,
@@ -308,10 +307,9 @@ def _shared_memory() -> CommunicatorEntry:
     return CommunicatorEntry(
         "shared_memory",
         "interposer_cpu._communicator:SharedMemoryCommunicator",
-        COLLECTIVES,
-        "cpu",
-        Requires(dims={"ranks": Dim(at_most=32), "hosts": one, "platforms": one}),
-        "interposer_cpu._communicator:judge",
+        platform="cpu",
+        requires=Requires(dims={"ranks": Dim(at_most=32), "hosts": one, "platforms": one}),
+        predicate="interposer_cpu._communicator:judge",
         score=20.0,
         properties=frozenset({"batch_invariant", "deterministic", "opaque"}),
     )
