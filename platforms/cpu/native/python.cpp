@@ -9,6 +9,7 @@
 
 extern PyMethodDef interposer_attention_methods[];
 extern PyMethodDef interposer_block_methods[];
+extern PyMethodDef interposer_communicator_methods[];
 extern PyMethodDef interposer_dense_methods[];
 extern PyMethodDef interposer_elementwise_methods[];
 extern PyMethodDef interposer_experts_methods[];
@@ -84,7 +85,8 @@ PyMODINIT_FUNC PyInit__native() {
                               interposer_attention_methods, interposer_block_methods,
                               interposer_dense_methods, interposer_experts_methods,
                               interposer_lora_methods, interposer_recurrence_methods,
-                              interposer_rounding_methods, interposer_sampling_methods}) {
+                              interposer_rounding_methods, interposer_sampling_methods,
+                              interposer_communicator_methods}) {
     if (made && PyModule_AddFunctions(made, family)) Py_CLEAR(made);
   }
   return made;

@@ -423,6 +423,20 @@ def check_matrices(built: Built, model: str = "") -> None:
     assert of_dtypes == [8 * 18, 4 * 18]
 
 
+@pytest.mark.native
+@pytest.mark.slow
+def test_ranks_get_the_same_bits(build: Build) -> None:
+    done = build().run(program="rank_tests")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.foreign
+@pytest.mark.parametrize("architecture", ["aarch64", "s390x"])
+def test_ranks_get_the_same_bits_in_an_emulator(architecture: str, build: Build) -> None:
+    done = build(architecture).run(program="rank_tests", model="max")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.foreign
 def test_matrices_have_the_bits_of_dot_products_in_an_emulator(build: Build) -> None:
     built = build("aarch64")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from interposer.hookspecs import hookimpl
 from interposer.records import (
     AttentionEntry,
+    CommunicatorEntry,
     DeviceEntry,
     Kernel,
     LayerEntry,
     PlatformEntry,
     Record,
 )
-from interposer.requires import Requires
+from interposer.requires import Dim, Requires
 
 INTERPOSER_API = ">=1.0,<2"
 
@@ -56,6 +57,7 @@ def interposer_records() -> list[Record]:
         *_recurrences(),
         *_adapters(),
         *_fused_layers(),
+        _shared_memory(),
         *(DeviceEntry(name, "cpu", f"interposer_cpu:devices/{name}.json") for name in _DESCRIBED),
     ]
 
@@ -297,3 +299,17 @@ def _fused_layers() -> list[LayerEntry]:
         )
         for layer_id, target, score in rows
     ]
+
+
+def _shared_memory() -> CommunicatorEntry:
+    """Return the collectives of ranks that share this host's memory."""
+    one = Dim(at_most=1)
+    return CommunicatorEntry(
+        "shared_memory",
+        "interposer_cpu._communicator:SharedMemoryCommunicator",
+        platform="cpu",
+        requires=Requires(dims={"ranks": Dim(at_most=32), "hosts": one, "platforms": one}),
+        predicate="interposer_cpu._communicator:judge",
+        score=20.0,
+        properties=frozenset({"batch_invariant", "deterministic", "opaque"}),
+    )

@@ -1,0 +1,162 @@
+"""One rank of a scene of test_communicator.py; it prints what it found as JSON."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interposer import Ranks, current_platform
+from interposer.errors import ConfigError, RankError
+from interposer_cpu import _segment
+from interposer_cpu._communicator import SharedMemoryCommunicator
+from interposer_cpu._kernels.norms import fused_add_rms_norm
+
+Found = dict[str, Any]
+
+
+class Rank:
+    """What a scene has: its rank, the communicator, and a folder for signs to the test."""
+
+    def __init__(self, rank: int, size: int, folder: Path, options: list[str]) -> None:
+        store = dist.FileStore(str(folder / "store"), size)
+        limit = timedelta(seconds=60)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+        self.rank, self.folder, self.options = rank, folder, options
+        self.ranks = Ranks.of(dist.group.WORLD, current_platform())
+
+    def communicator(self) -> SharedMemoryCommunicator:
+        return SharedMemoryCommunicator(self.ranks, "cpu")
+
+    def ready(self) -> None:
+        (self.folder / f"ready{self.rank}").touch()
+
+
+def reason_of(call: Callable[[], Any]) -> RankError:
+    try:
+        call()
+    except RankError as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def norm(rank: Rank) -> Found:
+    ranks, same = rank.communicator(), 0
+    for kind in (torch.float32, torch.bfloat16, torch.float16):
+        for residual_kind in {kind, torch.float32}:
+            for rows, width in ((0, 64), (1, 100), (1, 2048), (7, 96), (33, 4096), (300, 512)):
+                torch.manual_seed(rows)
+                residual = torch.randn(rows, width).to(residual_kind)
+                weight = torch.randn(width).to(kind)
+                torch.manual_seed(rows + rank.rank + 1)
+                x = torch.randn(rows, width).to(kind)
+                total = ranks.all_reduce(x.clone())
+                expected = fused_add_rms_norm(total, residual, weight, 1e-6)
+                found = ranks.all_reduce_add_rms_norm(x, residual, weight, 1e-6)
+                same += all(map(torch.equal, found, expected))
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gathered = ranks.all_gather(x, [3, 3])
+        scattered = ranks.reduce_scatter(gathered, [2, 4])
+        moved = ranks.all_to_all(x, [1, 2], [1 + rank.rank] * 2)
+        normed = ranks.all_reduce_add_rms_norm(x + 1, x, torch.ones(4), 1e-6)
+        summed = ranks.all_reduce(x * 2)
+        return gathered, scattered, moved, *normed, summed + 1, ranks.broadcast(x * 3, 1)
+
+    x = torch.arange(12.0).view(3, 4) + rank.rank
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    equal = all(map(torch.equal, compiled(x), step(x)))
+    return {"same": same, "compiled": int(equal)}
+
+
+def killed(rank: Rank) -> Found:
+    ranks = rank.communicator()
+    ranks.all_reduce(torch.ones(4))
+    rank.ready()
+    if rank.rank == 1:
+        time.sleep(60)
+    first = reason_of(lambda: ranks.all_reduce(torch.ones(4)))
+    at = time.monotonic()
+    again = reason_of(lambda: ranks.all_reduce(torch.ones(4)))
+    return {"lost": first.lost, "reason": first.reason, "again": again.reason, "at": at}
+
+
+def interrupted(rank: Rank) -> Found:
+    ranks = rank.communicator()
+    rank.ready()
+    if rank.rank == 1:
+        while not (rank.folder / "go").exists():
+            time.sleep(0.01)
+        return {"reason": reason_of(lambda: ranks.all_reduce(torch.ones(4))).reason}
+    try:
+        ranks.all_reduce(torch.ones(4))
+    except KeyboardInterrupt:
+        (rank.folder / "told").touch()
+        while not (rank.folder / "go").exists():
+            time.sleep(0.01)
+        return {"raised": "KeyboardInterrupt"}
+    return {}
+
+
+def idle(rank: Rank) -> Found:
+    ranks = rank.communicator()
+    ranks.all_reduce(torch.ones(4))
+    if rank.rank == 1:
+        time.sleep(1)
+    began, used = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
+    found = ranks.all_reduce(torch.full((4,), rank.rank + 1.0))
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    processor = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+    return {"waited": time.monotonic() - began, "processor": processor, "sum": found[0].item()}
+
+
+def place(rank: Rank) -> Found:
+    def none(num_bytes: int) -> Any:
+        raise OSError("no room")
+
+    wanted = ["memfd", "shm", "temporary"]
+    for name, where in zip(wanted, list(_segment._PLACES), strict=True):
+        if name != rank.options[0]:
+            _segment._PLACES[where] = none
+    try:
+        ranks = rank.communicator()
+    except ConfigError as error:
+        return {"reason": str(error)}
+    paths = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    names = {parts[5] for parts in paths if len(parts) == 6 and "interposer-" in parts[5]}
+    left = [name for name in names if "(deleted)" not in name]
+    return {"sum": ranks.all_reduce(torch.full((4,), rank.rank + 1.0))[0].item(), "left": left}
+
+
+def differ(rank: Rank) -> Found:
+    ranks = rank.communicator()
+    x = torch.ones(4, dtype=torch.int32 if rank.rank else torch.float32)
+    return {"reason": reason_of(lambda: ranks.all_reduce(x)).reason}
+
+
+def million(rank: Rank) -> Found:
+    ranks, x, wrong = rank.communicator(), torch.empty(8, dtype=torch.bfloat16), 0
+    for count in range(1_000_000):
+        x.fill_(count % 64 + rank.rank)
+        ranks.all_reduce(x)
+        if count % 100 == 0:
+            wrong += not torch.equal(x, torch.full_like(x, 2 * (count % 64) + 1))
+    return {"wrong": wrong}
+
+
+def main() -> None:
+    scene, number, size, folder, *options = sys.argv[1:]
+    rank = Rank(int(number), int(size), Path(folder), options)
+    print(json.dumps(globals()[scene](rank)))
+
+
+if __name__ == "__main__":
+    main()
