@@ -69,6 +69,8 @@ class TensorPlace:
                 f"tensor {name!r} has shape {list(tensor.shape)}, the config asks for {cut.whole} "
                 f"in dimension {dim}",
             )
+        if cut.is_elsewhere:
+            return torch.zeros_like(tensor)
         share = cut.of(tensor, dim)
         if cut.groups is None:
             return share

@@ -49,6 +49,11 @@ class Cut:
         """Return how much of the axis this rank holds."""
         return sum(stop - start for start, stop in self.ranges)
 
+    def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's share of a tensor with that axis, a view if it is one range."""
+        pieces = [tensor.narrow(dim, start, stop - start) for start, stop in self.ranges]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
     def times(self, factor: int) -> Cut:
         """Return the cut of an axis with ``factor`` entries for each of this one."""
         return Cut(self.kind, self.whole * factor, _scaled(self.ranges, factor))
@@ -73,8 +78,7 @@ class Slice:
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's share of a stored tensor along ``dim``, a view if it is one range."""
-        pieces = [tensor.narrow(dim, start, stop - start) for start, stop in self.ranges]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        return Cut("column", self.whole, self.ranges).of(tensor, dim)
 
 
 Slices = Mapping[tuple[str, str], Slice]

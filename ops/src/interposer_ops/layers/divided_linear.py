@@ -1,17 +1,18 @@
-"""Linear layers of which each rank holds a share, and what decides whether they are.
+"""Linear layers of which each rank holds a share, and the collectives that add them up.
 
-Dimensions: I inputs, O outputs.
+Dimensions: T rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from interposer import PluggableLayer, Site
+from interposer import Communicator, PluggableLayer, Site
 from interposer.errors import InterposerError
 from interposer_ops.layers._parameter_cuts import (
     CannotCutError,
@@ -20,11 +21,23 @@ from interposer_ops.layers._parameter_cuts import (
     sandboxed,
     slices_between,
 )
-from interposer_ops.layers.collectives import bind_all_reduce
 from interposer_ops.layers.cuts import Cut, Slice, Slices, alone, tell_replicated
 from interposer_ops.layers.linear import Linear, MergedLinear, PlainLinear
 
-__all__ = ["ColumnLinear", "Projection", "RowLinear", "divides"]
+__all__ = [
+    "ColumnLinear",
+    "Projection",
+    "RowLinear",
+    "bind_all_gather",
+    "bind_all_reduce",
+    "divides",
+]
+
+
+_FEW_ROWS = 64
+_MANY_ROWS = 1024
+
+Reduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +152,24 @@ class RowLinear(Linear):
         projection.kind.mark(self)
         self.elsewhere = ("bias",) if projection.bias and not is_first else ()
         self.reduce = bind_all_reduce(site, sum(projection.parts.values()))
+        self.summand = _Summand(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the projection of the whole input: ``[..., I]`` of this rank to ``[..., O]``."""
-        return self.reduce(self.kernel(x, *self.operands))  # type: ignore[misc]
+        return self.reduce(self.summand(x))
+
+
+class _Summand(nn.Module):
+    """What a rank computes before results are added up, for hooks that change it."""
+
+    def __init__(self, layer: RowLinear) -> None:
+        super().__init__()
+        self._layer = (layer,)  # in a tuple, so that it is no module of its own
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[..., O]`` of the inputs of this rank."""
+        (layer,) = self._layer
+        return layer.kernel(x, *layer.operands)  # type: ignore[misc]
 
 
 def divides(site: Site, *projections: Projection) -> tuple[Slices, ...] | None:
@@ -166,3 +193,50 @@ def _count(site: Site) -> int:
     ranks = site.resolver.ranks
     assert ranks is not None
     return ranks.size
+
+
+def bind_all_reduce(site: Site, width: int, dtype: torch.dtype | None = None) -> Reduce:
+    """Return what adds ``[T, width]`` up over the ranks; its argument may be overwritten.
+
+    What is best for the rows of a decode step need not be so for those of a prompt, so that one
+    communicator is chosen for each, which may be the same. Where ranks are only described nothing
+    can be called.
+    """
+    few, many = (_chosen(site, "all_reduce", width, rows, dtype) for rows in (1, _MANY_ROWS))
+    if few is None or many is None:
+        return _uncallable
+    if few is many:
+        return few.all_reduce
+    limit = _FEW_ROWS * width
+
+    def reduce(x: Tensor) -> Tensor:
+        return few.all_reduce(x) if x.numel() <= limit else many.all_reduce(x)
+
+    return reduce
+
+
+def bind_all_gather(site: Site, sizes: Sequence[int]) -> Reduce:
+    """Return what puts ``[T, sizes[rank]]`` of all ranks side by side, ``[T, sum(sizes)]``."""
+    ranks = site.resolver.ranks
+    assert ranks is not None
+    found = _chosen(site, "all_gather", sizes[ranks.rank], 1, None)
+    if found is None:
+        return _uncallable
+    communicator = found
+
+    def gather(x: Tensor) -> Tensor:
+        return communicator.all_gather(x.mT.contiguous(), sizes).mT.contiguous()
+
+    return gather
+
+
+def _chosen(
+    site: Site, collective: str, width: int, rows: int, dtype: torch.dtype | None
+) -> Communicator | None:
+    kind = dtype or site.dtype
+    num_bytes = rows * width * kind.itemsize
+    return site.resolver.communicator(collective, kind, num_bytes, site.prefix)[1]
+
+
+def _uncallable(x: Tensor) -> Tensor:
+    raise RuntimeError("the ranks are only described, so that they cannot exchange anything")

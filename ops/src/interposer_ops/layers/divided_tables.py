@@ -19,7 +19,6 @@ from interposer_ops.layers._parameter_cuts import (
     sandboxed,
     slices_between,
 )
-from interposer_ops.layers.collectives import bind_all_gather, bind_all_reduce
 from interposer_ops.layers.cuts import (
     Cut,
     Slices,
@@ -27,6 +26,7 @@ from interposer_ops.layers.cuts import (
     vocabulary_cut,
     vocabulary_edges,
 )
+from interposer_ops.layers.divided_linear import bind_all_gather, bind_all_reduce
 from interposer_ops.layers.embedding import Embedding, LMHead, PlainEmbedding
 from interposer_ops.layers.linear import PlainLinear
 
@@ -43,6 +43,7 @@ class DividedEmbedding(Embedding):
         self.cut, self.slices = cut, slices
         self.start = cut.ranges[0][0]
         self._create(site, cut.size, hidden_size, head)
+        self.vocab_size = cut.whole
         self.reduce = bind_all_reduce(site, hidden_size)
 
     def forward(self, token_ids: Tensor) -> Tensor:
@@ -64,6 +65,7 @@ class DividedHead(LMHead):
         assert ranks is not None
         self.cut, self.slices = cut, slices
         self._create(site, cut.size, hidden_size, tied)
+        self.vocab_size = cut.whole
         edges = vocabulary_edges(ranks.size, cut.whole)
         sizes = [stop - start for start, stop in pairwise(edges)]
         self.gather = bind_all_gather(site, sizes)
