@@ -72,6 +72,10 @@ class TensorPlace:
         if cut.is_elsewhere:
             return torch.zeros_like(tensor)
         share = cut.of(tensor, dim)
+        if cut.stated is not None:
+            # What contradicts the whole layer contradicts its share as well.
+            before, after = (torch.tensor(sizes, dtype=tensor.dtype) for sizes in cut.stated)
+            return after.to(tensor.device) if torch.equal(share.cpu(), before) else share
         if cut.groups is None:
             return share
         first, last = cut.groups

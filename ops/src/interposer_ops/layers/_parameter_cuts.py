@@ -81,6 +81,8 @@ def slices_between(
             raise CannotCutError(f"{place}.{name} is held in whatever form it is stored")
         differs = _differing(parameter.shape, share[name].shape)
         if not differs:
+            if hasattr(parameter, "states_sizes"):
+                found[name] = _restated(parameter, share[name])
             continue
         if len(differs) > 1:
             raise CannotCutError(f"{place}.{name} changes in dimensions {differs}")
@@ -100,6 +102,14 @@ def slices_between(
             raise CannotCutError(f"{place}.{name}: the shares are no parts of the whole")
         found[name] = Slice(dim, parameter.shape[dim], tuple(ranges), _groups(probe, name, cut))
     return found
+
+
+def _restated(whole: nn.Parameter, share: nn.Parameter) -> Slice:
+    """Return the slice of a parameter that holds sizes of its layer, which no slice changes."""
+    generator = torch.Generator(device="cpu")
+    with torch.device("cpu"):
+        sizes = [tuple(one.sample(generator).tolist()) for one in (whole, share)]  # type: ignore[attr-defined]
+    return Slice(0, len(whole), ((0, len(whole)),), stated=(sizes[0], sizes[1]))
 
 
 def _differing(whole: torch.Size, share: torch.Size) -> list[int]:

@@ -68,6 +68,7 @@ class Slice:
         groups: entries are numbers of groups from here to before the second one, and are counted
             from the first one after the cut; None where they are anything else.
         is_elsewhere: another rank holds what is stored here; this one has zeros.
+        stated: sizes of the whole layer that are stored, and those of the share; else None.
     """
 
     dim: int
@@ -75,6 +76,7 @@ class Slice:
     ranges: Ranges
     groups: tuple[int, int] | None = None
     is_elsewhere: bool = False
+    stated: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's share of a stored tensor along ``dim``, a view if it is one range."""
@@ -141,8 +143,6 @@ def heads_cut(site: Site, spec: AttentionSpec) -> tuple[AttentionSpec, Cut, Cut]
         reason = f"{kv_heads} kv heads and {count} ranks do not divide each other"
     elif spec.alibi:
         reason = "slopes of heads are of their number among all"
-    elif spec.latent or spec.sparse:
-        reason = "all heads share one vector per token"
     if reason:
         tell_replicated(site, reason)
         return None
