@@ -27,11 +27,17 @@ def family_configs() -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{family}-{name}", dict(config)
 
 
+def write_config(root: Path, config: dict[str, Any]) -> Path:
+    """Write config.json and a file without weights to ``root``, and return that."""
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "config.json").write_text(json.dumps(config))
+    save_file({}, root / "model.safetensors")
+    return root
+
+
 def write_family(root: Path, config: dict[str, Any], dtype: str = "float32") -> Path:
     """Write a model of ``config`` with random weights to ``root``, and return that."""
-    root.mkdir(parents=True, exist_ok=True)
-    (root / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype}))
-    save_file({}, root / "model.safetensors")
+    write_config(root, {**config, "torch_dtype": dtype})
     planned = plan(root, dtype=dtype, platform="cpu", config=Config())
     weights = Weights(planned.model, "cpu")
     generator = torch.Generator().manual_seed(7)

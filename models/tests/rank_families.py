@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,9 @@ _AT = Resolver.at.__func__  # type: ignore[attr-defined]
 
 def told(path: Path, ranks: Ranks | None) -> dict[str, Any]:
     """Return what a model says to one prompt, and what this rank holds of it."""
-    Resolver.at = classmethod(partial(_at, ranks))  # type: ignore[method-assign, assignment]
     config = Config(graphs="off", packed="off")
-    lm = load(path, dtype="float32", platform="cpu", cache_tokens=128, config=config)
+    with with_ranks(ranks):
+        lm = load(path, dtype="float32", platform="cpu", cache_tokens=128, config=config)
     params = SamplingParams(max_new_tokens=COUNT, temperature=0, ignore_eos=True)
     (completion,) = lm.generate([PROMPT], params)
     model = lm.engine.model
@@ -37,6 +39,16 @@ def told(path: Path, ranks: Ranks | None) -> dict[str, Any]:
         "cuts": sorted({cut.kind for cut in cuts}),
         "notes": notes,
     }
+
+
+@contextmanager
+def with_ranks(ranks: Ranks | None) -> Iterator[None]:
+    """Let models be planned for these ranks within a ``with`` block."""
+    Resolver.at = classmethod(partial(_at, ranks))  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Resolver.at = classmethod(_AT)  # type: ignore[method-assign, assignment]
 
 
 def _at(ranks: Ranks | None, cls: Any, *args: Any, **kwargs: Any) -> Resolver:

@@ -86,8 +86,13 @@ def stored(layer: Linear) -> dict[str, torch.Tensor]:
         if parameter is not None:
             draw = getattr(parameter, "sample", None) or partial(random, parameter)
             parameter.data.copy_(draw(generator))
+    shared: dict[int, str] = {}
     for name, place in places_of([layer])[0].items():
         tensors[name] = place._stored(place.parameter.data).clone()
+        # What fused layers share, such as the scale of their one input, is equal.
+        if getattr(place.parameter, "per_part", False):
+            tensors[name] = tensors[shared.setdefault(id(place.parameter), name)]
+            place.write(name, tensors[name], place.parameter.data, "test")
     return tensors
 
 

@@ -18,9 +18,10 @@ from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._checkpoint.weights import Weights
 from interposer_ops.layers.divided_pairs import PairNames, share_inner
 
-HIDDEN, INNER = 64, 65536
-# The kernel maps what is around a page that is asked for, if it is in memory: 16 pages of 4 KiB.
-AROUND = 64 * 1024
+HIDDEN, INNER = 4, 2**21
+# The kernel maps what is around a page that is asked for, if it is in memory: 16 pages, or as many
+# as it holds together.
+AROUND = 512 * 1024
 
 
 def site_of(rank: int, count: int) -> Site:

@@ -138,8 +138,11 @@ def _groups(probe: _Probe, name: str, cut: Cut) -> tuple[int, int] | None:
     """Return the numbers of groups of the axis that a parameter's entries may have."""
     whole = probe.of(cut.whole)
     assert whole is not None
-    if not hasattr(whole[name], "num_groups"):
+    share = probe.of(cut.size)
+    if not hasattr(whole[name], "num_groups") or share is None:
         return None
+    if whole[name].num_groups == share[name].num_groups:  # all inputs are of the same groups
+        return 0, int(whole[name].num_groups)
     if len(cut.ranges) > 1:
         raise CannotCutError(f"{name} numbers groups, which a rank has in several places")
     start, stop = cut.ranges[0]
