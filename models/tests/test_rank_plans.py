@@ -23,7 +23,7 @@ from interposer_ops.layers.divided_experts import DividedExperts
 from interposer_ops.layers.divided_linear import ColumnLinear, RowLinear
 
 KINDS = {"colwise": "column", "packed_colwise": "column", "rowwise": "row"}
-# Its other styles are not compared: of OLMo 2 it gathers what a norm is over, which is whole here; of
+# Its other styles are not compared: of OLMo 2 it gathers what a norm is over, whole here; of
 # Phi-3 and GLM-4 it gathers what one matrix of gate and up returns, whose parts are cut here.
 
 

@@ -10,19 +10,7 @@ import torch
 
 from interposer import AttentionSpec, Ranks, Site
 
-__all__ = [
-    "Cut",
-    "Slice",
-    "Slices",
-    "alone",
-    "even_cut",
-    "heads_cut",
-    "local_spec",
-    "slices_of_heads",
-    "tell_replicated",
-    "vocabulary_cut",
-    "vocabulary_edges",
-]
+__all__ = ["Cut", "Slice", "Slices", "heads_cut", "local_spec"]
 
 Kind = Literal["column", "row", "heads", "vocabulary", "expert"]
 Ranges = tuple[tuple[int, int], ...]

@@ -24,14 +24,7 @@ from interposer_ops.layers._parameter_cuts import (
 from interposer_ops.layers.cuts import Cut, Slice, Slices, alone, tell_replicated
 from interposer_ops.layers.linear import Linear, MergedLinear, PlainLinear
 
-__all__ = [
-    "ColumnLinear",
-    "Projection",
-    "RowLinear",
-    "bind_all_gather",
-    "bind_all_reduce",
-    "divides",
-]
+__all__ = ["ColumnLinear", "Projection", "RowLinear", "divides"]
 
 
 _FEW_ROWS = 64

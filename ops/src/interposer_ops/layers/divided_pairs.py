@@ -26,7 +26,7 @@ from interposer_ops.layers.cuts import (
 from interposer_ops.layers.divided_linear import ColumnLinear, Projection, RowLinear, divides
 from interposer_ops.layers.linear import Linear, MergedLinear
 
-__all__ = ["QKV", "HeadShares", "InnerShares", "PairNames", "share_heads", "share_inner"]
+__all__ = ["QKV", "PairNames", "share_heads", "share_inner"]
 
 Outputs = Mapping[str, Sequence[tuple[str, int]]]
 """The axes of the outputs of each part, with how many times its size."""
