@@ -29,6 +29,7 @@ def spec_of(heads: int, kv_heads: int, **changes: Any) -> AttentionSpec:
         num_kv_heads=kv_heads,
         head_size=8,
         dtype=torch.float32,
+        cache_dtype=torch.float32,
         page_size=4,
         scale=1.0,
         **changes,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,18 +18,32 @@ from interposer_ops.communicators import TorchCommunicator
 class Wrong(TorchCommunicator):
     """Each collective has its own mistake."""
 
+    in_place: ClassVar[bool] = False
+    _kept: Tensor | None = None
+
     def __init__(self, ranks: Ranks, device: str) -> None:
         super().__init__(ranks, device)
-        self._file = Path(f"/dev/shm/interposer-wrong-{os.getpid()}")
-        self._file.write_bytes(b"left")
-        self._kept = Tensor()
+        path = Path(f"/dev/shm/interposer-wrong-{os.getpid()}")
+        path.write_bytes(b"left")
+        self._shared = torch.from_file(str(path), shared=True, size=4, dtype=torch.uint8)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Round in another way on rank 1."""
-        found = super().all_reduce(x)
+        """Round sums of opposite signs in another way on rank 1, by less than is allowed.
+
+        The result is in memory that the next call writes, and a lost rank is another error.
+        """
+        before = x.clone()
+        try:
+            found = super().all_reduce(x)
+        except RankError as error:
+            raise ValueError("something went wrong") from error
         if self.ranks.rank == 1 and found.is_floating_point():
-            found *= 1 + 2**-8 if found.itemsize == 2 else 1 + 2**-24 * 1.5
-        return found
+            off = 1 + 2 * torch.finfo(found.dtype).eps
+            fractions = (found != found.round()) & (found.abs() < before.abs() / 8)
+            found[fractions] *= off
+        if self._kept is None or self._kept.shape != found.shape:
+            self._kept = found.clone()
+        return self._kept.copy_(found)
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return the rows in the opposite order of the ranks."""
@@ -57,28 +71,6 @@ class Wrong(TorchCommunicator):
         if self._own.group is None:
             raise RuntimeError("closed before")
         super().close()
-
-
-class Careless(TorchCommunicator):
-    """Another error for a lost rank, and results in memory of its own that it uses again."""
-
-    _memory: Tensor | None = None
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Tell of a lost rank late and by the wrong error."""
-        try:
-            return super().all_reduce(x)
-        except RankError as error:
-            time.sleep(0.1)
-            raise ValueError("something went wrong") from error
-
-    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return rows in memory that the next call writes."""
-        found = super().all_gather(x, sizes)
-        if self._memory is None or self._memory.shape != found.shape:
-            self._memory = found
-            return found
-        return self._memory.copy_(found)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from interposer._contract.records import (
-    COLLECTIVES,
     PROPERTIES,
     AttentionEntry,
     CheckpointEntry,
@@ -24,7 +23,7 @@ from interposer._contract.records import (
 
 # fmt: off
 __all__ = [
-    "COLLECTIVES", "PROPERTIES", "AttentionEntry", "CheckpointEntry", "CommunicatorEntry",
+    "PROPERTIES", "AttentionEntry", "CheckpointEntry", "CommunicatorEntry",
     "DeviceEntry", "Kernel", "LayerEntry", "ModelEntry", "OpEntry", "PlatformEntry", "Record",
     "SchemeEntry", "TuningEntry", "identity", "load_target", "resource_path",
 ]

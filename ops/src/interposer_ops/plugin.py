@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from interposer.hookspecs import hookimpl
 from interposer.records import (
-    COLLECTIVES,
     AttentionEntry,
     CommunicatorEntry,
     LayerEntry,
@@ -70,7 +69,6 @@ def interposer_records() -> list[Record]:
         CommunicatorEntry(
             name,
             f"interposer_ops.communicators:{target}",
-            COLLECTIVES,
             score=score,
             properties=properties,
         )

@@ -60,7 +60,7 @@ class Config(Settings):
         quantization: rules by quantization method.
         models: rules by architecture.
         communicators: rules by collective.
-        require: properties that every kernel and every attention backend must promise.
+        require: properties that kernels, attention backends and communicators must promise.
         disable: names of plugins or distributions that are not to be loaded.
         plugins: distributions whose plugins may be loaded; None or ``"all"`` allows every one,
             ``"none"`` none but the SDK's own.

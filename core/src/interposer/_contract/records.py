@@ -252,7 +252,7 @@ class PlatformEntry:
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorEntry(_Checked):
-    """A ``Communicator`` class for the ``collectives`` that it names, of ``COLLECTIVES``.
+    """A ``Communicator`` class for the collectives that it names; it has all by default.
 
     Its requests state ``ranks``, ``hosts`` and ``platforms`` as numbers of different ones, and
     ``bytes`` of one rank, so that ``requires`` can say for which sizes and topologies it is.
@@ -261,7 +261,7 @@ class CommunicatorEntry(_Checked):
 
     name: str
     target: str
-    collectives: tuple[str, ...]
+    collectives: tuple[str, ...] = COLLECTIVES
     platform: str = ""
     requires: Requires = field(default_factory=Requires)
     predicate: str = ""

@@ -83,7 +83,7 @@ class Explanation:
     full: bool = False
 
     def why(self, name: str) -> Explanation:
-        """Return what concerns one op, layer id, attention type, scheme or architecture, in full.
+        """Return what concerns one op, layer, attention type, scheme, architecture or collective.
 
         ``"platform"`` and ``"attention"`` stand for themselves.
 

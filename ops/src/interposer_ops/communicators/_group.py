@@ -49,9 +49,7 @@ class RankGroup:
         Each later block raises the same, as the ranks no longer agree on what comes next.
         """
         if self._failure is not None:
-            raise RankError(
-                self._ranks.rank, f"{self._failure.reason} (before)", self._failure.lost
-            )
+            raise RankError(self._ranks.rank, self._failure.reason, self._failure.lost)
         try:
             yield
         # Gloo raises RuntimeError; a DistError is one, too.

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from interposer.hookspecs import hookimpl
-from interposer.records import AttentionEntry, DeviceEntry, Kernel, PlatformEntry, Record
+from interposer.records import (
+    AttentionEntry,
+    CommunicatorEntry,
+    DeviceEntry,
+    Kernel,
+    PlatformEntry,
+    Record,
+)
 from interposer.requires import Dim, Requires
 from interposer_cuda._tables import shipped_tables
 
@@ -24,6 +31,10 @@ _ASYNC = frozenset({"cp_async"})
 _NOWHERE: frozenset[str] = frozenset()
 # Verified on an H200.
 _HOPPER = frozenset({"sm_90"})
+
+
+# Each element is added up in the order of the ranks, whatever stands beside it.
+_IN_ORDER = ("graph_safe", "deterministic", "batch_invariant")
 
 
 @hookimpl
@@ -100,6 +111,7 @@ def interposer_records() -> list[Record]:
     )
     return [
         *_attention(),
+        *_communicators(),
         grouped,
         experts,
         *_of_flashinfer(),
@@ -110,6 +122,50 @@ def interposer_records() -> list[Record]:
         *(DeviceEntry(name, "cuda", f"interposer_cuda:devices/{name}.json") for name in _DESCRIBED),
         *shipped_tables(),
     ]
+
+
+def _communicators() -> list[Record]:
+    """Return sums in memory that GPUs share, by size, and NCCL, which graphs may hold."""
+    sums = "interposer_cuda._symmetric_memory.sums"
+    # Sizes from which a rank should not read all that the others have; nobody measured them.
+    by_size = (
+        ("one_shot", "OneShot", 256 << 10, 30.0, frozenset({"sm_80", "sm_90", "sm_100"})),
+        ("multimem", "Multimem", 8 << 20, 25.0, frozenset({"sm_90", "sm_100"})),
+        ("two_shot", "TwoShot", 8 << 20, 20.0, frozenset({"sm_80", "sm_90", "sm_100"})),
+    )
+    shared: list[Record] = [
+        CommunicatorEntry(
+            f"symmetric_memory_{name}",
+            f"{sums}:{target}",
+            ("all_reduce",),
+            "cuda",
+            Requires(
+                architectures=architectures,
+                dtypes=("bfloat16", "float32"),
+                dims={
+                    "ranks": Dim(one_of=(2, 4, 8)),
+                    "hosts": Dim(at_most=1),
+                    "platforms": Dim(at_most=1),
+                    "bytes": Dim(at_most=most_bytes),
+                },
+            ),
+            f"{sums}:judge",
+            f"{sums}:confirm_multimem" if name == "multimem" else f"{sums}:confirm",
+            score=score,
+            properties=frozenset({"graph_safe"} if name == "multimem" else _IN_ORDER),
+            proven_on=_NOWHERE,
+        )
+        for name, target, most_bytes, score, architectures in by_size
+    ]
+    nccl = CommunicatorEntry(
+        "nccl",
+        "interposer_ops.communicators:TorchCommunicator",
+        platform="cuda",
+        requires=Requires(dims={"platforms": Dim(at_most=1)}),
+        properties=frozenset({"graph_safe"}),
+        proven_on=_NOWHERE,
+    )
+    return [*shared, nccl]
 
 
 def _of_flashinfer() -> list[Record]:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from interposer.hookspecs import hookimpl
-from interposer.records import AttentionEntry, DeviceEntry, Kernel, PlatformEntry, Record
+from interposer.records import (
+    AttentionEntry,
+    CommunicatorEntry,
+    DeviceEntry,
+    Kernel,
+    PlatformEntry,
+    Record,
+)
 from interposer.requires import Dim, Requires
 
 INTERPOSER_API = ">=1.0,<2"
@@ -50,9 +57,45 @@ def interposer_records() -> list[Record]:
             score=-1.5,
             proven_on=_NOWHERE,
         ),
+        *_communicators(),
         *_products(),
         *_of_libraries(),
         *(DeviceEntry(name, "rocm", f"interposer_rocm:devices/{name}.json") for name in _DESCRIBED),
+    ]
+
+
+def _communicators() -> list[Record]:
+    """Return RCCL, which graphs may hold, and the sums of AITER."""
+    sums = "interposer_rocm._aiter.sums"
+    return [
+        CommunicatorEntry(
+            "rccl",
+            "interposer_ops.communicators:TorchCommunicator",
+            platform="rocm",
+            requires=Requires(dims={"platforms": Dim(at_most=1)}),
+            properties=frozenset({"graph_safe"}),
+            proven_on=_NOWHERE,
+        ),
+        # Behind RCCL, as all that is AITER's is behind what torch has.
+        CommunicatorEntry(
+            "aiter",
+            f"{sums}:AiterCommunicator",
+            ("all_reduce",),
+            "rocm",
+            Requires(
+                architectures=frozenset({"gfx942", "gfx950"}),
+                dtypes=_OF_16_BITS,
+                dims={
+                    "ranks": Dim(one_of=(2, 4, 6, 8)),
+                    "hosts": Dim(at_most=1),
+                    "platforms": Dim(at_most=1),
+                    "bytes": Dim(at_least=16, at_most=64 << 20, multiple_of=16),
+                },
+            ),
+            f"{sums}:judge",
+            score=-1.0,
+            proven_on=_NOWHERE,
+        ),
     ]
 
 

@@ -180,7 +180,8 @@ def collective_cases(
         if collective in ("all_reduce", "broadcast"):
             for length, exact in product(_LENGTHS, values):
                 cases.append(CollectiveCase(collective, dtype, (length,) * num, exact=exact))
-            sizes, tail = (13,) * num, (6,)
+            sizes = (13,) * num
+            tail: tuple[int, ...] = (6,)
         else:
             for rows, exact in product(_UNEVEN, values):
                 cases.append(CollectiveCase(collective, dtype, rows[:num], (7,), exact=exact))

@@ -73,7 +73,7 @@ def conformance(
         op: name of the only op to try; everything but its kernels is left out then.
         seed: of the cases.
         quick: try only few cases of each op, among which every value of every axis occurs, the
-            dear aspects in one dtype only, and no compiler behind the tracing.
+            dear aspects in one dtype only, no compiler behind the tracing, and two ranks.
     """
     for name in [op] if op else registry.ops:
         everyone = registry.candidates("kernel", name)
@@ -86,7 +86,7 @@ def conformance(
     yield from layer_trials(registry, device, distribution, seed)
     yield from scheme_trials(registry, device, distribution, seed)
     yield from family_trials(registry, device, distribution, seed)
-    yield from communicator_trials(registry, device, distribution)
+    yield from communicator_trials(registry, device, distribution, quick=quick)
     yield from declaration_trials(registry, device, distribution)
 
 

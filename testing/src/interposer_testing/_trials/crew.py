@@ -134,9 +134,12 @@ def main() -> None:
     device = request["devices"][rank]
     if device != "cpu":
         torch.accelerator.set_device_index(rank)
-    store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120)
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=120),
     )
     platform = current_platform(Config(platform=request["platform"]))
     make, properties = load_target(request["target"]), set(request["properties"])

@@ -9,9 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from interposer_ops.communicators.portable import TorchCommunicator, sum_of_parts
-
-__all__ = ["OrderedCommunicator"]
+from interposer_ops.communicators._portable import TorchCommunicator, sum_of_parts
 
 # Up to here one message of all is faster than two of a share each.
 _MOST_GATHERED_BYTES = 64 << 10

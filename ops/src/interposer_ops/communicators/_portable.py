@@ -16,8 +16,6 @@ from interposer import Communicator, Ranks
 from interposer.errors import RequestError
 from interposer_ops.communicators._group import RankGroup
 
-__all__ = ["TorchCommunicator"]
-
 # The dtypes that each backend adds up; others are added here.
 _SUMMED = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64}

@@ -1,0 +1,202 @@
+"""The portable communicators, over groups of real processes and in choices."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from interposer import Capability, Config, Device, Ranks, Registry, Resolver, explain
+from interposer.errors import NoCandidateError
+from interposer.tooling import Plugins
+from interposer_ops import plugin
+from interposer_ops.communicators._portable import sum_of_parts
+
+# Two ranks that say to be of two platforms, so that tensors go through the host's memory.
+MIXED = """
+import dataclasses, json, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from interposer import Config, Ranks, Registry, Resolver, Device, Capability, current_platform
+from interposer.errors import RequestError
+from interposer_ops.communicators import OrderedCommunicator, TorchCommunicator
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group(
+    "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=60)
+)
+platform = current_platform(Config(platform="cpu"))
+ranks = Ranks.of(dist.group.WORLD, platform, timeout_seconds=30)
+
+class Other:
+    name = f"of{rank}"
+    def provides(self, member): return True
+    def distributed_backend(self): return "nccl"
+
+mixed = Ranks.of(dist.group.WORLD, Other())
+found = {
+    "ranks": [ranks.rank, ranks.size, ranks.hosts, ranks.platforms, ranks.backend],
+    "mixed": [mixed.platforms, mixed.backend],
+    "limit": ranks.timeout_seconds,
+}
+communicator = TorchCommunicator(ranks, "cpu")
+ordered = OrderedCommunicator(mixed, "cpu")
+kinds = (torch.float8_e4m3fn, torch.int16, torch.bool)
+summed = [communicator.all_reduce(torch.ones(5).to(kind)) for kind in kinds]
+found["dtypes"] = [x.float().sum().item() for x in summed]
+rows = torch.full((rank, 2), 3.0).to(kinds[0])
+found["moved"] = communicator.all_gather(rows, [0, 1]).float().tolist()
+# Above the size up to which all is gathered, and below it.
+x = torch.full((50_000,), 0.1 + rank)
+found["ordered"] = torch.equal(ordered.all_reduce(x.clone())[:7], ordered.all_reduce(x[:7].clone()))
+errors = []
+for call in (
+    lambda: communicator.all_gather(torch.ones(3), [2, 3 - rank]),
+    lambda: communicator.all_to_all(torch.ones(3), [3], [3]),
+    lambda: communicator.reduce_scatter(torch.tensor(1.0), [1, 0]),
+    lambda: communicator.broadcast(torch.ones(3), 2),
+):
+    try:
+        call()
+    except RequestError as error:
+        errors.append(str(error))
+found["errors"] = errors
+communicator.close()
+communicator.close()
+try:
+    communicator.all_reduce(torch.ones(3))
+except RuntimeError as error:
+    found["closed"] = [type(error).__name__, str(error)]
+ordered.close()
+print(json.dumps(found), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", MIXED, str(rank), str(store)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        ends = [process.communicate(timeout=120) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert all(out for out, _ in ends), ends
+    return [json.loads(out.splitlines()[-1]) for out, _ in ends]
+
+
+def test_ranks_know_each_other(found: list[dict[str, Any]]) -> None:
+    for rank, facts in enumerate(found):
+        assert facts["ranks"] == [rank, 2, [0, 0], ["cpu", "cpu"], "gloo"]
+        assert facts["mixed"] == [["of0", "of1"], "gloo"]
+        assert facts["limit"] == 30
+
+
+def test_any_dtype_is_moved_and_added_up(found: list[dict[str, Any]]) -> None:
+    for facts in found:
+        assert facts["dtypes"] == [10.0, 10.0, 5.0]
+        assert facts["moved"] == [[3.0, 3.0]]
+
+
+def test_ordered_sums_do_not_depend_on_the_size(found: list[dict[str, Any]]) -> None:
+    assert all(facts["ordered"] for facts in found)
+
+
+def test_wrong_rows_are_an_error_before_anything_is_sent(found: list[dict[str, Any]]) -> None:
+    first = found[0]["errors"]
+    assert len(first) == 4
+    assert "all_gather of [3] with rows [2, 3] on rank 0 of 2" in first[0]
+    assert "all_to_all of [3] with rows [3]" in first[1]
+    assert "reduce_scatter of [] with rows [1, 0]" in first[2]
+    assert "broadcast from rank 2, of 2 ranks" in first[3]
+
+
+def test_a_closed_one_says_so(found: list[dict[str, Any]]) -> None:
+    for rank, facts in enumerate(found):
+        assert facts["closed"] == ["RankError", f"Rank {rank}: the communicator is closed"]
+
+
+def test_sums_are_rounded_once() -> None:
+    parts = torch.tensor([256.0, 1.0, 1.0, -256.0], dtype=torch.bfloat16)[:, None]
+    assert sum_of_parts(parts).tolist() == [2.0]
+    assert sum_of_parts(parts.to(torch.int32)).dtype == torch.int32
+
+
+def chosen(ranks: Ranks, **config: Any) -> Resolver:
+    device = Device("cpu", "cpu", "test", Capability("x86_64"))
+    resolver = Resolver(
+        Registry(Plugins.of(plugin)), device, Config(**config), described=True, ranks=ranks
+    )
+    choice, made = resolver.communicator("all_reduce", torch.bfloat16, 4096, "model.layers.0.mlp")
+    assert made is None
+    assert choice in [known for known, _ in resolver.choices.values()]
+    return resolver
+
+
+def test_what_is_required_decides_which_one_is_chosen() -> None:
+    ranks = Ranks(0, 2, (0, 1), ("cpu", "cuda"))
+    names = []
+    for required in ((), ("batch_invariant",)):
+        ((choice, places),) = chosen(ranks, require=required).choices.values()
+        names.append(choice.chosen.name)
+        assert places == ["model.layers.0.mlp"]
+        assert str(choice.request).startswith("communicator 'all_reduce'")
+    assert names == ["torch", "ordered"]
+
+
+def test_an_explanation_shows_what_was_chosen_and_what_was_not() -> None:
+    resolver = chosen(Ranks(0, 2, (0, 0), ("cpu", "cpu")), require=("deterministic",))
+    told = explain(SimpleNamespace(resolver=resolver))
+    text = str(told.why("all_reduce"))
+    asked = "bytes=4096 hosts=1 platforms=1 ranks=2"
+    assert f"communicator 'all_reduce' [bfloat16 cpu {asked}]" in text
+    assert "-> ordered (interposer_ops.plugin in code): the only one accepted" in text
+    assert "not torch (interposer_ops.plugin in code): does not promise deterministic" in text
+    everything = str(told.why("broadcast"))
+    assert "communicator 'broadcast'" in everything
+    assert "ordered" in everything
+
+
+def test_a_pin_that_promises_too_little_is_refused() -> None:
+    with pytest.raises(NoCandidateError, match="batch_invariant"):
+        chosen(
+            Ranks(0, 2, (0, 0), ("cpu", "cpu")),
+            require=("batch_invariant",),
+            communicators={"all_reduce": "torch"},
+        )
+
+
+def test_tensors_of_a_device_without_a_backend_go_through_the_host(tmp_path: Path) -> None:
+    """One rank alone has a group, too; its tensors have no memory, so only copies are seen."""
+    import torch.distributed as dist
+
+    from interposer_ops.communicators import TorchCommunicator
+
+    init = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=init, rank=0, world_size=1)
+    try:
+        ranks = Ranks(0, 1, (0,), ("acme",), dist.group.WORLD)
+        communicator = TorchCommunicator(ranks, "meta")
+        assert communicator._place == torch.device("cpu")
+        communicator.close()
+    finally:
+        dist.destroy_process_group()
