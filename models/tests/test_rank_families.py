@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.adapter_files import write_adapter
 from tests.family_checkpoints import family_configs, write_family
+from tests.rank_families import ADAPTER
 
-WORKER = Path(__file__).parent / "rank_families.py"
+from interposer_models._families.example_sizes import SIZES
+
+WORKER = Path(__file__).parents[2] / "tests" / "rank_families.py"
 SIZE = 4
+ADAPTED = "llama"
 # float32: each logit is a sum of some hundred products, and each of six sums over ranks in a model
 # of three blocks is rounded once more; log probabilities differ by twice as much as logits.
 BOUND = 2e-4
@@ -34,6 +39,16 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, A
     out = tmp_path_factory.mktemp("told")
     for name, config in one_of_each().items():
         write_family(root / name, config)
+    hidden, inner = SIZES["hidden_size"], SIZES["intermediate_size"]
+    block = "model.layers.0"
+    modules = {
+        f"{block}.self_attn.o_proj": (hidden, hidden),
+        f"{block}.self_attn.q_proj": (hidden, hidden),
+        f"{block}.mlp.up_proj": (inner, hidden),
+        f"{block}.mlp.down_proj": (hidden, inner),
+        "lm_head": (SIZES["vocab_size"], hidden),
+    }
+    write_adapter(root / ADAPTED / ADAPTER, modules)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     running = [
         subprocess.Popen(
@@ -68,3 +83,6 @@ def test_ranks_say_what_one_process_does(
             assert answer["logprobs"] == answers[0]["logprobs"]
             assert answer["logprobs"] == pytest.approx(alone["logprobs"], abs=BOUND)
             assert "vocabulary" in answer["cuts"]
+            assert answer["adapted"] == pytest.approx(alone["adapted"], abs=BOUND)
+            assert bool(answer["adapted"]) == (family == ADAPTED)
+            assert not answer["adapted"] or answer["adapted"] != answer["logprobs"]

@@ -19,6 +19,7 @@ from interposer_ops.layers.cuts import Cut
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 COUNT = 6
+ADAPTER = "adapter"
 RESOLVERS: list[Resolver] = []
 _AT = Resolver.at.__func__  # type: ignore[attr-defined]
 
@@ -31,11 +32,16 @@ def told(path: Path, ranks: Ranks | None) -> dict[str, Any]:
     params = SamplingParams(max_new_tokens=COUNT, temperature=0, ignore_eos=True)
     (completion,) = lm.generate([PROMPT], params)
     model = lm.engine.model
+    adapted = None
+    if (path / ADAPTER).exists():
+        lm.load_adapter("own", path / ADAPTER)
+        (adapted,) = lm.generate([PROMPT], params.model_copy(update={"adapter": "own"}))
     cuts = [m.cut for m in model.modules() if isinstance(getattr(m, "cut", None), Cut)]
     notes = [note for note in RESOLVERS[-1].notes if note.startswith("every rank computes")]
     return {
         "tokens": list(completion.token_ids),
         "logprobs": list(completion.logprobs),
+        "adapted": [] if adapted is None else list(adapted.logprobs),
         "cuts": sorted({cut.kind for cut in cuts}),
         "notes": notes,
     }
