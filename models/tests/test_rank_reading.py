@@ -19,9 +19,8 @@ from interposer_models._checkpoint.weights import Weights
 from interposer_ops.layers.divided_pairs import PairNames, share_inner
 
 HIDDEN, INNER = 4, 2**21
-# The kernel maps what is around a page that is asked for, if it is in memory: 16 pages, or as many
-# as it holds together.
-AROUND = 512 * 1024
+# Linux maps a page together with what it holds in one piece of memory, of 2 MiB at most.
+AROUND = 2 * 1024 * 1024
 
 
 def site_of(rank: int, count: int) -> Site:
