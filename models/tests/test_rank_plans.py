@@ -21,6 +21,7 @@ from interposer import Ranks
 from interposer_models import plan
 from interposer_ops.layers.divided_experts import DividedExperts
 from interposer_ops.layers.divided_linear import ColumnLinear, RowLinear
+from interposer_ops.layers.linear import Linear
 
 KINDS = {"colwise": "column", "packed_colwise": "column", "rowwise": "row"}
 # Its other styles are not compared: of OLMo 2 it gathers what a norm is over, whole here; of
@@ -59,8 +60,10 @@ def cuts_of(model: nn.Module) -> dict[str, str]:
         elif isinstance(layer, RowLinear):
             found[layer.prefix] = "row"
         elif isinstance(layer, DividedExperts):
-            found[f"{layer.prefix}.gate_up_proj"] = "column"
-            found[f"{layer.prefix}.down_proj"] = "row"
+            # Of matrices that are stored inputs first it names the dimension in the file.
+            kinds = ("row", "column") if layer.spec.inputs_first else ("column", "row")
+            names = (f"{layer.prefix}.gate_up_proj", f"{layer.prefix}.down_proj")
+            found.update(zip(names, kinds, strict=True))
     return {re.sub(r"\.\d+\.", ".*.", name): kind for name, kind in found.items()}
 
 
@@ -87,6 +90,6 @@ def whole_names(model: nn.Module) -> set[str]:
     return {
         re.sub(r"\.\d+\.", ".*.", f"{layer.prefix.rpartition('.')[0]}.{part}")
         for layer in model.modules()
-        if hasattr(layer, "parts") and not hasattr(layer, "slices")
+        if isinstance(layer, Linear) and not hasattr(layer, "slices")
         for part in layer.parts
     }
