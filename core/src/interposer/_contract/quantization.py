@@ -68,7 +68,9 @@ class LinearMethod(ABC):
         any number may stand, ``sample`` of a parameter returns some that may, drawn from a
         generator. A parameter that a checkpoint may leave out has a ``default``: a number, or a
         function without arguments that returns a tensor of the parameter's shape. It stands where
-        nothing is stored, also for single layers of those that are fused.
+        nothing is stored, also for single layers of those that are fused. Where ranks hold shares
+        of a layer, ``num_groups`` is of one whose entries number groups of inputs, and
+        ``states_sizes`` is true of one that holds sizes of the layer, which ``sample`` returns.
         """
 
     @abstractmethod

@@ -216,7 +216,8 @@ def _matrices(
     place, rank = target.place, settings.rank_of(target.name)
     count = place.experts if target.is_stacked and place.experts else 1
     of_experts = f" of each of {count} experts" if target.is_stacked else ""
-    expected = {"A": [count * rank, place.inputs], "B": [place.outputs, rank * count]}
+    inputs, outputs = place.stored
+    expected = {"A": [count * rank, inputs], "B": [outputs, rank * count]}
     for side, given in sides.items():
         if not given.is_floating_point() or given.itemsize == 1:
             raise CheckpointError(
@@ -227,11 +228,15 @@ def _matrices(
             raise CheckpointError(
                 file,
                 f"the matrix {side} of {module!r} has shape {list(given.shape)}; rank {rank} of "
-                f"{settings.path.name} and {place.inputs} inputs and {place.outputs} outputs of "
+                f"{settings.path.name} and {inputs} inputs and {outputs} outputs of "
                 f"the model{of_experts} ask for {expected[side]}",
                 f"load the base model{base}",
             )
     a, b = sides["A"].float(), sides["B"].float() * settings.scale_of(target.name)
+    if place.row is not None:
+        a = place.row.of(a, 1)
+    if place.columns is not None:
+        b = place.columns.of(b, 0)
     if not target.is_stacked:
         return Matrices(a, b)
     # Ranks of an expert stand behind each other in the first matrix, and apart in the second.

@@ -136,7 +136,9 @@ class LowRank:
     def attach(self, layer: nn.Module) -> RemovableHandle:
         """Compute with adapters from now on, until the handle is removed."""
         # Hooks of others see what the layer returns with its adapter.
-        return layer.register_forward_hook(self, prepend=True)
+        # Of what ranks add up each has its own share of an adapter's inputs.
+        place: nn.Module = getattr(layer, "summand", layer)
+        return place.register_forward_hook(self, prepend=True)
 
     def add(self, x: Tensor, ids: Tensor, rows: Tensor) -> None:
         """Add to ``rows`` ``[T, O]`` in place what adapters ``ids`` ``[T]`` say for ``x``."""

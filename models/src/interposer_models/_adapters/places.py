@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from interposer.errors import nearest_first
+from interposer_ops.layers.cuts import Cut
 from interposer_ops.layers.embedding import Embedding, LMHead
 from interposer_ops.layers.experts import Experts, Router
 from interposer_ops.layers.linear import Linear
@@ -34,6 +35,7 @@ class AdapterPlace:
         outputs: O, or H of an embedding.
         experts: E, None of a layer that is no mixture of them.
         is_last: of the second of two products of such a layer.
+        columns, row: cuts of the outputs and of the inputs, where a rank has a share of them.
     """
 
     layer: Adaptable
@@ -43,6 +45,14 @@ class AdapterPlace:
     outputs: int
     experts: int | None = None
     is_last: bool = False
+    columns: Cut | None = None
+    row: Cut | None = None
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """Return the inputs and the outputs that an adapter has, those of all ranks."""
+        inputs = self.inputs if self.row is None else self.row.whole
+        return inputs, self.outputs if self.columns is None else self.columns.whole
 
     @property
     def is_table(self) -> bool:
@@ -92,7 +102,8 @@ class AdapterPlaces:
 
     def __init__(self, model: nn.Module) -> None:
         self._places = dict(_places(model))
-        mixtures = (layer for layer in model.modules() if isinstance(layer, Experts))
+        # Shares of experts are added up inside of them, where no adapter is.
+        mixtures = (m for m in model.modules() if isinstance(m, Experts) and not hasattr(m, "cut"))
         self._experts = {layer.prefix: ExpertPlaces.of(layer) for layer in mixtures}
         # From names of a checkpoint's tensors to those here.
         self._renamed: Callable[[str], str | None] = getattr(model, "renamed", str)
@@ -153,7 +164,9 @@ def _places(model: nn.Module) -> Iterator[tuple[str, AdapterPlace]]:
             parent, dot, _ = layer.prefix.rpartition(".")
             offset = 0
             for part, (name, outputs) in enumerate(layer.parts.items()):
-                place = AdapterPlace(layer, part, offset, layer.in_features, outputs)
+                cuts = getattr(layer, "cuts", {}).get(name), getattr(layer, "cut", None)
+                sizes = offset, layer.in_features, outputs
+                place = AdapterPlace(layer, part, *sizes, columns=cuts[0], row=cuts[1])
                 yield f"{parent}{dot}{name}", place
                 offset += outputs
         elif isinstance(layer, LMHead):
@@ -161,6 +174,6 @@ def _places(model: nn.Module) -> Iterator[tuple[str, AdapterPlace]]:
         elif isinstance(layer, Embedding):
             yield layer.prefix, AdapterPlace(layer, 0, 0, layer.vocab_size, layer.hidden_size)
         elif isinstance(layer, Router) and type(layer).forward is Router.forward:
-            sizes = dict(layer.bound.choice.request.dims)
-            inputs, outputs = int(sizes["in_features"]), int(sizes["out_features"])
+            dims = dict(layer.bound.choice.request.dims)
+            inputs, outputs = int(dims["in_features"]), int(dims["out_features"])
             yield layer.prefix, AdapterPlace(layer, 0, 0, inputs, outputs)

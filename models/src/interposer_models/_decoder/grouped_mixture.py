@@ -23,7 +23,8 @@ from interposer_models._decoder.prediction_head import (
 )
 from interposer_models._decoder.settings import Positive
 from interposer_ops.experts import grouped_topk
-from interposer_ops.layers.experts import Experts, Router
+from interposer_ops.layers.divided_experts import share_experts
+from interposer_ops.layers.experts import Router
 from interposer_ops.layers.mlp import GatedMLP
 
 _BIAS = "gate.e_score_correction_bias"
@@ -107,7 +108,7 @@ class BalancedMixture(nn.Module):
         super().__init__()
         bias = bias_name and f"{site.prefix}.{bias_name}"
         self.router = GroupedRouter(site.at("gate"), spec, grouping, bias)
-        self.experts = Experts(site.at("experts"), spec)
+        self.experts = share_experts(site.at("experts"), spec)
         self.shared = None
         if shared_size:
             sizes = spec.hidden_size, shared_size

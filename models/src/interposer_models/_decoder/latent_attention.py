@@ -9,7 +9,7 @@ Source: arXiv:2405.04434, section 2.1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +21,8 @@ from interposer_models._decoder.attention import InterleavedRotary
 from interposer_models._decoder.expanded_attention import ExpandedAttention
 from interposer_models._decoder.indexer import Indexer
 from interposer_ops.layers.attention import Attention, LatentBackend
+from interposer_ops.layers.cuts import Cut, Slices, heads_cut
+from interposer_ops.layers.divided_linear import ColumnLinear, Projection, RowLinear, divides
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
@@ -57,6 +59,7 @@ class LatentProjection(PluggableLayer):
         expands: keys and values are asked for as well.
     Attributes:
         parts: the outputs by the name that checkpoints use, as those of ``Linear``.
+        slices: what this rank reads of its tensors; empty where that is all.
         of_queries, of_values: ``[N, D, C]`` and ``[N, C, V]``, as the kernels want them.
         to_heads: ``[N D, C]`` and ``[N V, C]``, the same for ``linear``, if it ``expands``.
     """
@@ -94,6 +97,7 @@ class LatentProjection(PluggableLayer):
             for out in rows_of
             if expands
         )
+        self.slices: Slices = {}
         self.of_queries = self.of_values = torch.empty(0)
         self.to_heads: tuple[Tensor, ...] = ()
 
@@ -140,6 +144,69 @@ class LatentProjection(PluggableLayer):
         return weight.to(self.dtype)
 
 
+@dataclass(frozen=True)
+class LatentShares:
+    """The projections of a latent attention that have outputs or inputs of each head.
+
+    Attributes:
+        spec: of the heads that this rank has.
+        projections: of queries, of keys and values, and the last one.
+        slices: what this rank reads of each of them; None where it has all heads.
+    """
+
+    spec: AttentionSpec
+    projections: tuple[Projection, Projection, Projection]
+    slices: tuple[Slices, ...] | None
+
+    @classmethod
+    def of(cls, site: Site, spec: AttentionSpec, sizes: LatentSizes, bias: bool) -> LatentShares:
+        """Return those of the attention at ``site``, cut by heads if they can be."""
+        local = heads_cut(site, spec)
+        if local is not None:
+            projections = _projections(spec, sizes, bias, local[1])
+            if (slices := divides(site, *projections)) is not None:
+                return cls(local[0], projections, slices)
+        return cls(spec, _projections(spec, sizes, bias, None), None)
+
+    @property
+    def slices_of_values(self) -> Slices:
+        """Return what this rank reads of the projection to keys and values."""
+        return {} if self.slices is None else self.slices[1]
+
+    def query(self, site: Site) -> Linear:
+        """Return the projection of queries."""
+        if self.slices is None:
+            return self.projections[0].whole(site)
+        return ColumnLinear(site, self.projections[0], self.slices[0])
+
+    def last(self, site: Site) -> Linear:
+        """Return the last projection."""
+        if self.slices is None:
+            return self.projections[2].whole(site)
+        return RowLinear(site, self.projections[2], self.slices[2])
+
+
+def _projections(
+    spec: AttentionSpec, sizes: LatentSizes, bias: bool, cut: Cut | None
+) -> tuple[Projection, Projection, Projection]:
+    """Return the projections of all heads, with their cut if there is one."""
+    heads, latent = spec.num_heads, spec.latent_size
+    name, inputs = "q_proj", sizes.hidden
+    if sizes.query_latent is not None:
+        name, inputs = "q_b_proj", sizes.query_latent
+    wide, both = sizes.plain + spec.head_size - latent, sizes.plain + sizes.value
+    columns = [
+        None if cut is None else {part: cut.times(size)}
+        for part, size in ((name, wide), ("kv_b_proj", both))
+    ]
+    row = None if cut is None else replace(cut.times(sizes.value), kind="row")
+    return (
+        Projection(name, inputs, {name: heads * wide}, False, columns=columns[0]),
+        Projection("kv_b_proj", latent, {"kv_b_proj": heads * both}, False, columns=columns[1]),
+        Projection("o_proj", heads * sizes.value, {"o_proj": sizes.hidden}, bias, row=row),
+    )
+
+
 class LatentAttention(SelfAttention):
     """Attention of all heads to one latent vector per token, and its projections.
 
@@ -162,26 +229,28 @@ class LatentAttention(SelfAttention):
         bias: bool = False,
     ) -> None:
         PluggableLayer.__init__(self, site)
-        hidden, heads, latent = sizes.hidden, spec.num_heads, spec.latent_size
-        self.spec, self.plain_size = spec, sizes.plain
+        hidden, latent = sizes.hidden, spec.latent_size
+        shares = LatentShares.of(site, spec, sizes, bias)
+        self.spec = spec = shares.spec
+        self.plain_size, heads = sizes.plain, spec.num_heads
         rotary = self.rotary_size = spec.head_size - latent
-        width = heads * (sizes.plain + rotary)
         self.query_latent = sizes.query_latent is not None
         if sizes.query_latent is None:
-            self.q_proj = Linear(site.at("q_proj"), hidden, width)
+            self.q_proj = shares.query(site.at("q_proj"))
         else:
             self.q_a_proj = Linear(site.at("q_a_proj"), hidden, sizes.query_latent, bias)
             self.q_a_layernorm = RMSNorm(site.at("q_a_layernorm"), sizes.query_latent, _EPS)
-            self.q_b_proj = Linear(site.at("q_b_proj"), sizes.query_latent, width)
+            self.q_b_proj = shares.query(site.at("q_b_proj"))
         at = site.at("kv_a_proj_with_mqa")
         self.kv_a_proj_with_mqa = Linear(at, hidden, spec.head_size, bias)
         self.kv_a_layernorm = RMSNorm(site.at("kv_a_layernorm"), latent, _EPS)
         at = site.at("kv_b_proj")
         self.kv_b_proj = LatentProjection(at, heads, sizes, latent, expands=not spec.sparse)
+        self.kv_b_proj.slices = shares.slices_of_values
         kind = InterleavedRotary if interleaved else RotaryEmbedding
         self.rotary = kind(site.at("rotary"), rotary, rotary)
         self.attn = Attention(site.at("attn"), spec)
-        self.o_proj = Linear(site.at("o_proj"), heads * sizes.value, hidden, bias)
+        self.o_proj = shares.last(site.at("o_proj"))
         self.expanded = ExpandedAttention(site.at("attn"), spec, sizes.plain, sizes.value)
 
     def forward(

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from interposer import ExpertsSpec, Site
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.settings import Positive
-from interposer_ops.layers.experts import Experts, Router
+from interposer_ops.layers.divided_experts import share_experts
+from interposer_ops.layers.experts import Router
 
 LARGEST_TENSOR = 2**48
 # Each has tensors of its own in most checkpoints, whose names are known beforehand.
@@ -38,7 +39,7 @@ class MixtureMLP(nn.Module):
         super().__init__()
         sizes = spec.hidden_size, spec.num_experts, spec.top_k
         self.router = Router(site.at(router), *sizes, renormalize, spec.biased)
-        self.experts = Experts(site.at("experts"), spec)
+        self.experts = share_experts(site.at("experts"), spec)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[T, H]``."""

@@ -24,7 +24,7 @@ from interposer_models._decoder.decoder import CausalLM, Decoder
 from interposer_models._decoder.grouped_mixture import GroupedRouter, Grouping
 from interposer_models._decoder.mixture import MixtureFamily, count_of_experts
 from interposer_models._decoder.settings import Epsilon, Positive, RopeBase
-from interposer_ops.layers.experts import Experts
+from interposer_ops.layers.divided_experts import share_experts
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
@@ -78,7 +78,7 @@ class ScaledInputs(nn.Module):
         how = Grouping(renormalize=False, scoring="sigmoid")
         self.top_k = spec.top_k
         self.router = GroupedRouter(site.at("router"), spec, how, "")
-        self.experts = Experts(site.at("experts"), replace(spec, top_k=1))
+        self.experts = share_experts(site.at("experts"), replace(spec, top_k=1))
         sizes = spec.hidden_size, spec.intermediate_size, spec.activation
         self.shared_expert = GatedMLP(site.at("shared_expert"), *sizes)
 

@@ -32,6 +32,7 @@ from interposer_models._plan import Plan
 from interposer_ops.devices import host_memory
 
 _PAUSE_SECONDS = 0.05
+_DIVIDED = "each rank holds shares of its own, and files hold whole models"
 _log = logging.getLogger("interposer")
 
 
@@ -58,9 +59,10 @@ def load_weights(
     if wanted == "off":
         read(planned, checkpoint, weights, progress)
         return
+    divided = planned.resolver.ranks is not None
     while True:
         try:
-            refused = _mapped(planned, checkpoint, weights, advance)
+            refused = _DIVIDED if divided else _mapped(planned, checkpoint, weights, advance)
         except BeingWrittenError as error:
             if wanted == "on":
                 time.sleep(_PAUSE_SECONDS)

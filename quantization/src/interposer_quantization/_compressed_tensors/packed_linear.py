@@ -56,7 +56,8 @@ class PackedIntLinear(IntLinear):
             return torch.tensor(sizes).flatten()
 
         shape = torch.empty(2 * num_parts, dtype=torch.int64)
-        register_stored(layer, "weight_shape", shape, per_part=True, sample=shapes)
+        stated = {"per_part": True, "states_sizes": True, "sample": shapes}
+        register_stored(layer, "weight_shape", shape, **stated)
         if not self.weights.symmetric:
             rows = number_of_words(out_features, self.bits)
             zeros = torch.empty(rows, self.num_groups, dtype=torch.int32)
@@ -69,7 +70,8 @@ class PackedIntLinear(IntLinear):
                 return (order // size).to(torch.int32).repeat(num_parts)
 
             groups = torch.empty(num_parts * in_features, dtype=torch.int32)
-            register_stored(layer, "weight_g_idx", groups, per_part=True, sample=orders)
+            numbered = {"num_groups": self.num_groups, "sample": orders}
+            register_stored(layer, "weight_g_idx", groups, per_part=True, **numbered)
 
     def codes(self, layer: nn.Module) -> torch.Tensor:
         """Return the codes ``[O, I]`` int8, signed."""

@@ -100,7 +100,8 @@ class GPTQLinear(PackedLinear):
         # Some writers leave it out where groups follow each other, as a group of all inputs does.
         in_any_case = self.weights.ordered or self.num_groups == 1
         default = {"default": in_order} if in_any_case else {}
-        register_stored(layer, "g_idx", empty, per_part=True, sample=sample, **default)
+        numbered = {"num_groups": self.num_groups, "sample": sample, **default}
+        register_stored(layer, "g_idx", empty, per_part=True, **numbered)
 
     def groups(self, layer: nn.Module) -> torch.Tensor | None:
         """Return the group of each input ``[I]`` int64, or None where groups follow each other.

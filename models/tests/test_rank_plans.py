@@ -1,0 +1,95 @@
+"""Which layers are cut, compared with what transformers states for the same families."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.family_checkpoints import family_configs, write_config
+from tests.rank_families import with_ranks
+from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from interposer import Ranks
+from interposer_models import plan
+from interposer_ops.layers.divided_experts import DividedExperts
+from interposer_ops.layers.divided_linear import ColumnLinear, RowLinear
+from interposer_ops.layers.linear import Linear
+
+KINDS = {"colwise": "column", "packed_colwise": "column", "rowwise": "row"}
+# Its other styles are not compared: of OLMo 2 it gathers what a norm is over, whole here; of
+# Phi-3 and GLM-4 it gathers what one matrix of gate and up returns, whose parts are cut here.
+
+
+def model_types() -> dict[str, str]:
+    """Return the type of the models of each architecture."""
+    listed = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return {
+        name: kind
+        for mapping in listed
+        for kind, names in mapping.items()
+        for name in ((names,) if isinstance(names, str) else names)
+    }
+
+
+def stated() -> dict[str, tuple[dict[str, Any], Mapping[str, str]]]:
+    """Return an example and the plan of each family for which transformers has one."""
+    types, found = model_types(), {}
+    for name, config in family_configs():
+        kind = types.get(config["architectures"][0], "")
+        cuts = getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None) if kind else None
+        if cuts:
+            found.setdefault(name.partition("-")[0], (config, cuts))
+    return found
+
+
+def cuts_of(model: nn.Module) -> dict[str, str]:
+    """Return how each projection is cut, by its name without the numbers of blocks."""
+    found = {}
+    for layer in model.modules():
+        parent = str(getattr(layer, "prefix", "")).rpartition(".")[0]
+        if isinstance(layer, ColumnLinear):
+            found.update({f"{parent}.{part}": "column" for part in layer.parts})
+        elif isinstance(layer, RowLinear):
+            found[layer.prefix] = "row"
+        elif isinstance(layer, DividedExperts):
+            # Of matrices that are stored inputs first it names the dimension in the file.
+            kinds = ("row", "column") if layer.spec.inputs_first else ("column", "row")
+            names = (f"{layer.prefix}.gate_up_proj", f"{layer.prefix}.down_proj")
+            found.update(zip(names, kinds, strict=True))
+    return {re.sub(r"\.\d+\.", ".*.", name): kind for name, kind in found.items()}
+
+
+@pytest.mark.parametrize("family", sorted(stated()))
+def test_layers_are_cut_as_transformers_cuts_them(family: str, tmp_path: Path) -> None:
+    config, cuts = stated()[family]
+    path = write_config(tmp_path, config)
+    with with_ranks(Ranks(0, 2, (0, 0), ("cpu", "cpu"))):
+        planned = plan(path, platform="cpu")
+    own = cuts_of(planned.model)
+    assert own, planned.resolver.notes
+    names = {re.sub(r"^.*?(?=layers\.)", "", name): kind for name, kind in own.items()}
+    both = {name for name in names if cuts.get(name) in KINDS}
+    assert {name: names[name] for name in both} == {name: KINDS[cuts[name]] for name in both}
+    # What it cuts here is not left whole: where its name is known, some of it is cut.
+    whole = whole_names(planned.model)
+    expected = {name for name, style in cuts.items() if style in KINDS and name not in names}
+    uncut = {name for name in expected if any(other.endswith(name) for other in whole)}
+    assert not uncut, planned.resolver.notes
+
+
+def whole_names(model: nn.Module) -> set[str]:
+    """Return the names of projections that are whole, without the numbers of blocks."""
+    return {
+        re.sub(r"\.\d+\.", ".*.", f"{layer.prefix.rpartition('.')[0]}.{part}")
+        for layer in model.modules()
+        if isinstance(layer, Linear) and not hasattr(layer, "slices")
+        for part in layer.parts
+    }

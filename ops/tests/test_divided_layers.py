@@ -1,0 +1,125 @@
+"""Shares of attention, MLPs and tables: what each rank holds, and what is left whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from interposer import AttentionSpec, Ranks, Site
+from interposer.records import LayerEntry
+from interposer_ops.layers.cuts import heads_cut, local_spec, vocabulary_edges
+from interposer_ops.layers.divided_linear import ColumnLinear, RowLinear
+from interposer_ops.layers.divided_tables import share_embedding, share_head
+from interposer_ops.layers.embedding import Embedding, LMHead
+from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.mlp import GatedMLP
+from interposer_ops.layers.self_attention import SelfAttention
+
+MakeSite = Callable[..., Site]
+
+
+def spec_of(heads: int, kv_heads: int, **changes: Any) -> AttentionSpec:
+    return AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=8,
+        dtype=torch.float32,
+        cache_dtype=torch.float32,
+        page_size=4,
+        scale=1.0,
+        **changes,
+    )
+
+
+def described(site: Site, rank: int, count: int) -> Site:
+    resolver: Any = site.resolver
+    resolver.ranks = Ranks(rank, count, (0,) * count, ("cpu",) * count)
+    return site
+
+
+@given(count=st.integers(2, 8), heads=st.integers(1, 48), kv_heads=st.integers(1, 12))
+def test_every_head_has_its_keys_and_values(count: int, heads: int, kv_heads: int) -> None:
+    heads *= kv_heads
+    group, held = heads // kv_heads, []
+    for rank in range(count):
+        ranks = Ranks(rank, count, (0,) * count, ("cpu",) * count)
+        resolver: Any = type("Resolver", (), {"ranks": ranks, "notes": []})()
+        site, spec = Site(resolver, "model.layers.3.attn", torch.float32), spec_of(heads, kv_heads)
+        found = heads_cut(site, spec)
+        if found is None:
+            assert heads % count or (kv_heads % count and count % kv_heads)
+            (note,) = resolver.notes
+            assert note.startswith("every rank computes all of model.layers.attn: ")
+            assert local_spec(site, spec) == spec
+            return
+        local, query, kv = found
+        ((first, last),), ((first_kv, last_kv),) = query.ranges, kv.ranges
+        assert (local.num_heads, local.num_kv_heads) == (last - first, last_kv - first_kv)
+        own_group = local.num_heads // local.num_kv_heads
+        for head in range(first, last):
+            # What the attention of this rank takes for the keys of a head are those of that head.
+            assert first_kv + (head - first) // own_group == head // group
+        held += range(first, last)
+    assert held == list(range(heads))
+
+
+def test_one_process_has_the_standard_layers(make_site: MakeSite) -> None:
+    site = make_site("model", torch.float32)
+    attention = SelfAttention(site.at("self_attn"), spec_of(4, 2), 32, 8)
+    mlp = GatedMLP(site.at("mlp"), 32, 64, "silu")
+    embedding = share_embedding(site.at("embed"), 50, 32)
+    head = share_head(site.at("head"), 50, 32)
+    kinds = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+    assert [type(layer) for layer in kinds] == [MergedLinear, Linear, MergedLinear, Linear]
+    assert (type(embedding), type(head)) == (Embedding, LMHead)
+
+
+def test_ranks_have_shares(make_site: MakeSite) -> None:
+    site = described(make_site("model", torch.float32), 1, 2)
+    with torch.device("meta"):
+        attention = SelfAttention(site.at("self_attn"), spec_of(4, 2), 32, 8, None, True, True)
+        mlp = GatedMLP(site.at("mlp"), 32, 64, "silu")
+        embedding = share_embedding(site.at("embed"), 51, 32)
+    first, last = attention.qkv_proj, attention.o_proj
+    assert isinstance(first, ColumnLinear)
+    assert isinstance(last, RowLinear)
+    assert first.parts == {"q_proj": 16, "k_proj": 8, "v_proj": 8}
+    assert attention.attn.spec.num_heads == 2
+    assert last.get_parameter("weight").shape == (32, 16)
+    # The first rank adds the bias.
+    assert (last._parameters["bias"], last.elsewhere) == (None, ("bias",))
+    assert mlp.activation.prefix == "model.mlp.activation"
+    assert mlp.down_proj.in_features == 32
+    assert embedding.get_parameter("weight").shape == (26, 32)
+    assert vocabulary_edges(2, 51) == [0, 25, 51]
+    assert not site.resolver.notes
+
+
+@pytest.mark.parametrize("says", [False, True])
+def test_a_replacement_has_to_say_that_it_adds_up(make_site: MakeSite, says: bool) -> None:
+    name = "AddingMLP" if says else "ForgetfulMLP"
+    entry = LayerEntry("gated_mlp", "other", f"{__name__}:{name}")
+    alone = make_site("model", torch.float32, entry)
+    assert type(GatedMLP(alone.at("mlp"), 32, 64, "silu")).__name__ == name
+    site = described(make_site("model", torch.float32, entry), 0, 2)
+    mlp = GatedMLP(site.at("mlp"), 32, 64, "silu")
+    assert type(mlp).__name__ == (name if says else "GatedMLP")
+    if not says:
+        told = [choice for choice, _ in site.resolver.choices.values() if choice.refusals]
+        (refusal,) = told[0].refusals
+        assert "does not say that it adds results of ranks up" in refusal.reason
+
+
+class ForgetfulMLP(GatedMLP):
+    """Computes its parts by itself, and adds nothing up."""
+
+
+class AddingMLP(GatedMLP):
+    """Calls its parts."""
+
+    reduces = True
