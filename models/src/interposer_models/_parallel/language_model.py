@@ -58,7 +58,5 @@ class RankedLanguageModel(LanguageModel):
         """Exchange weights on every rank; see ``LanguageModel.update_weights``."""
         items = [*(tensors.items() if isinstance(tensors, Mapping) else tensors)]
         update = super().update_weights
-        found = self.engine.lead.everywhere(
-            "update_weights", (items,), lambda: update(items)
-        )
+        found = self.engine.lead.everywhere("update_weights", (items,), lambda: update(items))
         return cast("tuple[str, ...]", found[0])

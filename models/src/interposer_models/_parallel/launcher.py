@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -127,24 +127,14 @@ class Launched:
             master_listen_fd=listening.detach(),
         )
         dist.init_process_group("gloo", store=store, rank=0, world_size=self._size)
-        self._group = Group(
-            dist.group.WORLD, lambda _: self._leader(), self._timeout_seconds
-        )
+        self._group = Group(dist.group.WORLD, lambda _: self._leader(), self._timeout_seconds)
 
     def _start_one(self, rank: int, port: int, lifeline: int) -> None:
         ours, theirs = socket.socketpair()
-        facts = {
-            "rank": rank,
-            "size": self._size,
-            "port": port,
-            "parent": os.getpid(),
-            "lifeline": lifeline,
-            "channel": theirs.fileno(),
-            "timeout_seconds": self._timeout_seconds,
-            "platform": None if self._config is None else self._config.to_json(),
-        }
+        own = [os.getpid(), lifeline, theirs.fileno()]
+        facts = rank, self._size, port, self._timeout_seconds, effective_config(self._config)
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, json.dumps(facts)],
+            [sys.executable, "-P", "-c", _PROGRAM, *map(str, own)],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             pass_fds=[lifeline, theirs.fileno()],
@@ -154,6 +144,7 @@ class Launched:
         theirs.close()
         self._followers.append(process)
         self._channels.append(Channel(ours))
+        self._channels[-1].send_call(pickle.dumps(facts))
         lines: deque[str] = deque(maxlen=_KEPT_LINES)
         reader = threading.Thread(target=_read, args=(rank, process, lines), daemon=True)
         reader.start()
@@ -180,7 +171,8 @@ class Launched:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         time.sleep(_GRACE_SECONDS)
         if not self._closed:
-            print(f"error: {self._losses.first}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"error: {self._losses.first}\n")
+            sys.stderr.flush()
             self._kill()
             os._exit(1)
 
@@ -217,4 +209,4 @@ def _read(rank: int, process: subprocess.Popen[bytes], lines: deque[str]) -> Non
     for line in process.stderr:
         text = line.decode(errors="replace").rstrip()
         lines.append(text)
-        print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"[rank {rank}] {text}\n")

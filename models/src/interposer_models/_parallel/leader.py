@@ -44,9 +44,7 @@ class Leader:
     comes with each step.
     """
 
-    def __init__(
-        self, channels: Sequence[Channel], losses: Losses, timeout_seconds: float
-    ) -> None:
+    def __init__(self, channels: Sequence[Channel], losses: Losses, timeout_seconds: float) -> None:
         """Tell nothing yet.
 
         Args:
