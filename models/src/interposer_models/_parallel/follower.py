@@ -59,11 +59,11 @@ class Follower:
             if kind == "step":
                 self._step(flags, number)
             elif kind == "call":
-                name, arguments = self._channel.receive_call(number)
+                name, arguments, options = self._channel.receive_call(number)
                 if name in self._calls:
-                    self._calls[name](*arguments)
+                    self._calls[name](*arguments, **options)
                 else:
-                    self._reply(name, arguments)
+                    self._reply(name, arguments, options)
             else:
                 raise ValueError(f"rank 0 sent a {kind} outside of a step")
 
@@ -73,7 +73,7 @@ class Follower:
         assert self._model is not None
         return self._model
 
-    def _load(self, path: str, options: dict[str, Any]) -> None:
+    def _load(self, path: str, **options: Any) -> None:
         from interposer_models._loader import load
 
         try:
@@ -115,10 +115,10 @@ class Follower:
             if event.sequence.finish_reason is not None:
                 self._running.pop(event.sequence.id, None)
 
-    def _reply(self, name: str, arguments: tuple[Any, ...]) -> None:
+    def _reply(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         text, value = "", None
         try:
-            value = getattr(self.model, name)(*arguments)
+            value = getattr(self.model, name)(*arguments, **options)
         except RankError:
             raise
         except Exception as error:  # noqa: BLE001 - told to rank 0, which compares

@@ -38,13 +38,20 @@ class RankedLanguageModel(LanguageModel):
 
     def explanations(self) -> list[dict[str, Any]]:
         """Return ``interposer.explain(model).to_dict()`` of each rank, in order."""
-        return self.engine.lead.everywhere("explanations", (), lambda: explain(self).to_dict())
+        return self.engine.lead.everywhere("explanation", (), self.explanation)
+
+    def explanation(self) -> dict[str, Any]:
+        """Return ``interposer.explain(model).to_dict()`` of this rank."""
+        return explain(self).to_dict()
 
     def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> None:
         """Load a LoRA adapter on every rank; see ``LanguageModel.load_adapter``."""
         load = super().load_adapter
         self.engine.lead.everywhere(
-            "load_adapter", (name, path, replace), lambda: load(name, path, replace=replace)
+            "load_adapter",
+            (name, path),
+            lambda: load(name, path, replace=replace),
+            replace=replace,
         )
 
     def remove_adapter(self, name: str) -> None:

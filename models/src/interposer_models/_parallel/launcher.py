@@ -101,7 +101,7 @@ class Launched:
         progress = options.pop("progress", None)
         told = {"dtype": dtype, "config": effective_config(config), **options}
         leader = self._leader()
-        leader.tell("load", str(path), told)
+        leader.tell("load", str(path), **told)
         return load(path, tensor_parallel=self._group, progress=progress, **told)
 
     def _leader(self) -> Leader:
@@ -210,3 +210,4 @@ def _read(rank: int, process: subprocess.Popen[bytes], lines: deque[str]) -> Non
         text = line.decode(errors="replace").rstrip()
         lines.append(text)
         sys.stderr.write(f"[rank {rank}] {text}\n")
+    process.stderr.close()

@@ -19,11 +19,13 @@ _EVERY = 64  # steps, since a comparison takes as long as a tenth of a short one
 class Lead(Protocol):
     """The side of one rank."""
 
-    def tell(self, name: str, *arguments: Any) -> None:
+    def tell(self, name: str, *arguments: Any, **options: Any) -> None:
         """Have a method called on the other ranks as well, before it is here."""
         ...
 
-    def everywhere(self, name: str, arguments: tuple[Any, ...], call: Callable[[], T]) -> list[Any]:
+    def everywhere(
+        self, name: str, arguments: tuple[Any, ...], call: Callable[[], T], **options: Any
+    ) -> list[Any]:
         """Return what a method returns on every rank, which is ``call`` on this one.
 
         Raises: RankError: some ranks raised an error and others did not.
@@ -56,10 +58,12 @@ class Lead(Protocol):
 class Silent:
     """Nobody follows: other ranks do the same anyway."""
 
-    def tell(self, name: str, *arguments: Any) -> None:
+    def tell(self, name: str, *arguments: Any, **options: Any) -> None:
         """Tell nobody."""
 
-    def everywhere(self, name: str, arguments: tuple[Any, ...], call: Callable[[], T]) -> list[Any]:
+    def everywhere(
+        self, name: str, arguments: tuple[Any, ...], call: Callable[[], T], **options: Any
+    ) -> list[Any]:
         """Return what it returns here."""
         return [call()]
 
@@ -89,7 +93,9 @@ class Everyone(Silent):
         self._communicator = TorchCommunicator(ranks, "cpu")
         self._steps = 0
 
-    def everywhere(self, name: str, arguments: tuple[Any, ...], call: Callable[[], T]) -> list[Any]:
+    def everywhere(
+        self, name: str, arguments: tuple[Any, ...], call: Callable[[], T], **options: Any
+    ) -> list[Any]:
         """Call it, and return what it returned on every rank."""
         own: Any = None
         failure: Exception | None = None

@@ -56,17 +56,19 @@ class Leader:
         self._steps = 0
         self._awaited = False
 
-    def tell(self, name: str, *arguments: Any) -> None:
+    def tell(self, name: str, *arguments: Any, **options: Any) -> None:
         """Have a method called on the other ranks as well, before it is here.
 
         Raises: RankError: a follower was lost.
         """
-        payload = pickle.dumps((name, arguments))
+        payload = pickle.dumps((name, arguments, options))
         self._send(lambda channel: channel.send_call(payload))
 
-    def everywhere(self, name: str, arguments: tuple[Any, ...], call: Callable[[], T]) -> list[Any]:
+    def everywhere(
+        self, name: str, arguments: tuple[Any, ...], call: Callable[[], T], **options: Any
+    ) -> list[Any]:
         """Return what a call returns on every rank, this one first."""
-        self.tell(name, *arguments)
+        self.tell(name, *arguments, **options)
         own: Any = None
         failure: Exception | None = None
         try:
