@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from interposer_models import (
     launched,
     load,
 )
+from interposer_models._speculation.balance import Balance
 
 Loads = Callable[..., LanguageModel]
 SMALL: dict[str, Any] = {"max_sequences": 4, "max_step_tokens": 48, "config": Config(seed=7)}
@@ -79,7 +78,16 @@ def test_guesses_that_pay_by_the_clock_are_those_of_rank_0(loads: Loads, llama: 
     own = lm.generate([prompt, prompt[1:]], max_new_tokens=80)
     assert told(own) == told(alone.generate([prompt, prompt[1:]], max_new_tokens=80))
     assert lm.speculation is not None
-    assert lm.speculation.drafted_tokens > 0
+    assert lm.speculation.plain_steps + lm.speculation.drafted_steps > 0
+
+
+def test_answers_of_a_clock_are_those_that_the_ranks_agree_on() -> None:
+    ahead, behind = Balance(lambda _: True), Balance(lambda _: False)
+    for balance, says in ((ahead, True), (behind, False)):
+        assert balance.rests() is balance.allows(1) is says
+        for _ in range(8):
+            balance.count_plain(1, 1.0, 0.0)
+        assert balance.rests() is balance.allows(1) is says
 
 
 def test_errors_of_requests_leave_the_ranks_alike(loads: Loads, llama: Path) -> None:
