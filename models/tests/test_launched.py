@@ -92,7 +92,7 @@ def test_answers_of_a_clock_are_those_that_the_ranks_agree_on() -> None:
 
 def test_errors_of_requests_leave_the_ranks_alike(loads: Loads, llama: Path) -> None:
     lm, alone = both(loads, llama, cache_tokens=128)
-    with pytest.raises(RequestError, match="unknown|vocabulary|token"):
+    with pytest.raises(RequestError, match="999999"):
         lm.generate([[999_999]])
     with pytest.raises(RequestError):
         lm.logits([])

@@ -28,7 +28,9 @@ try:
     with launched(2, timeout_seconds=float(sys.argv[2])) as load:
         lm = load(sys.argv[1], cache_tokens=512, max_sequences=1, config=Config(platform="cpu"))
         children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
-        print(os.getpid(), *children, flush=True)
+        asked = [open(f"/proc/{child}/cmdline").read() for child in children]
+        ranks = [c for c, a in zip(children, asked) if "_parallel.process" in a]
+        print(os.getpid(), *ranks, flush=True)
         while True:
             lm.generate([[1, 2, 3]], max_new_tokens=300, ignore_eos=True)
 except InterposerError as error:
@@ -49,7 +51,7 @@ def generating(timeout_seconds: float) -> Iterator[tuple[subprocess.Popen[str], 
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, process.communicate()[1]
-        leader, follower, *_ = map(int, line.split())
+        leader, follower = map(int, line.split())
         yield process, leader, follower
     finally:
         process.kill()
@@ -72,7 +74,7 @@ def ended(*pids: int, within: float = 30.0) -> bool:
 
 
 def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
 def kill_follower(leader: int, follower: int) -> None:
@@ -87,10 +89,6 @@ def interrupt(leader: int, follower: int) -> None:
     os.kill(leader, signal.SIGINT)
 
 
-def terminate(leader: int, follower: int) -> None:
-    os.kill(leader, signal.SIGTERM)
-
-
 def kill_leader_beside_a_stopped_follower(leader: int, follower: int) -> None:
     os.kill(follower, signal.SIGSTOP)
     os.kill(leader, signal.SIGKILL)
@@ -102,7 +100,6 @@ def kill_leader_beside_a_stopped_follower(leader: int, follower: int) -> None:
         (kill_follower, r"error: Rank 0: rank 1 was ended by SIGKILL"),
         (stop_follower, r"error: Rank 0: .*rank 1 hangs|error: Rank 0: .*\[1\] did not come"),
         (interrupt, "KeyboardInterrupt"),
-        (terminate, ""),
         (kill_leader_beside_a_stopped_follower, ""),
     ],
 )
