@@ -1,0 +1,160 @@
+"""Models whose other ranks this process starts: one process follows in all of these tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.adapter_files import write_adapter
+
+from interposer import Config
+from interposer.errors import CheckpointError, ConfigError, RankError, RequestError
+from interposer_models import (
+    AsyncLanguageModel,
+    Completion,
+    LanguageModel,
+    SamplingParams,
+    Speculation,
+    launched,
+    load,
+)
+from interposer_models._speculation.balance import Balance
+
+Loads = Callable[..., LanguageModel]
+SMALL: dict[str, Any] = {"max_sequences": 4, "max_step_tokens": 48, "config": Config(seed=7)}
+PROMPTS = [
+    [(7 * place + 3 * n) % 250 for n in range(length)]
+    for place, length in enumerate((3, 40, 1, 17, 64, 9, 30, 5))
+]
+
+
+@pytest.fixture(scope="module")
+def loads() -> Iterator[Loads]:
+    with launched(2, timeout_seconds=60.0) as found:
+        yield found
+
+
+def told(found: list[Completion]) -> list[tuple[int, ...]]:
+    return [tuple(each.token_ids) for each in found]
+
+
+def both(loads: Loads, path: Path, **options: Any) -> tuple[LanguageModel, LanguageModel]:
+    """Return the model of two ranks, and that of one."""
+    return loads(path, **SMALL, **options), load(path, **SMALL, **options)
+
+
+def test_many_requests_get_the_tokens_of_one_process(loads: Loads, llama: Path) -> None:
+    lm, alone = both(loads, llama, cache_tokens=512)
+    params = [
+        SamplingParams(max_new_tokens=4 + 5 * place, temperature=place % 3 / 2, top_p=0.9)
+        for place in range(len(PROMPTS))
+    ]
+    for _ in range(2):  # the noise of requests without a seed goes on with a second call
+        assert told(lm.generate(PROMPTS, params)) == told(alone.generate(PROMPTS, params))
+    assert torch.equal(lm.logits(PROMPTS[1]), alone.logits(PROMPTS[1]))
+    assert len(lm.explanations()) == 2  # type: ignore[attr-defined]
+    first, second = lm.explanations()  # type: ignore[attr-defined]
+    assert first["choices"] == second["choices"]
+
+
+def test_a_cache_that_is_too_small_makes_both_ranks_give_way(loads: Loads, llama: Path) -> None:
+    lm, alone = both(loads, llama, cache_tokens=96, prefix_cache=True)
+    prompts = [PROMPTS[1][:30] + extra for extra in PROMPTS[:6] if len(extra) < 20]
+    for _ in range(2):
+        own = lm.generate(prompts, max_new_tokens=30, temperature=0.7)
+        assert told(own) == told(alone.generate(prompts, max_new_tokens=30, temperature=0.7))
+    assert lm.engine.prefixes is not None
+    assert lm.engine.prefixes == alone.engine.prefixes
+
+
+def test_guesses_that_pay_by_the_clock_are_those_of_rank_0(loads: Loads, llama: Path) -> None:
+    lm, alone = both(loads, llama, cache_tokens=512, speculation=Speculation("ngram"))
+    prompt = [5, 6, 7, 8] * 8
+    own = lm.generate([prompt, prompt[1:]], max_new_tokens=80)
+    assert told(own) == told(alone.generate([prompt, prompt[1:]], max_new_tokens=80))
+    assert lm.speculation is not None
+    assert lm.speculation.plain_steps + lm.speculation.drafted_steps > 0
+
+
+def test_answers_of_a_clock_are_those_that_the_ranks_agree_on() -> None:
+    ahead, behind = Balance(lambda _: True), Balance(lambda _: False)
+    for balance, says in ((ahead, True), (behind, False)):
+        assert balance.rests() is balance.allows(1) is says
+        for _ in range(8):
+            balance.count_plain(1, 1.0, 0.0)
+        assert balance.rests() is balance.allows(1) is says
+
+
+def test_errors_of_requests_leave_the_ranks_alike(loads: Loads, llama: Path) -> None:
+    lm, alone = both(loads, llama, cache_tokens=128)
+    with pytest.raises(RequestError, match="999999"):
+        lm.generate([[999_999]])
+    with pytest.raises(RequestError):
+        lm.logits([])
+    stream = lm.stream(PROMPTS[0], max_new_tokens=50)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]  # cancels it
+    # That request drew no noise of its own, as it was greedy; its seed was drawn all the same.
+    alone.generate([[1]], max_new_tokens=1)
+    asked = {"max_new_tokens": 20, "seed": 3, "temperature": 1.0}
+    assert told(lm.generate(PROMPTS[:3], **asked)) == told(alone.generate(PROMPTS[:3], **asked))
+
+
+def test_adapters_and_weights_change_on_both_ranks(
+    loads: Loads, llama: Path, tmp_path: Path
+) -> None:
+    lm, alone = both(loads, llama, cache_tokens=128)
+    write_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (64, 64)})
+    for model in (lm, alone):
+        model.load_adapter("a", tmp_path / "a")
+    asked = {"max_new_tokens": 12, "adapter": "a"}
+    assert told(lm.generate(PROMPTS[:2], **asked)) == told(alone.generate(PROMPTS[:2], **asked))
+    with pytest.raises(CheckpointError):
+        lm.load_adapter("b", tmp_path / "none")
+    lm.remove_adapter("a")
+    name = "model.norm.weight"
+    new = {name: torch.linspace(-1, 1, 64)}
+    assert lm.update_weights(new) == alone.update_weights(new)
+    own = lm.generate(PROMPTS[:2], max_new_tokens=12)
+    assert told(own) == told(alone.generate(PROMPTS[:2], max_new_tokens=12))
+
+
+def test_the_thread_of_the_asynchronous_front_leads(loads: Loads, llama: Path) -> None:
+    lm, alone = both(loads, llama, cache_tokens=512)
+
+    async def answers() -> list[tuple[int, ...]]:
+        async with AsyncLanguageModel(lm) as front:
+            tasks = [front.generate([p], max_new_tokens=15, seed=1) for p in PROMPTS]
+            return [told(each)[0] for each in await asyncio.gather(*tasks)]
+
+    assert asyncio.run(answers()) == told(alone.generate(PROMPTS, max_new_tokens=15, seed=1))
+
+
+@pytest.mark.skipif("not os.path.isdir('/proc/self/fd')", reason="needs /proc")
+def test_an_error_of_one_rank_while_loading_is_told_with_the_rank(
+    loads: Loads, llama: Path
+) -> None:
+    folder = os.open(llama, os.O_RDONLY)
+    try:
+        with pytest.raises(RankError, match=r"rank 1 failed during planning: CheckpointError"):
+            loads(f"/proc/self/fd/{folder}", **SMALL)  # which that process does not have
+    finally:
+        os.close(folder)
+    with pytest.raises(CheckpointError):
+        loads(llama / "none", **SMALL)
+    assert loads(llama, **SMALL, cache_tokens=64).generate([[1]], max_new_tokens=2)
+
+
+def test_numbers_of_processes_that_cannot_be_are_refused(loads: Loads, llama: Path) -> None:
+    for number in (0, -1, True, 2.0):
+        with pytest.raises(ConfigError, match="tensor_parallel is"):
+            load(llama, tensor_parallel=number)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="among others already"), launched(2):
+        pass
+    with pytest.raises(ConfigError, match="tensor_parallel is 4, and there are 2 processes"):
+        load(llama, tensor_parallel=4)

@@ -1,0 +1,115 @@
+"""How processes of several ranks end: one is killed or stopped, or the user ends the command."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.forks import forks
+
+STDLIB = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
+# It tells the ids of the processes, and then generates until it is ended.
+PROGRAM = """
+import os, signal, sys
+from interposer import Config
+from interposer.errors import InterposerError
+from interposer_models import launched
+from interposer_models._parallel import launcher
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    with launched(2, timeout_seconds=float(sys.argv[2])) as load:
+        lm = load(sys.argv[1], cache_tokens=512, max_sequences=1, config=Config(platform="cpu"))
+        children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+        asked = [open(f"/proc/{child}/cmdline").read() for child in children]
+        ranks = [c for c, a in zip(children, asked) if "_parallel.process" in a]
+        print(os.getpid(), *ranks, flush=True)
+        while True:
+            lm.generate([[1, 2, 3]], max_new_tokens=300, ignore_eos=True)
+except InterposerError as error:
+    sys.exit(f"error: {error}")
+"""
+pytestmark = pytest.mark.skipif("not os.path.isdir('/proc/self')", reason="needs /proc")
+
+
+@contextmanager
+def generating(timeout_seconds: float) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
+    """Start two ranks, and give the client of rank 0's process, its id and that of rank 1."""
+    command = forks().command("-c", PROGRAM, STDLIB, str(timeout_seconds))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        leader, follower = map(int, line.split())
+        yield process, leader, follower
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def ended(*pids: int, within: float = 30.0) -> bool:
+    end = time.monotonic() + within
+    while any(map(lives, pids)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not any(map(lives, pids))
+
+
+def shared_memory() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+def kill_follower(leader: int, follower: int) -> None:
+    os.kill(follower, signal.SIGKILL)
+
+
+def stop_follower(leader: int, follower: int) -> None:
+    os.kill(follower, signal.SIGSTOP)
+
+
+def interrupt(leader: int, follower: int) -> None:
+    os.kill(leader, signal.SIGINT)
+
+
+def kill_leader_beside_a_stopped_follower(leader: int, follower: int) -> None:
+    os.kill(follower, signal.SIGSTOP)
+    os.kill(leader, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (kill_follower, r"error: Rank 0: rank 1 was ended by SIGKILL"),
+        (stop_follower, r"error: Rank 0: .*rank 1 hangs|error: Rank 0: .*\[1\] did not come"),
+        (interrupt, "KeyboardInterrupt"),
+        (kill_leader_beside_a_stopped_follower, ""),
+    ],
+)
+def test_all_ranks_end_with_the_reason(what: Callable[[int, int], None], said: str) -> None:
+    before = shared_memory()
+    with generating(timeout_seconds=3.0 if what is stop_follower else 60.0) as found:
+        process, leader, follower = found
+        what(leader, follower)
+        assert ended(leader, follower)
+        _, told = process.communicate(timeout=30)
+    assert process.returncode
+    assert re.search(said, told)
+    assert shared_memory() <= before
