@@ -11,6 +11,7 @@ from torch import nn
 from interposer import PluggableLayer
 from interposer.errors import CheckpointError
 from interposer_models._checkpoint.layer_group import Filling, LayerGroup, State, groups_of
+from interposer_models._checkpoint.offer import Offer
 from interposer_models._checkpoint.tensor_places import absent_biases, places_of
 from interposer_models._checkpoint.weight_update import GroupUpdate
 from interposer_ops.devices import host_memory
@@ -155,13 +156,14 @@ class Weights:
                 finalize(group, begun or Filling(group, self.device))
 
     @torch.no_grad()
-    def update(self, tensors: Tensors, path: object) -> tuple[str, ...]:
+    def update(self, tensors: Offer, path: object) -> tuple[str, ...]:
         """Exchange the weights of the layers that ``tensors`` name, all of them or none.
 
         A layer gets all of its tensors together, those of the layers that it fuses included. What
         it is to hold is computed first, layer by layer, and held beside the present weights until
-        the last one is there; nothing that can fail comes after that. Where it has the form of
-        what is held, it is written there, so that whoever keeps the operands keeps the right ones.
+        the last one is there and the giver agrees; nothing that can fail comes after that. Where it
+        has the form of what is held, it is written there, so that whoever keeps the operands keeps
+        the right ones.
 
         Returns: prefixes of layers for which it has another form, so that they got new operands.
         Raises: CheckpointError: as ``load``, or only some tensors of a layer are given, or none at
@@ -201,6 +203,7 @@ class Weights:
         self._check_tied(tied, updates, path)
         if not updates:
             raise CheckpointError(path, "holds no tensor of the model", "is its iterator used up?")
+        tensors.agree()
         _apply(list(updates.values()))
         renewed = [update for update in updates.values() if update.pairs is None]
         prefixes = tuple(layer.prefix for update in renewed for layer in update.group.layers)
