@@ -103,9 +103,9 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, nargs="*", default=[32])
     parser.add_argument("--send", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    torch.set_num_threads(1)
     sizes = [mib * MIB for mib in given.bucket_mib]
     if given.send is not None:
+        torch.set_num_threads(1)
         send(given.model_dir, given.send, given.rounds, sizes[0])
         return
     for method in given.quantization:

@@ -33,5 +33,9 @@ class Offer:
         """Yield names and tensors; one may be written over when the next one is asked for."""
         return iter(self._tensors)
 
+    def gives(self, tensor: torch.Tensor) -> bool:
+        """Say whether a tensor lies in memory that nobody else has, and is the model's to keep."""
+        return False
+
     def agree(self) -> None:
         """Return if the weights, which are prepared, are to be those of the model from now on."""

@@ -155,7 +155,6 @@ class Weights:
                 begun = fillings.pop(group) if group in fillings else None
                 finalize(group, begun or Filling(group, self.device))
 
-    @torch.no_grad()
     def update(self, tensors: Offer, path: object) -> tuple[str, ...]:
         """Exchange the weights of the layers that ``tensors`` name, all of them or none.
 
@@ -169,6 +168,13 @@ class Weights:
         Raises: CheckpointError: as ``load``, or only some tensors of a layer are given, or none at
             all. Nothing was changed.
         """
+        with host_memory.reused():
+            prefixes = self._update(tensors, path)
+        host_memory.trim()
+        return prefixes
+
+    @torch.no_grad()
+    def _update(self, tensors: Offer, path: object) -> tuple[str, ...]:
         fillings: dict[LayerGroup, Filling] = {}
         updates: dict[LayerGroup, GroupUpdate] = {}
         tied: set[str] = set()
@@ -185,8 +191,10 @@ class Weights:
             filling = fillings.get(group)
             if filling is None:
                 _check_form(group, name, tensor, path)
-                filling = fillings[group] = Filling(group, self.device)
-            filling.put(name, tensor.detach(), path)
+                # The only one of its group is finalized before another one is asked for.
+                is_alone = len(group.places) == 1
+                filling = fillings[group] = Filling(group, self.device, is_alone)
+            filling.put(name, tensor.detach(), path, tensors.gives(tensor))
             if not filling.missing:
                 updates[group] = GroupUpdate.of(group, group.finalized(fillings.pop(group)))
         for group, filling in fillings.items():
@@ -206,10 +214,7 @@ class Weights:
         tensors.agree()
         _apply(list(updates.values()))
         renewed = [update for update in updates.values() if update.pairs is None]
-        prefixes = tuple(layer.prefix for update in renewed for layer in update.group.layers)
-        del updates, renewed
-        host_memory.trim()
-        return prefixes
+        return tuple(layer.prefix for update in renewed for layer in update.group.layers)
 
     def _owner(self, stored: str, tensor: torch.Tensor, path: object) -> LayerGroup | None:
         """Return the group that a tensor of a checkpoint belongs to, None if nobody needs it."""

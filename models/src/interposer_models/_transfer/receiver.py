@@ -14,6 +14,7 @@ from interposer.errors import RankError
 from interposer_models._checkpoint.offer import Offer
 from interposer_models._transfer.channel import Channel, Posted
 from interposer_models._transfer.header import HEADER_BYTES, Header
+from interposer_ops.devices import host_memory
 
 Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -53,6 +54,7 @@ class Reception(Offer):
         super().__init__(self._received())
         self._channel = Channel(given.group, given.source, given.timeout_seconds)
         self._buckets = self._coming()
+        self._given: torch.Tensor | None = None
         self._stage = "ready"  # the next one to vote on; "" where nobody listens any more
 
     def __exit__(
@@ -75,6 +77,10 @@ class Reception(Offer):
                     pass
                 self._vote(f"{type(error).__name__}: {error}")
 
+    def gives(self, tensor: torch.Tensor) -> bool:
+        """Say whether a tensor was put together in memory of its own."""
+        return tensor is self._given
+
     def agree(self) -> None:
         """Return if all ranks have prepared the weights."""
         self._vote()
@@ -94,13 +100,15 @@ class Reception(Offer):
                     yield piece.name, content.view(piece.dtype).view(piece.shape)
                     continue
                 if not piece.start:
-                    begun = torch.empty(piece.num_bytes, dtype=torch.uint8, device=bucket.device)
+                    begun = self._memory(piece.num_bytes)
                 elif begun is None or len(begun) != piece.num_bytes:
                     raise self._nonsense(f"a piece of {piece.name!r} comes before its first one")
                 begun[piece.start : piece.start + piece.count] = content
                 if piece.start + piece.count == piece.num_bytes:
-                    yield piece.name, begun.view(piece.dtype).view(piece.shape)
+                    self._given = begun.view(piece.dtype).view(piece.shape)
                     begun = None
+                    yield piece.name, self._given
+                    self._given = None
         if begun is not None:
             raise self._nonsense("the last tensor lacks pieces")
 
@@ -155,4 +163,7 @@ class Reception(Offer):
         )
 
     def _memory(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._channel.device)
+        device = self._channel.device
+        if device.type == "cpu":
+            return host_memory.empty((num_bytes,), torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
