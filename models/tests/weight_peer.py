@@ -16,15 +16,18 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
 from torch import distributed
 
-from interposer_models import LanguageModel, WeightsFrom, load, send_weights
+from interposer_models import WeightsFrom, send_weights
 from interposer_models._transfer.channel import Channel
 from interposer_models._transfer.header import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from interposer_models import LanguageModel
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int32", "uint8", "bool", "complex64", "float64")
@@ -77,6 +80,8 @@ def join(store: Path | str, rank: int, size: int) -> None:
 
 @cache
 def model(path: str, dtype: str) -> LanguageModel:
+    from interposer_models import load  # which takes seconds, and a trainer has no use for it
+
     return load(path, dtype, cache_tokens=64)
 
 

@@ -87,7 +87,7 @@ class Channel:
             refusal: the reason against it. Then others' reasons are not told.
         Raises: RankError: a rank refuses, or is at another stage.
         """
-        facts = {
+        facts: dict[str, Any] = {
             "format": FORMAT,
             "stage": stage,
             "source": self.source,
