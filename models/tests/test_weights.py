@@ -27,6 +27,7 @@ from interposer import (
 from interposer.errors import CheckpointError
 from interposer_models import load
 from interposer_models._checkpoint.checkpoint import Checkpoint
+from interposer_models._checkpoint.offer import Offer
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._loader import plan
 from interposer_models._plan import Plan
@@ -286,6 +287,6 @@ def test_defaults_stand_for_what_an_update_leaves_out() -> None:
     weights.load(STORED.items(), "test")
     scales = {name: 10 * t for name, t in STORED.items() if name.startswith("block.y")}
     del scales["block.y_a.offset"]
-    assert weights.update(scales.items(), "test") == ()
+    assert weights.update(Offer(scales.items()), "test") == ()
     changed = [[40.0, 40.0, 40.0, 50.0, 50.0], [0.5] * 5, [0, 1, 2, 3, 4], [0.0, 80.0]]
     assert operands(model) == [EXPECTED[0], changed]

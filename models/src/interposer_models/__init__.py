@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from interposer_models._speculation.settings import Speculation
     from interposer_models._stream import Completion, Delta, Stream
     from interposer_models._tokenizer import TextTokenizer
+    from interposer_models._transfer.receiver import WeightsFrom
+    from interposer_models._transfer.sender import send_weights
 
 __all__ = [
     "Adapted",
@@ -54,6 +56,7 @@ __all__ = [
     "Speculation",
     "Stream",
     "TextTokenizer",
+    "WeightsFrom",
     "adapt",
     "language_model",
     "launched",
@@ -62,6 +65,7 @@ __all__ = [
     "pack",
     "plan",
     "quantize",
+    "send_weights",
 ]
 
 __getattr__ = lazy_attributes(
@@ -89,6 +93,8 @@ __getattr__ = lazy_attributes(
         "interposer_models._speculation.settings": "Speculation",
         "interposer_models._stream": "Completion Delta Stream",
         "interposer_models._tokenizer": "TextTokenizer",
+        "interposer_models._transfer.receiver": "WeightsFrom",
+        "interposer_models._transfer.sender": "send_weights",
     },
 )
 

@@ -14,6 +14,7 @@ from interposer_models._adapters.adapters import Adapters
 from interposer_models._adapters.files import Adapter
 from interposer_models._chat import Message
 from interposer_models._checkpoint.checkpoint import read_json
+from interposer_models._checkpoint.offer import Offer
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.engine import Engine
@@ -22,6 +23,7 @@ from interposer_models._engine.speculation import SpeculationFigures
 from interposer_models._requests import Prompt, completions, requests, token_ids_of
 from interposer_models._stream import Completion, Delta, Stream
 from interposer_models._tokenizer import MissingTokenizer, TextTokenizer
+from interposer_models._transfer.receiver import WeightsFrom, offer_of
 
 _PREFIXES = "prefix cache: "
 _SUGGESTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -260,7 +262,7 @@ class LanguageModel:
         self._adapters.remove(name)
 
     def update_weights(
-        self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+        self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | WeightsFrom
     ) -> tuple[str, ...]:
         """Exchange weights for new ones, of all layers or of some; all that are given or none.
 
@@ -269,15 +271,23 @@ class LanguageModel:
         prepared as when they were loaded, and held beside the present ones until the call ends.
 
         Args:
-            tensors: by the names, and in the formats, of the checkpoint; on any device.
+            tensors: by the names, and in the formats, of the checkpoint; on any device. Or where
+                they come from: another process, which calls ``send_weights``.
         Returns: prefixes of layers whose operands could not be written in place, because what is
             held now has another form. Graphs that were captured with them are captured again.
         Raises:
-            ConfigError: the model is an adapted one.
+            ConfigError: the model is an adapted one, or the group is not usable.
+            RankError: the trainer, or another receiver, failed, died or did not answer. Nothing was
+                changed, unless a note of the error says so.
             RequestError: a request is unfinished, and its cache was computed with other weights.
             CheckpointError: a tensor is unknown, given twice, of the wrong shape or kind of dtype,
                 unusable, or not given though others of its layer are. Nothing was changed.
         """
+        with offer_of(tensors) as offer:
+            return self._take(offer)
+
+    def _take(self, offer: Offer) -> tuple[str, ...]:
+        """Exchange weights for those of an offer, which is open."""
         if self.weights is None:
             raise ConfigError(
                 "The weights of an adapted model are changed in the model itself. "
@@ -288,9 +298,8 @@ class LanguageModel:
                 "Weights cannot be exchanged while requests are unfinished: their cached keys and "
                 "values belong to the present ones. Try: finish or cancel them first"
             )
-        items = tensors.items() if isinstance(tensors, Mapping) else tensors
         with self.engine.runner.numerics():
-            moved = self.weights.update(items, f"update of {self.path}")
+            moved = self.weights.update(offer, f"update of {self.path}")
         self.engine.forget_prefixes()
         self._adapters.renew()
         if moved and self.engine.runner.graphs is not None:

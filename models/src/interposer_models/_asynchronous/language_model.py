@@ -22,6 +22,7 @@ from interposer_models._language_model import LanguageModel
 from interposer_models._requests import Prompt, requests, token_ids_of
 from interposer_models._stream import Completion, Delta
 from interposer_models._tokenizer import TextTokenizer
+from interposer_models._transfer.receiver import WeightsFrom
 
 T = TypeVar("T")
 # A thread that the program never ended computes at most one step more when it exits.
@@ -192,9 +193,12 @@ class AsyncLanguageModel:
         await self.call(self.model.remove_adapter, name)
 
     async def update_weights(
-        self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+        self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | WeightsFrom
     ) -> tuple[str, ...]:
-        """Exchange weights while no request is unfinished; see ``LanguageModel.update_weights``."""
+        """Exchange weights while no request is unfinished; see ``LanguageModel.update_weights``.
+
+        Later requests wait until the exchange has ended, also for a trainer that is late.
+        """
         return await self.call(self.model.update_weights, tensors)
 
     def open(

@@ -119,9 +119,11 @@ class Filling:
             if id(place.parameter) not in self.parameters:
                 self.parameters[id(place.parameter)] = _allocated(place.parameter, device)
 
-    def put(self, name: str, tensor: torch.Tensor, path: object) -> None:
+    def put(self, name: str, tensor: torch.Tensor, path: object, is_given: bool = False) -> None:
         """Copy a tensor to its place, or let it stand there.
 
+        Args:
+            is_given: it lies in memory that nobody else has, so that it needs no copy.
         Raises: CheckpointError: it came before, or has the wrong shape or kind of dtype.
         """
         if name not in self.missing:
@@ -132,7 +134,9 @@ class Filling:
         if place.takes_any_form:
             held = nn.Parameter(tensor.to(memory.device, copy=True), requires_grad=False)
             self.parameters[id(place.parameter)] = held
-        elif self.borrows and place.can_borrow(tensor, memory.data, self.is_left):
+        elif (self.borrows or is_given) and place.can_borrow(
+            tensor, memory.data, self.is_left or is_given
+        ):
             borrowed = nn.Parameter(tensor, requires_grad=False)
             borrowed.__dict__.update(place.parameter.__dict__)
             self.parameters[id(place.parameter)] = borrowed

@@ -11,6 +11,7 @@ from torch import nn
 from interposer import PluggableLayer
 from interposer.errors import CheckpointError
 from interposer_models._checkpoint.layer_group import Filling, LayerGroup, State, groups_of
+from interposer_models._checkpoint.offer import Offer
 from interposer_models._checkpoint.tensor_places import absent_biases, held_elsewhere, places_of
 from interposer_models._checkpoint.weight_update import GroupUpdate
 from interposer_ops.devices import host_memory
@@ -155,19 +156,26 @@ class Weights:
                 begun = fillings.pop(group) if group in fillings else None
                 finalize(group, begun or Filling(group, self.device))
 
-    @torch.no_grad()
-    def update(self, tensors: Tensors, path: object) -> tuple[str, ...]:
+    def update(self, tensors: Offer, path: object) -> tuple[str, ...]:
         """Exchange the weights of the layers that ``tensors`` name, all of them or none.
 
         A layer gets all of its tensors together, those of the layers that it fuses included. What
         it is to hold is computed first, layer by layer, and held beside the present weights until
-        the last one is there; nothing that can fail comes after that. Where it has the form of
-        what is held, it is written there, so that whoever keeps the operands keeps the right ones.
+        the last one is there and the giver agrees; nothing that can fail comes after that. Where it
+        has the form of what is held, it is written there, so that whoever keeps the operands keeps
+        the right ones.
 
         Returns: prefixes of layers for which it has another form, so that they got new operands.
         Raises: CheckpointError: as ``load``, or only some tensors of a layer are given, or none at
             all. Nothing was changed.
         """
+        with host_memory.reused():
+            prefixes = self._update(tensors, path)
+        host_memory.trim()
+        return prefixes
+
+    @torch.no_grad()
+    def _update(self, tensors: Offer, path: object) -> tuple[str, ...]:
         fillings: dict[LayerGroup, Filling] = {}
         updates: dict[LayerGroup, GroupUpdate] = {}
         tied: set[str] = set()
@@ -184,8 +192,10 @@ class Weights:
             filling = fillings.get(group)
             if filling is None:
                 _check_form(group, name, tensor, path)
-                filling = fillings[group] = Filling(group, self.device)
-            filling.put(name, tensor.detach(), path)
+                # The only one of its group is finalized before another one is asked for.
+                is_alone = len(group.places) == 1
+                filling = fillings[group] = Filling(group, self.device, is_alone)
+            filling.put(name, tensor.detach(), path, tensors.gives(tensor))
             if not filling.missing:
                 updates[group] = GroupUpdate.of(group, group.finalized(fillings.pop(group)))
         for group, filling in fillings.items():
@@ -202,12 +212,10 @@ class Weights:
         self._check_tied(tied, updates, path)
         if not updates:
             raise CheckpointError(path, "holds no tensor of the model", "is its iterator used up?")
+        tensors.agree()
         _apply(list(updates.values()))
         renewed = [update for update in updates.values() if update.pairs is None]
-        prefixes = tuple(layer.prefix for update in renewed for layer in update.group.layers)
-        del updates, renewed
-        host_memory.trim()
-        return prefixes
+        return tuple(layer.prefix for update in renewed for layer in update.group.layers)
 
     def _owner(self, stored: str, tensor: torch.Tensor, path: object) -> LayerGroup | None:
         """Return the group that a tensor of a checkpoint belongs to, None if nobody needs it."""
