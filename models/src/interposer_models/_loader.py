@@ -57,8 +57,10 @@ from interposer_models._engine.runner import Runner
 from interposer_models._engine.sources import reads_sources
 from interposer_models._family_choice import blamed_on_family, checked_model, choose_family
 from interposer_models._language_model import LanguageModel
+from interposer_models._offload.loading import load_offloaded
+from interposer_models._offload.planning import offloading
+from interposer_models._offload.settings import Offload
 from interposer_models._online_quantization import quantization_settings
-from interposer_models._packed.packed_loading import load_weights
 from interposer_models._plan import Plan
 from interposer_models._speculation.preparation import Preparation
 from interposer_models._speculation.settings import Speculation
@@ -82,6 +84,7 @@ def plan(
     *,
     quantization: str | Mapping[str, Any] | None = None,
     placement: Placement | None = None,
+    offload: bool | str | Offload | None = None,
 ) -> Plan:
     """Return what ``load`` would build, without reading weights; ``explain`` takes it as well.
 
@@ -115,8 +118,12 @@ def plan(
         resolver.notes.append(note)
     dequantize_once(model, site, placement)
     resolver.check_places()
+    offloads = offloading(offload, model, placement, resolver.notes, config.packed)
     # Tokens are drawn outside of the graph: how, changes with every request.
     graphs = judge_graphs(resolver, placement, frozenset({_SAMPLER}))
+    compiled = judge_compiler(config, placement, graphs, [c for c, _ in resolver.choices.values()])
+    if offloads is not None:
+        graphs, compiled = offloads.judged(graphs), offloads.judged(compiled)
     return Plan(
         checkpoint,
         decoder,
@@ -128,7 +135,8 @@ def plan(
         model,
         sampler,
         graphs,
-        judge_compiler(config, placement, graphs, [c for c, _ in resolver.choices.values()]),
+        compiled,
+        offloads,
     )
 
 
@@ -162,6 +170,7 @@ def load(
     prefix_cache: bool | PrefixCache = False,
     adapters: Mapping[str, str | Path] | None = None,
     speculation: str | Path | Speculation | None = None,
+    offload: bool | str | Offload | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageModel:
     """Load a model of Hugging Face, or a file that a plugin reads, ready to generate.
@@ -193,6 +202,10 @@ def load(
             the cache is settled.
         speculation: what guesses tokens that steps verify: ``"ngram"``, ``"heads"``, the path of
             a head or of a draft model, or ``Speculation(...)``.
+        offload: how much of the weights stays in the memory that computes, as ``"8GiB"``,
+            ``"50%"`` or ``Offload(...)``, while blocks beyond that come from host memory or the
+            disk when they compute; True leaves the size to the memory that is free, None offloads
+            what exceeds a host's, False nothing.
         progress: told ``(bytes done, bytes in all)`` while weights load.
     Raises:
         CheckpointError: the directory is incomplete or contradicts itself; there is no model of
@@ -202,8 +215,8 @@ def load(
         NoCandidateError: nothing that is installed can serve a part of the model.
         ConfigError: a size is not a positive integer, a fraction not one, the cache exceeds the
             free memory, no memory is left for it, a quantized checkpoint is to be quantized by
-            another method, or graphs, compilation, a prefix cache or
-            speculation are asked for that cannot be.
+            another method, or graphs, compilation, a prefix cache,
+            speculation or offload are asked for that cannot be.
     """
     sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
     check_sizes(**sizes, cache_tokens=cache_tokens)
@@ -211,7 +224,7 @@ def load(
     guesses = None if speculation is None else Speculation.of(speculation)
     shared = PrefixCache.of(prefix_cache)
     start = time.time_ns()
-    planned = plan(path, dtype, platform, config, quantization=quantization)
+    planned = plan(path, dtype, platform, config, quantization=quantization, offload=offload)
     for note in planned.resolver.notes:
         _log.warning("%s: %s", path, note)
     if shared is not None:
@@ -259,7 +272,7 @@ def load(
     if policy.seed is not None:
         runs_on.seed(policy.seed)
     with planned.numerics():
-        load_weights(planned, checkpoint, weights, advance)
+        load_offloaded(planned, checkpoint, weights, advance)
         planned.model.reserve_positions(0, device)
     stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config)
     starts: tuple[int, ...] = ()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from interposer import PluggableLayer
-from interposer.errors import CheckpointError
+from interposer.errors import CheckpointError, ConfigError
 from interposer_models._checkpoint.layer_group import Filling, LayerGroup, State, groups_of
 from interposer_models._checkpoint.tensor_places import absent_biases, places_of
 from interposer_models._checkpoint.weight_update import GroupUpdate
@@ -32,7 +32,10 @@ class Weights:
 
     Attributes:
         device: where parameters are allocated.
+        fixed: why they cannot be exchanged; empty where they can.
     """
+
+    fixed: str = ""
 
     def __init__(self, model: nn.Module, device: str) -> None:
         self.device = device
@@ -48,6 +51,10 @@ class Weights:
     def __contains__(self, stored: object) -> bool:
         """Say whether the model has a place for the tensor that a checkpoint calls ``stored``."""
         return isinstance(stored, str) and self._renamed(stored) in self._owners
+
+    def groups(self) -> Iterator[tuple[int, LayerGroup]]:
+        """Yield the groups that have tensors in a checkpoint, and their numbers."""
+        return ((number, group) for number, group in enumerate(self._groups) if group.places)
 
     def load(
         self,
@@ -164,9 +171,13 @@ class Weights:
         what is held, it is written there, so that whoever keeps the operands keeps the right ones.
 
         Returns: prefixes of layers for which it has another form, so that they got new operands.
-        Raises: CheckpointError: as ``load``, or only some tensors of a layer are given, or none at
-            all. Nothing was changed.
+        Raises:
+            CheckpointError: as ``load``, or only some tensors of a layer are given, or none at all.
+                Nothing was changed.
+            ConfigError: the weights are offloaded.
         """
+        if self.fixed:
+            raise ConfigError(self.fixed)
         fillings: dict[LayerGroup, Filling] = {}
         updates: dict[LayerGroup, GroupUpdate] = {}
         tied: set[str] = set()
