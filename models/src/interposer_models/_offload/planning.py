@@ -1,4 +1,4 @@
-"""The plan of offload for a model on the meta device: the way there is, and what it leaves where."""
+"""The plan of offload for a model on the meta device: the way there is, and what lies where."""
 
 from __future__ import annotations
 
