@@ -58,8 +58,10 @@ from interposer_models._engine.runner import Runner
 from interposer_models._engine.sources import reads_sources
 from interposer_models._family_choice import blamed_on_family, checked_model, choose_family
 from interposer_models._language_model import LanguageModel
+from interposer_models._offload.loading import load_offloaded
+from interposer_models._offload.planning import offloading
+from interposer_models._offload.settings import Offload
 from interposer_models._online_quantization import quantization_settings
-from interposer_models._packed.packed_loading import load_weights
 from interposer_models._parallel.facts import facts_of
 from interposer_models._parallel.joining import described_ranks, joined
 from interposer_models._plan import Plan
@@ -91,6 +93,7 @@ def plan(
     quantization: str | Mapping[str, Any] | None = None,
     placement: Placement | None = None,
     tensor_parallel: int | Ranks | None = None,
+    offload: bool | str | Offload | None = None,
 ) -> Plan:
     """Return what ``load`` would build, without reading weights; ``explain`` takes it as well.
 
@@ -124,8 +127,12 @@ def plan(
         resolver.notes.append(note)
     dequantize_once(model, site, placement)
     resolver.check_places()
+    offloads = offloading(offload, model, placement, resolver.notes, config.packed)
     # Tokens are drawn outside of the graph: how, changes with every request.
     graphs = judge_graphs(resolver, placement, frozenset({_SAMPLER}))
+    compiled = judge_compiler(config, placement, graphs, [c for c, _ in resolver.choices.values()])
+    if offloads is not None:
+        graphs, compiled = offloads.judged(graphs), offloads.judged(compiled)
     return Plan(
         checkpoint,
         decoder,
@@ -137,7 +144,8 @@ def plan(
         model,
         sampler,
         graphs,
-        judge_compiler(config, placement, graphs, [c for c, _ in resolver.choices.values()]),
+        compiled,
+        offloads,
     )
 
 
@@ -172,6 +180,7 @@ def load(
     adapters: Mapping[str, str | Path] | None = None,
     speculation: str | Path | Speculation | None = None,
     tensor_parallel: int | ProcessGroup | Group | None = None,
+    offload: bool | str | Offload | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageModel:
     """Load a model of Hugging Face, or a file that a plugin reads, ready to generate.
@@ -206,6 +215,10 @@ def load(
         tensor_parallel: how many processes compute the model together: those that torchrun
             started, or that are in torch's default process group; or a process group of some of
             them. Each of them makes this call, and the same calls to what it returns.
+        offload: how much of the weights stays in the memory that computes, as ``"8GiB"``,
+            ``"50%"`` or ``Offload(...)``, while blocks beyond that come from host memory or the
+            disk when they compute; True leaves the size to the memory that is free, None offloads
+            what exceeds a host's, False nothing.
         progress: told ``(bytes done, bytes in all)`` while weights load.
     Raises:
         CheckpointError: the directory is incomplete or contradicts itself; there is no model of
@@ -216,7 +229,7 @@ def load(
         ConfigError: a size is not a positive integer, a fraction not one, the cache exceeds the
             free memory, no memory is left for it, a quantized checkpoint is to be quantized by
             another method, or graphs, compilation, a prefix cache or
-            speculation are asked for that cannot be; there are not so many processes.
+            speculation or offload are asked for that cannot be; there are not so many processes.
         RankError: another rank failed, left, or was given something else.
     """
     group = joined(tensor_parallel)
@@ -236,6 +249,7 @@ def load(
             quantization=quantization,
             placement=placement,
             tensor_parallel=group.ranks,
+            offload=offload,
         )
         for note in planned.resolver.notes:
             _log.warning("%s: %s", path, note)
@@ -289,7 +303,7 @@ def load(
         if policy.seed is not None:
             runs_on.seed(policy.seed)
         with planned.numerics():
-            load_weights(planned, checkpoint, weights, advance)
+            load_offloaded(planned, checkpoint, weights, advance)
             planned.model.reserve_positions(0, device)
         stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config)
         starts: tuple[int, ...] = ()

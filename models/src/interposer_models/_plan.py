@@ -19,6 +19,7 @@ from interposer import (
     Verdict,
 )
 from interposer_models._checkpoint.checkpoint import Checkpoint
+from interposer_models._offload.planning import Offloading
 from interposer_ops.layers.sampler import Sampler
 
 
@@ -33,6 +34,7 @@ class Plan:
         page_size: number of tokens in a page of the cache, which all attention backends take.
         graphs: whether decode steps become graphs; None where nobody asks for it.
         compiled: whether torch.compile compiles steps, and by what; None where nobody asks for it.
+        offload: what of the weights is not resident; None where all of it is.
     """
 
     checkpoint: Checkpoint | CheckpointFile
@@ -46,6 +48,7 @@ class Plan:
     sampler: Sampler
     graphs: Verdict | None
     compiled: Verdict | None
+    offload: Offloading | None = None
 
     @property
     def path(self) -> Path:

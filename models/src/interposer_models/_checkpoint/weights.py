@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from interposer import PluggableLayer
-from interposer.errors import CheckpointError
+from interposer.errors import CheckpointError, ConfigError
 from interposer_models._checkpoint.layer_group import Filling, LayerGroup, State, groups_of
 from interposer_models._checkpoint.offer import Offer
 from interposer_models._checkpoint.tensor_places import absent_biases, held_elsewhere, places_of
@@ -33,7 +33,10 @@ class Weights:
 
     Attributes:
         device: where parameters are allocated.
+        fixed: why they cannot be exchanged; empty where they can.
     """
+
+    fixed: str = ""
 
     def __init__(self, model: nn.Module, device: str) -> None:
         self.device = device
@@ -50,6 +53,10 @@ class Weights:
     def __contains__(self, stored: object) -> bool:
         """Say whether the model has a place for the tensor that a checkpoint calls ``stored``."""
         return isinstance(stored, str) and self._renamed(stored) in self._owners
+
+    def groups(self) -> Iterator[tuple[int, LayerGroup]]:
+        """Yield the groups that have tensors in a checkpoint, and their numbers."""
+        return ((number, group) for number, group in enumerate(self._groups) if group.places)
 
     def load(
         self,
@@ -166,9 +173,13 @@ class Weights:
         the right ones.
 
         Returns: prefixes of layers for which it has another form, so that they got new operands.
-        Raises: CheckpointError: as ``load``, or only some tensors of a layer are given, or none at
-            all. Nothing was changed.
+        Raises:
+            CheckpointError: as ``load``, or only some tensors of a layer are given, or none at all.
+                Nothing was changed.
+            ConfigError: the weights are offloaded.
         """
+        if self.fixed:
+            raise ConfigError(self.fixed)
         with host_memory.reused():
             prefixes = self._update(tensors, path)
         host_memory.trim()

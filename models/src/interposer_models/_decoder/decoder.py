@@ -214,7 +214,10 @@ class Decoder(nn.Module):
         if blocks != known:
             join = getattr(type(blocks[0]), "joined", None)
             places = [place for place in self.places if isinstance(place, int)]
-            call = join(blocks) if join is not None and len(places) == len(blocks) else None
+            # What has to be told of each block, gets each by itself.
+            is_hooked = any(block._forward_pre_hooks for block in blocks)
+            whole = join is not None and len(places) == len(blocks) and not is_hooked
+            call = join(blocks) if whole else None  # type: ignore[misc]
             self._joined = blocks, places, call
         if call is None:
             return None

@@ -39,9 +39,15 @@ class UnpackableError(Exception):
 class StateWriter:
     """Turns what a layer holds into data."""
 
-    def __init__(self, built: State, keep: Keep) -> None:
+    def __init__(self, built: State, keep: Keep, device: str = "cpu") -> None:
+        """Begin a walk of what the layer was built with.
+
+        Args:
+            device: where tensors have to lie.
+        """
         self._built = built
         self._keep = keep
+        self._device = device
         self._paths: dict[int, list[Any]] = {}
         self._walk = _reachable(built)
 
@@ -86,9 +92,13 @@ class StateWriter:
 
     def _tensor(self, held: torch.Tensor) -> Data:
         plain = type(held) in (torch.Tensor, nn.Parameter) and held.layout is torch.strided
-        if not plain or held.device.type != "cpu" or held.is_quantized or held.is_complex():
-            raise UnpackableError(f"it holds a tensor of {type(held).__name__}, {held.layout}")
-        memory = torch.empty(0, dtype=torch.uint8).set_(held.untyped_storage())
+        elsewhere = held.device.type != torch.device(self._device).type
+        if not plain or elsewhere or held.is_quantized or held.is_complex():
+            where = f", on {held.device}" if elsewhere else ""
+            kind = f"{type(held).__name__}, {held.layout}{where}"
+            raise UnpackableError(f"it holds a tensor of {kind}")
+        memory = torch.empty(0, dtype=torch.uint8, device=held.device)
+        memory.set_(held.untyped_storage())  # type: ignore[call-overload]
         dtype = str(held.dtype).removeprefix("torch.")
         form = [dtype, list(held.shape), list(held.stride()), held.storage_offset()]
         return ["parameter" if type(held) is nn.Parameter else "tensor", [self._keep(memory), form]]
@@ -107,7 +117,7 @@ class StateWriter:
         if not alike:
             return None
         _, path, state = max(alike, key=lambda each: each[0])
-        return [path, StateWriter(state, self._keep).changes(own)]
+        return [path, StateWriter(state, self._keep, self._device).changes(own)]
 
     def _path(self, held: Any) -> list[Any] | None:
         while id(held) not in self._paths:  # mostly near, and the way is long
@@ -186,14 +196,19 @@ class _Reading:
         key = repr(held)
         if key not in self._tensors:
             number, (dtype, shape, strides, offset) = held
-            memory = self._tensor_of(number).untyped_storage()
-            empty = torch.empty(0, dtype=_dtype(dtype))
+            memory = self._tensor_of(number)
+            empty = torch.empty(0, dtype=_dtype(dtype), device=memory.device)
             # The library checks neither sign nor end of what a storage that cannot grow is asked.
             last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
             fits = min([offset, *strides, *shape]) >= 0
-            if 0 not in shape and not (fits and (last + 1) * empty.itemsize <= memory.nbytes()):
-                raise ValueError(f"a tensor {shape} does not lie in {memory.nbytes()} bytes")
-            self._tensors[key] = empty.set_(memory, offset, shape, strides)
+            if 0 not in shape and not (fits and (last + 1) * empty.itemsize <= memory.nbytes):
+                raise ValueError(f"a tensor {shape} does not lie in {memory.nbytes} bytes")
+            first, rest = divmod(memory.storage_offset(), empty.itemsize)
+            if rest:
+                raise ValueError(f"a memory begins {rest} bytes behind where {dtype} may")
+            self._tensors[key] = empty.set_(
+                memory.untyped_storage(), first + offset, shape, strides
+            )
         return self._tensors[key]
 
     def _parameter(self, held: Any, at: tuple[str, ...]) -> nn.Parameter:

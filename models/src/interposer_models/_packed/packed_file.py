@@ -87,16 +87,19 @@ class MappedMemory:
     """The memories of an open file as tensors, whose pages all processes share.
 
     What is written to one stays in this process.
+
+    Args:
+        ahead: the system is to read all of it soon.
     """
 
-    def __init__(self, file: int, memories: list[tuple[int, int]]) -> None:
+    def __init__(self, file: int, memories: list[tuple[int, int]], ahead: bool = True) -> None:
         if not _CAN_MAP:
             raise PackedFileError("this system maps no files that a program may change for itself")
         size = os.fstat(file).st_size
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         self._memories = memories
         self._map = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=protection)
-        for advice in ("MADV_HUGEPAGE", "MADV_WILLNEED"):
+        for advice in ("MADV_HUGEPAGE", "MADV_WILLNEED")[: 1 + ahead]:
             with suppress(OSError):  # it is read all the same, by and by
                 if (number := getattr(mmap, advice, None)) is not None:
                     self._map.madvise(number)
@@ -152,14 +155,14 @@ class PackedFile:
             raise PackedFileError("it is corrupt: its header and the checksum of that differ")
         return cls(path, facts)
 
-    def memory(self) -> MappedMemory:
-        """Return its memories, mapped.
+    def memory(self, ahead: bool = True) -> MappedMemory:
+        """Return its memories, mapped, to be read ``ahead`` of their use or not.
 
         Raises: PackedFileError: it cannot be mapped.
         """
         try:
             with self.path.open("rb") as file:
-                return MappedMemory(file.fileno(), self.facts.memories)
+                return MappedMemory(file.fileno(), self.facts.memories, ahead)
         except (OSError, ValueError) as error:
             raise PackedFileError(f"it cannot be mapped: {error}") from error
 

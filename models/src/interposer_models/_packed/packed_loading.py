@@ -9,20 +9,19 @@ import logging
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from interposer import CheckpointFile
 from interposer.errors import ConfigError
 from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._checkpoint.layer_group import LayerGroup, State
 from interposer_models._checkpoint.weights import Keep, Progress, Weights
-from interposer_models._packed.layer_states import StateWriter, UnpackableError, restored_state
+from interposer_models._packed.group_states import GroupData, group_states, keep_states
+from interposer_models._packed.layer_states import UnpackableError
 from interposer_models._packed.packed_file import (
     BeingWrittenError,
     Facts,
     MappedMemory,
+    PackedFile,
     PackedFileError,
 )
 from interposer_models._packed.packed_key import judge_layouts, packed_key
@@ -85,12 +84,17 @@ def read(
     weights: Weights,
     progress: Progress,
     keep: Keep | None = None,
+    copies: bool = True,
 ) -> None:
-    """Read the weights of a checkpoint, in the manner of ``Weights.load``."""
+    """Read the weights of a checkpoint, in the manner of ``Weights.load``.
+
+    Args:
+        copies: ``keep`` copies what it is told.
+    """
     scheme, stored = planned.resolver.scheme, checkpoint.stream()
     tensors = stored if scheme is None else scheme.restored(stored, weights)
     # Files of plugins may lie in memory that cannot be written.
-    borrows = isinstance(checkpoint, Checkpoint)
+    borrows = copies and isinstance(checkpoint, Checkpoint)
     weights.load(tensors, checkpoint.path, progress, checkpoint.names(), keep, borrows)
 
 
@@ -110,28 +114,52 @@ def pack_into(
         PackedFileError: the file cannot be written.
         UnpackableError: a layer holds what no file can.
     """
-    states: dict[str, list[dict[str, Any]]] = {}
+    states: GroupData = {}
 
     def keep(number: int, group: LayerGroup) -> None:
-        numbers: dict[int, int] = {}  # of memories, which tensors of a group may share
-
-        def number_of(memory: torch.Tensor) -> int:
-            address = memory.data_ptr()
-            if address not in numbers or not address:
-                numbers[address] = writer.keep(memory)
-            return numbers[address]
-
-        def changes(built: State, state: State) -> dict[str, Any]:
-            try:
-                return StateWriter(built, number_of).changes(state)
-            except UnpackableError as error:
-                raise UnpackableError(f"{state.get('prefix')}: {error}") from None
-
-        states[str(number)] = group.changed(changes)
+        keep_states(states, number, group, writer.keep)
 
     with host_memory.placed(writer.place):
         read(planned, checkpoint, weights, progress, keep)
     return Facts(shelf.key.asked, shelf.key.made_by, states, writer.memories)
+
+
+def packed_file(
+    planned: Plan, checkpoint: Checkpoint | CheckpointFile, weights: Weights, progress: Progress
+) -> PackedFile:
+    """Return the packed weights of a plan, written and published before if there are none.
+
+    The model is on the meta device, as it was.
+
+    Raises:
+        CheckpointError: as ``Weights.load``.
+        PackedFileError: the model has no packed form, or it cannot be written.
+        UnpackableError: a layer holds what no file can.
+    """
+    if not (verdict := judge_layouts(planned)):
+        raise PackedFileError(verdict.reason)
+    key = packed_key(planned, checkpoint)
+    shelf = Shelf.of(key, checkpoint, planned.resolver.config)
+    if (found := shelf.find()) is not None:
+        progress(checkpoint.num_bytes)
+        return found
+    if refused := shelf.judge_room(checkpoint.num_bytes):
+        raise PackedFileError(refused)
+    while True:
+        try:
+            writer = shelf.writer(shelf.kept)
+            break
+        except BeingWrittenError:
+            time.sleep(_PAUSE_SECONDS)
+    try:
+        if (found := shelf.find()) is None:  # another process may have written it meanwhile
+            facts = pack_into(writer, shelf, planned, checkpoint, weights, progress)
+            writer.publish(facts)
+            shelf.evict(writer.path)
+            found = PackedFile(writer.path, facts)
+    finally:
+        writer.close()
+    return found
 
 
 def _mapped(
@@ -184,9 +212,7 @@ def _mapped(
 
 def _restore(weights: Weights, facts: Facts, memory: MappedMemory) -> None:
     def states_of(number: int, group: LayerGroup) -> Iterable[State]:
-        built, changes = group.states({}), facts.states[str(number)]
-        pairs = zip(built, changes, strict=True)
-        return [restored_state(*pair, memory.__getitem__) for pair in pairs]
+        return group_states(facts.states, number, group, memory.__getitem__)
 
     try:
         weights.restore(states_of)
