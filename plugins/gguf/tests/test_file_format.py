@@ -105,6 +105,7 @@ def list_or_value(value: Any) -> Any:
         (header(2) + tensor() + tensor(b"y") + bytes(300), "'x' and 'y' over each other"),
         (header(2) + tensor() + tensor(b"y", start=96) + bytes(400), "'x' and 'y' over each other"),
     ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} bytes",
 )
 def test_what_is_wrong_is_said(tmp_path: Path, content: bytes, reason: str) -> None:
     assert reason in refused(tmp_path, content)
