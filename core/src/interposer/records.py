@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from interposer._contract.records import (
+    COLLECTIVES,
     PROPERTIES,
     AttentionEntry,
     CheckpointEntry,
@@ -23,8 +24,8 @@ from interposer._contract.records import (
 
 # fmt: off
 __all__ = [
-    "PROPERTIES", "AttentionEntry", "CheckpointEntry", "CommunicatorEntry", "DeviceEntry", "Kernel",
-    "LayerEntry", "ModelEntry", "OpEntry", "PlatformEntry", "Record", "SchemeEntry", "TuningEntry",
-    "identity", "load_target", "resource_path",
+    "COLLECTIVES", "PROPERTIES", "AttentionEntry", "CheckpointEntry", "CommunicatorEntry",
+    "DeviceEntry", "Kernel", "LayerEntry", "ModelEntry", "OpEntry", "PlatformEntry", "Record",
+    "SchemeEntry", "TuningEntry", "identity", "load_target", "resource_path",
 ]
 # fmt: on

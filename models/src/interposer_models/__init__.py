@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from interposer_models._language_model import LanguageModel
     from interposer_models._loader import load, plan
     from interposer_models._packed.packing import Packed, pack
+    from interposer_models._parallel.launching import launched
     from interposer_models._plan import Plan
     from interposer_models._quantizing.quantizer import quantize
     from interposer_models._speculation.settings import Speculation
@@ -55,6 +56,7 @@ __all__ = [
     "TextTokenizer",
     "adapt",
     "language_model",
+    "launched",
     "load",
     "load_encoder",
     "pack",
@@ -81,6 +83,7 @@ __getattr__ = lazy_attributes(
         "interposer_models._language_model": "LanguageModel",
         "interposer_models._loader": "load plan",
         "interposer_models._packed.packing": "Packed pack",
+        "interposer_models._parallel.launching": "launched",
         "interposer_models._plan": "Plan",
         "interposer_models._quantizing.quantizer": "quantize",
         "interposer_models._speculation.settings": "Speculation",

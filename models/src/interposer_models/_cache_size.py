@@ -9,6 +9,7 @@ from dataclasses import replace
 from interposer.errors import ConfigError
 from interposer_models._engine.cache_budget import (
     CacheBudget,
+    StepMemory,
     cache_budget,
     is_host,
     measured_step,
@@ -48,15 +49,23 @@ def measured_budget(
     adapter_bytes: int,
     max_sequences: int,
     max_step_tokens: int,
+    *,
+    measures: bool = True,
 ) -> CacheBudget:
     """Return the cache that fits beside the largest step, which is run, and adapters.
 
     Args:
         states: of ``state_bytes``.
+        measures: the step is run; ranks of several platforms would run different ones.
     """
     placement, page_size = planned.placement, planned.page_size
     device = placement.device.torch_device
     on_host = is_host(placement.platform)
+    if not measures:
+        now = placement.platform.memory(device)
+        free_bytes = now.free_bytes - adapter_bytes
+        memory = StepMemory(max_step_tokens, None, free_bytes, now.total_bytes, on_host)
+        return _budget(planned, memory, fraction, states, max_sequences, max_step_tokens)
     with one_block_of_each_kind(planned.model) if on_host else nullcontext():
         engine = engine_of(pages_of(max_sequences, max_step_tokens, page_size))
         memory = measured_step(placement.platform, engine, max_sequences, max_step_tokens)
@@ -65,9 +74,20 @@ def measured_budget(
     del engine
     free_bytes = memory.free_bytes - adapter_bytes
     memory = replace(memory, free_bytes=free_bytes if on_host else free_bytes + taken)
+    return _budget(planned, memory, fraction, states, max_sequences, max_step_tokens)
+
+
+def _budget(
+    planned: Plan,
+    memory: StepMemory,
+    fraction: float | None,
+    states: int,
+    max_sequences: int,
+    max_step_tokens: int,
+) -> CacheBudget:
     return cache_budget(
         memory,
-        device,
+        planned.placement.device.torch_device,
         cache_shape(planned, max_sequences, max_step_tokens),
         wanted_tokens=max_sequences * planned.decoder.max_position_embeddings,
         fraction=fraction,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,7 @@ from interposer import (
     CausalModel,
     Config,
     Placement,
+    Ranks,
     Resolver,
     Rule,
     Site,
@@ -59,6 +60,8 @@ from interposer_models._family_choice import blamed_on_family, checked_model, ch
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
 from interposer_models._packed.packed_loading import load_weights
+from interposer_models._parallel.facts import facts_of
+from interposer_models._parallel.joining import described_ranks, joined
 from interposer_models._plan import Plan
 from interposer_models._speculation.preparation import Preparation
 from interposer_models._speculation.settings import Speculation
@@ -67,6 +70,11 @@ from interposer_models._tokenizer import start_tokens, stop_tokens
 from interposer_ops.attention import common_page_size
 from interposer_ops.devices.graphs import judge_graphs
 from interposer_ops.layers.sampler import Sampler
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from interposer_models._parallel.group import Group
 
 DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLER = "sampler"
@@ -82,19 +90,20 @@ def plan(
     *,
     quantization: str | Mapping[str, Any] | None = None,
     placement: Placement | None = None,
+    tensor_parallel: int | Ranks | None = None,
 ) -> Plan:
     """Return what ``load`` would build, without reading weights; ``explain`` takes it as well.
 
     Args:
         placement: where to plan for; None leaves that to the selection. The others are those of
             ``load``.
+        tensor_parallel: the processes that compute the model together, which need not be there.
     """
-    config = effective_config(config)
-    if platform is not None:
-        config = config.model_copy(update={"platform": Rule(pin=platform)})
+    config = _policy(config, platform)
     checkpoint, opened = open_checkpoint(path, config)
     placement = placement or place(config)
-    resolver = Resolver.at(placement, config)
+    ranks = described_ranks(tensor_parallel, placement.platform.name)
+    resolver = Resolver.at(placement, config, ranks)
     if opened is not None:
         resolver.record(opened)
     decoder = choose_family(resolver, checkpoint.config, config_source(checkpoint))
@@ -162,6 +171,7 @@ def load(
     prefix_cache: bool | PrefixCache = False,
     adapters: Mapping[str, str | Path] | None = None,
     speculation: str | Path | Speculation | None = None,
+    tensor_parallel: int | ProcessGroup | Group | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageModel:
     """Load a model of Hugging Face, or a file that a plugin reads, ready to generate.
@@ -193,6 +203,9 @@ def load(
             the cache is settled.
         speculation: what guesses tokens that steps verify: ``"ngram"``, ``"heads"``, the path of
             a head or of a draft model, or ``Speculation(...)``.
+        tensor_parallel: how many processes compute the model together: those that torchrun
+            started, or that are in torch's default process group; or a process group of some of
+            them. Each of them makes this call, and the same calls to what it returns.
         progress: told ``(bytes done, bytes in all)`` while weights load.
     Raises:
         CheckpointError: the directory is incomplete or contradicts itself; there is no model of
@@ -203,50 +216,51 @@ def load(
         ConfigError: a size is not a positive integer, a fraction not one, the cache exceeds the
             free memory, no memory is left for it, a quantized checkpoint is to be quantized by
             another method, or graphs, compilation, a prefix cache or
-            speculation are asked for that cannot be.
+            speculation are asked for that cannot be; there are not so many processes.
+        RankError: another rank failed, left, or was given something else.
     """
-    sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
-    check_sizes(**sizes, cache_tokens=cache_tokens)
-    check_fraction(memory_fraction, cache_tokens)
-    guesses = None if speculation is None else Speculation.of(speculation)
-    shared = PrefixCache.of(prefix_cache)
+    group = joined(tensor_parallel)
     start = time.time_ns()
-    planned = plan(path, dtype, platform, config, quantization=quantization)
-    for note in planned.resolver.notes:
-        _log.warning("%s: %s", path, note)
-    if shared is not None:
-        shared.check(planned.placement.platform)
-    states = state_bytes(planned, max_sequences, shared)
-    read = read_adapters(adapters or {}, planned.model, planned.dtype, "cpu")
-    room = AdapterRoom.of(
-        read.values(), planned.dtype.itemsize, is_host(planned.placement.platform)
-    )
-    if read:
-        planned.resolver.notes.append(str(room))
-    if cache_tokens is not None:
-        free_bytes = planned.placement.platform.memory(
-            planned.placement.device.torch_device
-        ).free_bytes
-        free_bytes -= room.num_bytes
-        check_cache("load", free_bytes, cache_shape(planned, **sizes), cache_tokens, states)
-    required = planned.resolver.config.graphs == "on"
-    if required and planned.graphs is not None and not planned.graphs:
-        raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
-    compiled = None if planned.compiled is None else _compiler(planned, planned.compiled)
-    checkpoint = with_weights(planned.checkpoint)
-    device = planned.placement.device.torch_device
-    tokenizer = tokenizer_of(checkpoint)
-    total, done = checkpoint.num_bytes, 0
-    prepared = None
-    if guesses is not None:  # in memory before that of the cache is settled
-        opened = partial(
-            load,
-            platform=platform,
-            config=config,
-            max_sequences=max_sequences,
-            max_step_tokens=max_step_tokens,
+    placement = group.placement(_policy(config, platform))
+    with group.together("planning"):
+        sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
+        check_sizes(**sizes, cache_tokens=cache_tokens)
+        check_fraction(memory_fraction, cache_tokens)
+        guesses = None if speculation is None else Speculation.of(speculation)
+        shared = PrefixCache.of(prefix_cache)
+        planned = plan(
+            path,
+            dtype,
+            platform,
+            config,
+            quantization=quantization,
+            placement=placement,
+            tensor_parallel=group.ranks,
         )
-        prepared = Preparation(guesses, Target(planned, checkpoint, tokenizer, opened, **sizes))
+        for note in planned.resolver.notes:
+            _log.warning("%s: %s", path, note)
+        if shared is not None:
+            shared.check(planned.placement.platform)
+        states = state_bytes(planned, max_sequences, shared)
+        read = read_adapters(adapters or {}, planned.model, planned.dtype, "cpu")
+        room = AdapterRoom.of(
+            read.values(), planned.dtype.itemsize, is_host(planned.placement.platform)
+        )
+        if read:
+            planned.resolver.notes.append(str(room))
+        if cache_tokens is not None:
+            free_bytes = planned.placement.platform.memory(
+                planned.placement.device.torch_device
+            ).free_bytes
+            free_bytes -= room.num_bytes
+            check_cache("load", free_bytes, cache_shape(planned, **sizes), cache_tokens, states)
+        required = planned.resolver.config.graphs == "on"
+        if required and planned.graphs is not None and not planned.graphs:
+            raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
+    given = {"cache_tokens": cache_tokens, "prefix_cache": shared, "speculation": guesses}
+    group.agree(facts_of(planned, **sizes, **given, adapters=sorted(read)))
+    device = planned.placement.device.torch_device
+    total = done = 0
 
     def advance(num_bytes: int) -> None:
         nonlocal done
@@ -254,18 +268,34 @@ def load(
         if progress is not None:
             progress(done, total)
 
-    weights = Weights(planned.model, device)
     runs_on, policy = planned.placement.platform, planned.resolver.config
-    if policy.seed is not None:
-        runs_on.seed(policy.seed)
-    with planned.numerics():
-        load_weights(planned, checkpoint, weights, advance)
-        planned.model.reserve_positions(0, device)
-    stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config)
-    starts: tuple[int, ...] = ()
-    if reads_sources(planned.model):
-        size = planned.decoder.vocab_size
-        starts = start_tokens(checkpoint.path, checkpoint.config, size)
+    with group.together("reading the weights"):
+        compiled = None if planned.compiled is None else _compiler(planned, planned.compiled)
+        checkpoint = with_weights(planned.checkpoint)
+        tokenizer = tokenizer_of(checkpoint)
+        total = checkpoint.num_bytes
+        prepared = None
+        if guesses is not None:  # in memory before that of the cache is settled
+            opened = partial(
+                load,
+                platform=platform,
+                config=config,
+                max_sequences=max_sequences,
+                max_step_tokens=max_step_tokens,
+                tensor_parallel=group.inner(),
+            )
+            prepared = Preparation(guesses, Target(planned, checkpoint, tokenizer, opened, **sizes))
+        weights = Weights(planned.model, device)
+        if policy.seed is not None:
+            runs_on.seed(policy.seed)
+        with planned.numerics():
+            load_weights(planned, checkpoint, weights, advance)
+            planned.model.reserve_positions(0, device)
+        stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config)
+        starts: tuple[int, ...] = ()
+        if reads_sources(planned.model):
+            size = planned.decoder.vocab_size
+            starts = start_tokens(checkpoint.path, checkpoint.config, size)
 
     def engine_of(
         num_pages: int,
@@ -287,7 +317,7 @@ def load(
             ),
             **sizes,
         )
-        return Engine(
+        return group.engine(
             runner,
             planned.sampler,
             stop_token_ids=stop_token_ids,
@@ -295,23 +325,35 @@ def load(
             start_token_ids=starts,
         )
 
-    if cache_tokens is None:
-        budget = measured_budget(
-            planned, engine_of, memory_fraction, states, room.num_bytes, **sizes
+    with group.together("settling the cache"):
+        if cache_tokens is None:
+            budget = measured_budget(
+                planned,
+                engine_of,
+                memory_fraction,
+                states,
+                room.num_bytes,
+                **sizes,
+                measures=group.alike,
+            )
+        else:
+            shape = cache_shape(planned, **sizes)
+            budget = CacheBudget.asked_for(device, shape, cache_tokens, states)
+        planned.resolver.notes.append(str(budget))
+    num_tokens = group.smallest(budget.tokens)
+    if num_tokens < budget.tokens:
+        planned.resolver.notes.append(f"KV cache of {num_tokens} tokens, as another rank has")
+    with group.together("making the cache"):
+        engine = engine_of(
+            -(-num_tokens // planned.page_size),
+            runs_on.capture_graph if planned.graphs else None,
+            compiled,
+            shared,
         )
-    else:
-        budget = CacheBudget.asked_for(device, cache_shape(planned, **sizes), cache_tokens, states)
-    planned.resolver.notes.append(str(budget))
-    engine = engine_of(
-        -(-budget.tokens // planned.page_size),
-        runs_on.capture_graph if planned.graphs else None,
-        compiled,
-        shared,
-    )
-    if shared is not None and (told := shared.told(state_layouts(planned), max_sequences)):
-        planned.resolver.notes.append(told)
-    if prepared is not None:
-        prepared.start(engine, Site(planned.resolver, _SAMPLER, planned.dtype))
+        if shared is not None and (told := shared.told(state_layouts(planned), max_sequences)):
+            planned.resolver.notes.append(told)
+        if prepared is not None:
+            prepared.start(engine, Site(planned.resolver, _SAMPLER, planned.dtype))
     planned.resolver.registry.plugins.observe(
         "interposer_finished",
         activity="load",
@@ -320,7 +362,15 @@ def load(
         end_ns=time.time_ns(),
         facts={"bytes": total, "device": device, "dtype": str(planned.dtype)},
     )
-    return LanguageModel(engine, tokenizer, planned, weights, read)
+    return group.model(engine, tokenizer, planned, weights, read)
+
+
+def _policy(config: Config | None, platform: str | None) -> Config:
+    """Return the policy in force, with the platform that was asked for by name."""
+    config = effective_config(config)
+    if platform is not None:
+        config = config.model_copy(update={"platform": Rule(pin=platform)})
+    return config
 
 
 def _compiler(planned: Plan, verdict: Verdict) -> _Compiler:

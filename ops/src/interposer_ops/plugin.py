@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from interposer.hookspecs import hookimpl
-from interposer.records import AttentionEntry, LayerEntry, PlatformEntry, Record
+from interposer.records import (
+    COLLECTIVES,
+    AttentionEntry,
+    CommunicatorEntry,
+    LayerEntry,
+    PlatformEntry,
+    Record,
+)
 from interposer_ops._records import PLAIN, read_records
 
 INTERPOSER_API = ">=1.0,<2"
@@ -28,6 +35,11 @@ _ATTENTION = {
     "paged": "layers.attention:PagedBackend",
     "grouped": "attention:GroupedBackend",
 }
+# What they promise of sums. Vendors' and native ones have 10 at least.
+_COMMUNICATORS: dict[str, tuple[str, float, frozenset[str]]] = {
+    "torch": ("TorchCommunicator", 1.0, frozenset()),
+    "ordered": ("OrderedCommunicator", 0.0, frozenset({"deterministic", "batch_invariant"})),
+}
 # Where the cases of a layer are that has a module of its own for them.
 _CASES = {
     "attention": "_attention_cases",
@@ -38,7 +50,7 @@ _CASES = {
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return all ops and kernels, the standard layers, ``paged`` and ``grouped`` attention."""
+    """Return all ops and kernels, the standard layers, attention and communicators."""
     layers = [
         LayerEntry(
             layer_id,
@@ -54,10 +66,20 @@ def interposer_records() -> list[Record]:
         AttentionEntry(name, f"interposer_ops.{target}", score=0.0, properties=PLAIN)
         for name, target in _ATTENTION.items()
     )
+    communicators = (
+        CommunicatorEntry(
+            name,
+            f"interposer_ops.communicators:{target}",
+            COLLECTIVES,
+            score=score,
+            properties=properties,
+        )
+        for name, (target, score, properties) in _COMMUNICATORS.items()
+    )
     interpreter = PlatformEntry(
         "interpreter",
         "interposer_ops._triton.interpreter:InterpreterPlatform",
         score=-10.0,
         explicit=True,
     )
-    return [*read_records(), *layers, *attention, interpreter]
+    return [*read_records(), *layers, *attention, *communicators, interpreter]

@@ -22,6 +22,7 @@ __all__ = [
     "Printable",
     "Quantization",
     "Speculate",
+    "TensorParallel",
     "policy",
     "print_facts",
     "wide_terminal",
@@ -39,6 +40,9 @@ Speculate = Annotated[
     typer.Option(
         metavar="ngram|MODEL", help="What guesses tokens: prompt lookup, or a smaller model."
     ),
+]
+TensorParallel = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Processes that compute the model together.")
 ]
 PlatformName = Annotated[
     str | None,

@@ -5,14 +5,23 @@ Dimensions: N ranks, T rows.
 
 from __future__ import annotations
 
+import platform as machine
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from interposer._contract.errors import MissingMemberError
+
+if TYPE_CHECKING:
+    from interposer._contract.platform import Platform
+
+HOST_BACKEND = "gloo"
+"""The backend of torch.distributed for the host's memory, which every torch has."""
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +35,8 @@ class Ranks:
         platforms: the name of the platform of each rank.
         group: of torch.distributed, over the host's memory; None where ranks are only described.
         timeout_seconds: within which every rank comes to a collective; else it is lost.
+        backend: of torch.distributed for the devices' memory; that of the host's memory where the
+            ranks are of several platforms, or theirs has none.
     """
 
     rank: int
@@ -34,6 +45,35 @@ class Ranks:
     platforms: tuple[str, ...]
     group: Any = None
     timeout_seconds: float = 60.0
+    backend: str = HOST_BACKEND
+
+    @classmethod
+    def of(cls, group: Any, platform: Platform, timeout_seconds: float = 60.0) -> Ranks:
+        """Return the ranks of a process group; every rank of it calls this at the same time.
+
+        Args:
+            group: of torch.distributed, over the host's memory.
+            platform: of this rank.
+        """
+        import torch.distributed as dist
+
+        backend = HOST_BACKEND
+        if platform.provides("distributed_backend"):
+            backend = platform.distributed_backend()
+        # Containers of one machine have one boot id, and mostly no memory in common.
+        host = (machine.node(), _BOOT.read_text() if _BOOT.exists() else "")
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, (host, platform.name, backend), group=group)
+        hosts, platforms, backends = zip(*found, strict=True)
+        return cls(
+            rank=dist.get_rank(group),
+            size=len(found),
+            hosts=tuple(list(dict.fromkeys(hosts)).index(host) for host in hosts),
+            platforms=platforms,
+            group=group,
+            timeout_seconds=timeout_seconds,
+            backend=backend if len({*zip(platforms, backends, strict=True)}) == 1 else HOST_BACKEND,
+        )
 
     def dims(self, num_bytes: int) -> dict[str, int | float | str | bool]:
         """Return what a request for a collective states; ``num_bytes`` are those of one rank."""

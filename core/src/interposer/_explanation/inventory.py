@@ -9,7 +9,7 @@ from functools import partial
 from interposer._contract.capability import Device
 from interposer._contract.choice import Candidate, Choice
 from interposer._contract.errors import nearest_first
-from interposer._contract.records import AttentionEntry, Kernel, LayerEntry
+from interposer._contract.records import AttentionEntry, CommunicatorEntry, Kernel, LayerEntry
 from interposer._contract.request import Kind, Request
 from interposer._contract.requires import Dim, Requires
 from interposer._contract.verdict import Refusal, Verdict
@@ -18,7 +18,8 @@ from interposer._plugins.plugins import Plugin
 from interposer._plugins.registry import Registry
 from interposer._selection.figures import duration
 
-KINDS: tuple[Kind, ...] = ("kernel", "attention", "layer", "scheme", "model")
+KINDS: tuple[Kind, ...] = ("kernel", "attention", "layer", "scheme", "model", "communicator")
+_DEMANDING = (Kernel, LayerEntry, AttentionEntry, CommunicatorEntry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """An op, a layer id, a scheme, an architecture or attention, with its candidates."""
+    """An op, layer id, scheme, architecture, collective or attention, with its candidates."""
 
     kind: Kind
     name: str
@@ -93,7 +94,7 @@ def strays(registry: Registry) -> list[Stray]:
 def requirements(candidate: Candidate) -> list[str]:
     """Return what a candidate declares to need, one sentence part each."""
     record = candidate.record
-    if not isinstance(record, Kernel | LayerEntry | AttentionEntry):
+    if not isinstance(record, _DEMANDING):
         return []
     needs = [f"platform {record.platform}"] if record.platform else []
     requires = record.requires
@@ -138,7 +139,7 @@ def _judge(
     registry: Registry, candidate: Candidate, kind: Kind, name: str, device: Device
 ) -> Verdict:
     record = candidate.record
-    if not isinstance(record, Kernel | LayerEntry | AttentionEntry):
+    if not isinstance(record, _DEMANDING):
         return Verdict.accept()
     requires = Requires(record.requires.features, record.requires.architectures)
     request = Request(kind, name, device.platform, device.capability)

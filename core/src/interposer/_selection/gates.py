@@ -235,15 +235,18 @@ class LoadsKernel(Loads):
 class LoadsLayer(Loads):
     """Loads the class that replaces a standard layer, which it has to fit."""
 
-    def __init__(self, registry: Registry, standard: type[PluggableLayer]) -> None:
+    def __init__(self, registry: Registry, standard: type[PluggableLayer], divided: bool) -> None:
         super().__init__(registry)
         self._standard = standard
+        self._divided = divided and standard.reduces
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
         """Hold the class."""
         assert isinstance(candidate.record, LayerEntry)
         self.loaded = self._registry.load(candidate, candidate.record.target)
         check_replacement(self._standard, self.loaded, candidate.qualified_name)
+        if self._divided and not vars(self.loaded).get("reduces"):
+            return Verdict.refuse("its class does not say that it adds results of ranks up")
         return _ACCEPTED
 
 

@@ -181,7 +181,8 @@ class Resolver:
     def layer(self, standard: type[L], site: Site) -> type[L]:
         """Return the class to build for ``standard``: itself or its replacement."""
         request = self._request("layer", standard.layer_id, site, {})
-        _, loaded = self._choose(request, (), LoadsLayer(self.registry, standard))
+        loads = LoadsLayer(self.registry, standard, self.ranks is not None)
+        _, loaded = self._choose(request, (), loads)
         return cast("type[L]", loaded)
 
     def attention(self, spec: AttentionSpec, site: Site) -> AttentionBackend:

@@ -127,6 +127,7 @@ class Filling:
         if name not in self.missing:
             raise CheckpointError(path, f"holds the tensor {name!r} twice")
         place = self.group.places[name]
+        tensor = place.share(name, tensor, path)
         memory = self.parameters[id(place.parameter)]
         if place.takes_any_form:
             held = nn.Parameter(tensor.to(memory.device, copy=True), requires_grad=False)

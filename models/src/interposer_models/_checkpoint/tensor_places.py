@@ -12,6 +12,7 @@ from torch import nn
 from interposer import PluggableLayer
 from interposer.errors import CheckpointError
 from interposer_models._decoder.latent_attention import LatentProjection
+from interposer_ops.layers.cuts import Slice, Slices
 from interposer_ops.layers.linear import Linear
 
 _PROJECTIONS = Linear, LatentProjection
@@ -24,6 +25,7 @@ class TensorPlace:
     Attributes:
         index: of the matrix among those of all experts, to which the rest refers then.
         parameter: as it was registered, on the meta device; it stands for the one in memory.
+        slice: what this rank reads of the stored tensor, which all else is about; None: all of it.
     """
 
     parameter: nn.Parameter
@@ -31,6 +33,7 @@ class TensorPlace:
     start: int = 0
     stop: int = 0
     index: int | None = None
+    slice: Slice | None = None
 
     @property
     def is_optional(self) -> bool:
@@ -46,6 +49,38 @@ class TensorPlace:
     def is_transposed(self) -> bool:
         """Say whether the tensor is stored as ``[I, O]`` for a parameter ``[O, I]``."""
         return getattr(self.parameter, "stored_transposed", False)
+
+    def share(self, name: str, tensor: torch.Tensor, path: object) -> torch.Tensor:
+        """Return what this rank reads of a stored tensor: a view of it, where that is one range.
+
+        Raises: CheckpointError: it has another size than the config asks for, or numbers groups
+            that other ranks hold.
+        """
+        cut = self.slice
+        if cut is None:
+            return tensor
+        dim = cut.dim
+        if self.is_transposed and dim < 2:
+            dim = 1 - dim
+        found = tensor.shape[dim] if dim < tensor.ndim else 1
+        if found != cut.whole:
+            raise CheckpointError(
+                path,
+                f"tensor {name!r} has shape {list(tensor.shape)}, the config asks for {cut.whole} "
+                f"in dimension {dim}",
+            )
+        share = cut.of(tensor, dim)
+        if cut.groups is None:
+            return share
+        first, last = cut.groups
+        if share.numel() and not first <= int(share.min()) <= int(share.max()) < last:
+            raise CheckpointError(
+                path,
+                f"tensor {name!r} orders inputs by their activation, so that the inputs of one "
+                "rank have groups of all of them",
+                "quantize with desc_act=False, or run the model in one process",
+            )
+        return share - first
 
     def can_borrow(self, tensor: torch.Tensor, whole: torch.Tensor, is_left: bool = False) -> bool:
         """Say whether ``tensor`` may stand for ``whole`` while the layer is finalized.
@@ -137,10 +172,27 @@ def places_of(layers: Iterable[PluggableLayer]) -> tuple[dict[str, TensorPlace],
             if isinstance(layer, _PROJECTIONS) and not hasattr(parameter, "stored_as"):
                 places.update(_shards(layer, name, parameter))
             elif hasattr(parameter, "expert_parts"):
-                places.update(_matrices(layer, parameter))
+                places.update(_matrices(layer, name, parameter))
             else:
-                places[full] = TensorPlace(parameter)
+                places[full] = TensorPlace(parameter, slice=_slice(layer, "", name))
     return places, tied
+
+
+def _slice(layer: PluggableLayer, part: str, name: str) -> Slice | None:
+    """Return what this rank reads of the tensors of a parameter."""
+    slices: Slices = getattr(layer, "slices", {})
+    return slices.get((part, name))
+
+
+def held_elsewhere(layers: Iterable[PluggableLayer]) -> frozenset[str]:
+    """Return the names that checkpoints give to what another rank holds."""
+    return frozenset(
+        f"{parent}{dot}{part}.{name}"
+        for layer in layers
+        for name in getattr(layer, "elsewhere", ())
+        for parent, dot, _ in [layer.prefix.rpartition(".")]
+        for part in getattr(layer, "parts", ())
+    )
 
 
 def absent_biases(layers: Iterable[PluggableLayer]) -> frozenset[str]:
@@ -166,16 +218,20 @@ def _shards(
     for part, size in parts.items():
         share, whole = (1, len(parts)) if per_part else (size, total)
         rows = share * parameter.shape[dim] // whole
-        yield f"{parent}{dot}{part}.{name}", TensorPlace(parameter, dim, start, start + rows)
+        place = TensorPlace(parameter, dim, start, start + rows, slice=_slice(layer, part, name))
+        yield f"{parent}{dot}{part}.{name}", place
         start += rows
 
 
-def _matrices(layer: PluggableLayer, parameter: nn.Parameter) -> Iterator[tuple[str, TensorPlace]]:
+def _matrices(
+    layer: PluggableLayer, name: str, parameter: nn.Parameter
+) -> Iterator[tuple[str, TensorPlace]]:
     """Yield the places of tensors of each expert's matrices, stored one by one."""
     stored = getattr(parameter, "expert_tensor", "weight")
     for expert in range(parameter.shape[0]):
         start = 0
         for part, size in parameter.expert_parts.items():  # type: ignore[attr-defined]
-            place = TensorPlace(parameter, 0, start, start + size, expert)
+            cut = _slice(layer, part, name)
+            place = TensorPlace(parameter, 0, start, start + size, expert, cut)
             yield f"{layer.prefix}.{expert}.{part}.{stored}", place
             start += size

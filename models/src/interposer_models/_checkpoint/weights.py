@@ -11,7 +11,7 @@ from torch import nn
 from interposer import PluggableLayer
 from interposer.errors import CheckpointError
 from interposer_models._checkpoint.layer_group import Filling, LayerGroup, State, groups_of
-from interposer_models._checkpoint.tensor_places import absent_biases, places_of
+from interposer_models._checkpoint.tensor_places import absent_biases, held_elsewhere, places_of
 from interposer_models._checkpoint.weight_update import GroupUpdate
 from interposer_ops.devices import host_memory
 
@@ -41,6 +41,7 @@ class Weights:
         self._unread: tuple[str, ...] = getattr(model, "unread", ())
         # Of a family whose checkpoints name tensors in several ways; None is what nobody needs.
         self._renamed: Callable[[str], str | None] = getattr(model, "renamed", str)
+        self._elsewhere = held_elsewhere(layers)
         self._absent = absent_biases(layers) - places.keys()
         self._groups = groups_of(layers, places)
         self._owners = {name: group for group in self._groups for name in group.places}
@@ -214,7 +215,7 @@ class Weights:
         group = None if name is None else self._owners.get(name)
         if name is None or group is not None or name in self._tied or name.endswith(_DERIVED):
             return group
-        if name.startswith(self._unread):
+        if name.startswith(self._unread) or name in self._elsewhere:
             return None
         if name not in self._absent:
             raise CheckpointError(
@@ -258,7 +259,7 @@ def _check_form(group: LayerGroup, name: str, tensor: torch.Tensor, path: object
     """Raise CheckpointError for another shape, before memory of the expected one is taken."""
     place = group.places[name]
     if not place.takes_any_form:
-        place.fitting(name, tensor, path)
+        place.fitting(name, place.share(name, tensor, path), path)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -21,6 +21,7 @@ from interposer_tools.options import (
     PlatformName,
     Quantization,
     Speculate,
+    TensorParallel,
     policy,
 )
 
@@ -49,6 +50,7 @@ def bench(
         int, typer.Option(metavar="TOKENS", help="Adds a prompt that begins as an earlier one.")
     ] = 0,
     speculate: Speculate = None,
+    tensor_parallel: TensorParallel = 1,
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     threads: Annotated[int | None, typer.Option(help="Threads that compute on a host.")] = None,
@@ -78,6 +80,7 @@ def bench(
     from interposer_models._commands.run import load_with_progress, peak_memory
     from interposer_models._engine.sources import reads_sources
     from interposer_models._loader import plan
+    from interposer_models._parallel.launching import launched
 
     counts = {"--rounds": rounds, "--threads": threads, "--read-mib": read_mib}
     for name, value in counts.items():
@@ -99,27 +102,31 @@ def bench(
     whole = any(layer.backend.spec.prefix_lm for layer in planned.model.attention_layers)
     compute, longest = planned.dtype, max(*sizes.contexts, sizes.shared + END_TOKENS)
     del planned
-    started = time.perf_counter()
-    lm = load_with_progress(
-        model_dir,
-        dtype,
-        quantization,
-        config,
-        speculate,
-        max_sequences=sizes.max_sequences,
-        max_step_tokens=max(sizes.behind, longest) if whole else sizes.behind,
-        cache_tokens=sizes.cache_tokens(),
-        prefix_cache=bool(sizes.shared),
-    )
-    load_s = time.perf_counter() - started
-    options: dict[str, Any] = {"adapter": adapter is not None, "whole_prompts": whole}
-    kinds = list(kinds_of(sizes, speculates=speculate is not None, **options))
-    with _progress() as progress:
-        runs = measured_runs(lm, kinds, rounds, adapter, progress)
-        peak = peak_memory(lm)  # before the bandwidth is measured, which takes more
-        progress("measuring bandwidth and arithmetic")
-        roofs = roofs_of(lm, compute, sizes.prompt, None if read_mib is None else read_mib << 20)
-    work = ModelWork.of(lm.engine.model)
+    with launched(tensor_parallel, config) as load:
+        started = time.perf_counter()
+        lm = load_with_progress(
+            load,
+            model_dir,
+            dtype,
+            quantization,
+            config,
+            speculate,
+            max_sequences=sizes.max_sequences,
+            max_step_tokens=max(sizes.behind, longest) if whole else sizes.behind,
+            cache_tokens=sizes.cache_tokens(),
+            prefix_cache=bool(sizes.shared),
+        )
+        load_s = time.perf_counter() - started
+        options: dict[str, Any] = {"adapter": adapter is not None, "whole_prompts": whole}
+        kinds = list(kinds_of(sizes, speculates=speculate is not None, **options))
+        with _progress() as progress:
+            runs = measured_runs(lm, kinds, rounds, adapter, progress)
+            peak = peak_memory(lm)  # before the bandwidth is measured, which takes more
+            progress("measuring bandwidth and arithmetic")
+            roofs = roofs_of(
+                lm, compute, sizes.prompt, None if read_mib is None else read_mib << 20
+            )
+        work = ModelWork.of(lm.engine.model)
     found = Benchmark(
         model=str(model_dir),
         platform=lm.placement.platform.name,

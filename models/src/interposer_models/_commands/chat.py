@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from interposer_models._commands.run import load_with_progress, speed
-from interposer_tools.options import Dtype, Kernels, Locked, PlatformName, Quantization, policy
+from interposer_tools.options import (
+    Dtype,
+    Kernels,
+    Locked,
+    PlatformName,
+    Quantization,
+    TensorParallel,
+    policy,
+)
 
 if TYPE_CHECKING:
     from interposer_models._language_model import LanguageModel
@@ -45,21 +53,32 @@ def chat(
     ] = None,
     dtype: Dtype = "auto",
     quantization: Quantization = None,
+    tensor_parallel: TensorParallel = 1,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
 ) -> None:
     """Talk with the model in the terminal."""
-    from interposer.errors import RequestError
+    from interposer_models._parallel.launching import launched
 
     written = None if template is None else template.read_text(encoding="utf-8")
-    lm = load_with_progress(model_dir, dtype, quantization, policy(kernel, platform, locked))
-    settings = {**lm.suggested, "max_new_tokens": max_new_tokens, "seed": seed}
-    if temperature is not None:
-        settings["temperature"] = temperature
-    conversation = _Conversation(lm, system, settings, written)
-    conversation.prompt("")  # a model without a template is refused before anybody writes
-    _say(f"{model_dir}: {lm.engine.model.config.max_position_embeddings} tokens of context. /help")
+    config = policy(kernel, platform, locked)
+    with launched(tensor_parallel, config) as load:
+        lm = load_with_progress(load, model_dir, dtype, quantization, config)
+        settings = {**lm.suggested, "max_new_tokens": max_new_tokens, "seed": seed}
+        if temperature is not None:
+            settings["temperature"] = temperature
+        conversation = _Conversation(lm, system, settings, written)
+        conversation.prompt("")  # a model without a template is refused before anybody writes
+        context = lm.engine.model.config.max_position_embeddings
+        _say(f"{model_dir}: {context} tokens of context. /help")
+        _talk(conversation)
+
+
+def _talk(conversation: _Conversation) -> None:
+    """Answer what is typed, until its end."""
+    from interposer.errors import RequestError
+
     for line in _lines():
         command, _, rest = line.partition(" ")
         if command == "/exit":

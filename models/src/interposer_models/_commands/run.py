@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,7 @@ from interposer_tools.options import (
     PlatformName,
     Quantization,
     Speculate,
+    TensorParallel,
     policy,
 )
 
@@ -46,6 +48,7 @@ def run(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     speculate: Speculate = None,
+    tensor_parallel: TensorParallel = 1,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
@@ -53,31 +56,33 @@ def run(
 ) -> None:
     """Continue a prompt with the model, and say how fast it went."""
     from interposer_models._engine.sampling_params import SamplingParams
+    from interposer_models._parallel.launching import launched
 
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, adapter=adapter
     )
-    started = time.perf_counter()
     config = policy(kernel, platform, locked)
-    lm = load_with_progress(model_dir, dtype, quantization, config, speculate)
-    if adapter is not None:
-        lm.load_adapter(adapter, adapter)
-    load_s = time.perf_counter() - started
+    with launched(tensor_parallel, config) as load:
+        started = time.perf_counter()
+        lm = load_with_progress(load, model_dir, dtype, quantization, config, speculate)
+        if adapter is not None:
+            lm.load_adapter(adapter, adapter)
+        load_s = time.perf_counter() - started
 
-    text: list[str] = []
-    arrivals: list[float] = []
-    token_ids: list[int] = []
-    reason: str | None = None
-    started = time.perf_counter()
-    for delta in lm.stream(prompt, params):
-        arrivals.append(time.perf_counter() - started)
-        text.append(delta.text)
-        token_ids.append(delta.token_id)
-        reason = delta.finish_reason
-        if not as_json:
-            print(delta.text, end="", flush=True)
+        text: list[str] = []
+        arrivals: list[float] = []
+        token_ids: list[int] = []
+        reason: str | None = None
+        started = time.perf_counter()
+        for delta in lm.stream(prompt, params):
+            arrivals.append(time.perf_counter() - started)
+            text.append(delta.text)
+            token_ids.append(delta.token_id)
+            reason = delta.finish_reason
+            if not as_json:
+                print(delta.text, end="", flush=True)
 
-    figures = {"load_s": load_s, **speed(arrivals), **_memory(lm), **_guesses(lm)}
+        figures = {"load_s": load_s, **speed(arrivals), **_memory(lm), **_guesses(lm)}
     if as_json:
         facts = {"text": "".join(text), "token_ids": token_ids, "finish_reason": reason, **figures}
         print(json.dumps(facts, indent=2))
@@ -91,6 +96,7 @@ def run(
 
 
 def load_with_progress(
+    load: Callable[..., LanguageModel],
     path: Path,
     dtype: str,
     quantization: str | None,
@@ -101,12 +107,11 @@ def load_with_progress(
     """Load a model for one request at a time, and show how far that is on a terminal.
 
     Args:
+        load: of ``interposer_models``, or of ranks that were launched.
         sizes: further options of ``load``, for more requests for example.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from interposer_models._loader import load
 
     columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)

@@ -19,7 +19,8 @@ from interposer_models._decoder.recurrent import RecurrentLayer
 from interposer_models._decoder.settings import DecoderSettings
 from interposer_models._decoder.stored_attention import StoredAttention
 from interposer_ops.layers.attention import Attention
-from interposer_ops.layers.embedding import Embedding, LMHead
+from interposer_ops.layers.divided_tables import share_embedding, share_head
+from interposer_ops.layers.embedding import Embedding
 from interposer_ops.layers.self_attention import SelfAttention
 from interposer_ops.rotary import rotary_table
 
@@ -63,7 +64,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding_scale = config.embedding_scale
-        self.embed_tokens = embedding or Embedding(
+        self.embed_tokens = embedding or share_embedding(
             site.at(config.frame.embedding), config.vocab_size, config.hidden_size, head
         )
         frame, count = config.frame, config.num_hidden_layers
@@ -254,7 +255,7 @@ class CausalLM(CausalModel):
         self.model = self.decoder_type(
             site.at(config.frame.decoder), config, block, norm, head if tied else None, embedding
         )
-        self.lm_head = LMHead(
+        self.lm_head = share_head(
             head,
             config.vocab_size,
             config.hidden_size,

@@ -13,6 +13,7 @@ from interposer_models._decoder.blocks import Names, NormedBlock
 from interposer_models._decoder.decoder import CausalLM
 from interposer_models._decoder.prediction_head import PredictionHead
 from interposer_models._decoder.settings import DecoderSettings
+from interposer_ops.layers.cuts import local_spec
 from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.norm import RMSNorm
@@ -85,7 +86,10 @@ class DecoderFamily(DecoderSettings):
             place = site.at(
                 f"{self.frame.decoder}.{self.frame.layers}.{index}.{self.attention_name}"
             )
-            yield self.attention_spec(place, index, page_size=1), place.at("attn")
+            yield (
+                local_spec(place, self.attention_spec(place, index, page_size=1)),
+                place.at("attn"),
+            )
 
     def prediction_head(self, site: Site, model: CausalLM, page_size: int) -> PredictionHead | None:
         """Return the head by which checkpoints of the family predict further tokens, if any does.

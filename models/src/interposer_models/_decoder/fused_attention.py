@@ -11,7 +11,7 @@ from torch import Tensor
 
 from interposer import AttentionSpec, PluggableLayer, Site
 from interposer_models._decoder.attention import Unrotated
-from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.divided_pairs import PairNames, share_heads
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.self_attention import SelfAttention
@@ -41,14 +41,16 @@ class FusedAttention(SelfAttention):
     def __init__(self, site: Site, spec: AttentionSpec, hidden_size: int, form: FusedForm) -> None:
         PluggableLayer.__init__(self, site)
         size = self.head_size = spec.head_size
-        width, (first, last) = spec.num_heads * size, form.names
-        self.sizes, self.by_head = (width, width, width), form.by_head
-        self.qkv_proj = form.linear(site.at(first), hidden_size, 3 * width, form.bias)  # type: ignore[assignment]
-        self.o_proj = form.linear(site.at(last), width, hidden_size, form.bias)
+        names = PairNames(*form.names, form.bias, form.bias)
+        axes = (("query", 3),) if form.by_head else (("query", 1),) * 3
+        outputs = {form.names[0].rpartition(".")[2]: axes}
+        shares = share_heads(site, spec, hidden_size, names, outputs, form.linear)
+        self.sizes, self.by_head = shares.sizes, form.by_head
+        self.qkv_proj, self.o_proj = shares.first(), shares.last()
         self.q_norm = self.k_norm = None
         rotary = RotaryEmbedding if form.rotary_size else Unrotated
         self.rotary = rotary(site.at("rotary"), size, form.rotary_size)
-        self.attn = Attention(site.at("attn"), spec)
+        self.attn = shares.attention(site.at("attn"))
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value ``[T, N, D]``, ready for the attention."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from interposer import Site
 from interposer.errors import UnknownNameError
 from interposer_ops.activations import gelu, quick_gelu, relu2
+from interposer_ops.layers.divided_pairs import PairNames, share_inner
 from interposer_ops.layers.linear import Linear
 
 Names = tuple[str, str]
@@ -45,7 +46,10 @@ class PlainMLP(nn.Module):
         if activation not in (known := (*_FORMS, *_OPS, _RELU)):
             raise UnknownNameError("activation", activation, known)
         hidden, inner = sizes
-        self.first = linear(site.at(names[0]), hidden, inner, bias)
+        outputs = {names[0].rpartition(".")[2]: 1}
+        shares = share_inner(site, hidden, inner, PairNames(*names, bias, bias), outputs, linear)
+        inner = shares.size
+        self.first = shares.first()
         self.activate: Callable[..., Tensor] = torch.relu
         self.options: tuple[str, ...] = ()
         at = site.at("act")
@@ -54,7 +58,7 @@ class PlainMLP(nn.Module):
         elif activation in _FORMS:
             self.options = (_FORMS[activation],)
             self.activate = at.bind(gelu, intermediate_size=inner, approximate=_FORMS[activation])
-        self.second = linear(site.at(names[1]), inner, hidden, bias)
+        self.second = shares.last()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[T, H]`` of ``x`` ``[T, H]``."""

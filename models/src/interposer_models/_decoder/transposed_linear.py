@@ -16,6 +16,11 @@ class TransposedLinear(Linear):
 
     def __init__(self, site: Site, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(site, in_features, out_features, bias)
-        weight = self._parameters.get("weight")
+        self.mark(self)
+
+    @staticmethod
+    def mark(layer: Linear) -> None:
+        """Mark a plain weight of ``layer``."""
+        weight = layer._parameters.get("weight")
         if weight is not None and str(weight.dtype).removeprefix("torch.") in _PLAIN:
             weight.stored_transposed = True  # type: ignore[attr-defined]

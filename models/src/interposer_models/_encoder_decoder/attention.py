@@ -14,6 +14,7 @@ from torch import Tensor
 from interposer import AttentionSpec, PluggableLayer, Site
 from interposer_ops.attention import ragged_attention
 from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.divided_pairs import PairNames, share_heads
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.layers.self_attention import SelfAttention
 
@@ -41,13 +42,12 @@ class EncoderAttention(SelfAttention):
         self, site: Site, spec: AttentionSpec, hidden_size: int, rotary_size: int, bias: bool
     ) -> None:
         PluggableLayer.__init__(self, site)
-        self.spec, size = spec, spec.head_size
-        self.head_size = size
-        width, kv_width = spec.num_heads * size, spec.num_kv_heads * size
-        self.sizes = (width, kv_width, kv_width)
-        parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
-        self.qkv_proj = MergedLinear(site.at("qkv_proj"), hidden_size, parts, bias)
-        self.o_proj = Linear(site.at(self.part_names[0]), width, hidden_size, bias)
+        names = PairNames("qkv_proj", self.part_names[0], bias, bias)
+        shares = share_heads(site, spec, hidden_size, names)
+        self.spec = spec = shares.spec
+        self.head_size = size = spec.head_size
+        self.sizes = shares.sizes
+        self.qkv_proj, self.o_proj = shares.first(), shares.last()
         self.q_norm = self.k_norm = None
         self.rotary = self.rotary_type(site.at("rotary"), size, rotary_size)
         self.attend = site.at("attn").bind(

@@ -223,6 +223,10 @@ class Engine:
             self.scheduler.remove(sequence)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
+    def agreed(self, flag: bool) -> bool:
+        """Return the answer to a question that time decides, ``flag`` where nobody else asks it."""
+        return flag
+
     @property
     def draws_repeat(self) -> bool:
         """Say whether the noise of requests that name no seed is the same each time."""

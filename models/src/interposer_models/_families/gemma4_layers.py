@@ -19,8 +19,8 @@ from interposer_models._decoder.stored_attention import StoredAttention
 from interposer_models._families.gemma2 import NORMS
 from interposer_models._families.llama4 import UnitNorm
 from interposer_ops.layers.activation import GatedActivation
-from interposer_ops.layers.attention import Attention
-from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.divided_pairs import QKV, PairNames, share_heads
+from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.self_attention import SelfAttention
@@ -51,20 +51,18 @@ class Gemma4Attention(SelfAttention):
         PluggableLayer.__init__(self, site)
         size = self.head_size = spec.head_size
         self.stored = stored
-        width, kv_width = spec.num_heads * size, spec.num_kv_heads * size
-        parts = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
-        names = list(parts)[: 1 if stored else 3 if valued else 2]
-        parts = {name: parts[name] for name in names}
-        self.part_sizes = tuple(parts.values())
-        self.qkv_proj = MergedLinear(site.at("qkv_proj"), hidden_size, parts, bias)
-        self.o_proj = Linear(site.at("o_proj"), width, hidden_size, bias)
+        held = list(QKV)[: 1 if stored else 3 if valued else 2]
+        names, outputs = PairNames("qkv_proj", "o_proj", bias, bias), {n: QKV[n] for n in held}
+        shares = share_heads(site, spec, hidden_size, names, outputs)
+        self.part_sizes = shares.sizes
+        self.qkv_proj, self.o_proj = shares.first(), shares.last()
         self.q_norm = RMSNorm(site.at("q_norm"), size, eps)
         if not stored:
             self.k_norm = RMSNorm(site.at("k_norm"), size, eps)
             self.v_norm = UnitNorm(site.at("v_norm"), size, eps)
         self.rotary = RotaryEmbedding(site.at("rotary"), size, size)
-        kind: Any = StoredAttention if stored else Attention
-        self.attn = kind(site.at("attn"), spec)
+        at: Any = site.at("attn")
+        self.attn = StoredAttention(at, shares.spec) if stored else shares.attention(at)
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
         """Return query ``[T, N, D]``, and unless they are stored key and value ``[T, K, D]``."""

@@ -19,6 +19,8 @@ NORMS = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 class WideNormAttention(SelfAttention):
     """Attention with one norm over all query heads, and one over all key heads."""
 
+    undivided = "one norm is over all heads"
+
     def __init__(
         self, site: Site, spec: AttentionSpec, sizes: tuple[int, int], eps: float, bias: bool
     ) -> None:

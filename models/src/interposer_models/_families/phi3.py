@@ -15,8 +15,7 @@ from interposer.errors import CheckpointError, ConfigError
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.settings import Epsilon, Positive
 from interposer_ops.layers.activation import GatedActivation
-from interposer_ops.layers.attention import Attention
-from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.divided_pairs import QKV, PairNames, share_heads, share_inner
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.self_attention import SelfAttention
@@ -32,15 +31,14 @@ class StoredMergedAttention(SelfAttention):
     def __init__(self, site: Site, spec: AttentionSpec, hidden_size: int, rotary_size: int) -> None:
         PluggableLayer.__init__(self, site)
         size = self.head_size = spec.head_size
-        width, kv_width = spec.num_heads * size, spec.num_kv_heads * size
-        self.sizes = (width, kv_width, kv_width)
-        self.qkv_proj = MergedLinear(
-            site.at("qkv_proj"), hidden_size, {"qkv_proj": sum(self.sizes)}
-        )
-        self.o_proj = Linear(site.at("o_proj"), width, hidden_size)
+        names = PairNames("qkv_proj", "o_proj")
+        stored = {"qkv_proj": [axis for axes in QKV.values() for axis in axes]}
+        shares = share_heads(site, spec, hidden_size, names, stored)
+        self.sizes = shares.sizes
+        self.qkv_proj, self.o_proj = shares.first(), shares.last()
         self.q_norm = self.k_norm = None
         self.rotary = RotaryEmbedding(site.at("rotary"), size, rotary_size)
-        self.attn = Attention(site.at("attn"), spec)
+        self.attn = shares.attention(site.at("attn"))
 
 
 class StoredMergedMLP(GatedMLP):
@@ -48,10 +46,11 @@ class StoredMergedMLP(GatedMLP):
 
     def __init__(self, site: Site, hidden_size: int, inner_size: int, activation: str) -> None:
         PluggableLayer.__init__(self, site)
-        parts = {"gate_up_proj": 2 * inner_size}
-        self.gate_up_proj = MergedLinear(site.at("gate_up_proj"), hidden_size, parts)
-        self.activation = GatedActivation(site.at("activation"), activation, inner_size)
-        self.down_proj = Linear(site.at("down_proj"), inner_size, hidden_size)
+        names = PairNames("gate_up_proj", "down_proj")
+        shares = share_inner(site, hidden_size, inner_size, names, {"gate_up_proj": 2})
+        self.gate_up_proj = shares.first()
+        self.activation = GatedActivation(site.at("activation"), activation, shares.size)
+        self.down_proj = shares.last()
 
 
 class Phi3(DecoderFamily):

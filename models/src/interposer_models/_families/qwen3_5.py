@@ -29,8 +29,7 @@ from interposer_models._decoder.prediction_head import (
 )
 from interposer_models._decoder.settings import Positive, Share
 from interposer_models._decoder.state_settings import Window, check_state
-from interposer_ops.layers.attention import Attention
-from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.divided_pairs import QKV, PairNames, share_heads
 from interposer_ops.layers.norm import GemmaRMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.self_attention import SelfAttention
@@ -55,15 +54,15 @@ class GatedAttention(SelfAttention):
     ) -> None:
         PluggableLayer.__init__(self, site)
         size = self.head_size = spec.head_size
-        width, kv_width = spec.num_heads * size, spec.num_kv_heads * size
-        self.sizes = (2 * width, kv_width, kv_width)
-        parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
-        self.qkv_proj = MergedLinear(site.at("qkv_proj"), hidden_size, parts, bias)
-        self.o_proj = Linear(site.at("o_proj"), width, hidden_size, bias)
+        names = PairNames("qkv_proj", "o_proj", bias, bias)
+        outputs = {**QKV, "q_proj": (("query", 2),)}
+        shares = share_heads(site, spec, hidden_size, names, outputs)
+        self.sizes = shares.sizes
+        self.qkv_proj, self.o_proj = shares.first(), shares.last()
         self.q_norm = self.norm_type(site.at("q_norm"), size, norm_eps)
         self.k_norm = self.norm_type(site.at("k_norm"), size, norm_eps)
         self.rotary = RotaryEmbedding(site.at("rotary"), size, rotary_size)
-        self.attn = Attention(site.at("attn"), spec)
+        self.attn = shares.attention(site.at("attn"))
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, plan: object, rows: Tensor | None

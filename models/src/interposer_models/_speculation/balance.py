@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 _SHARE = 0.01  # of the time of decode steps, which guesses may lose
@@ -49,7 +49,14 @@ class Balance:
     every ninth step is measured, since that takes time as well; the others count as typical ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, agreed: Callable[[bool], bool] = bool) -> None:
+        """Begin with nothing to be lost.
+
+        Args:
+            agreed: of the engine: what comes of an answer, of which the clock of one process
+                decides.
+        """
+        self._agreed = agreed
         self._left = 0.0
         self._sizes: dict[int, _Size] = {}
         self._behind = False
@@ -57,16 +64,15 @@ class Balance:
 
     def rests(self) -> bool:
         """Say whether the next step goes by unmeasured, in a pause that it does not end."""
-        if self._rests:
-            self._rests -= 1
-            return True
-        return False
+        rests = self._rests > 0
+        self._rests -= rests
+        return self._agreed(rests)
 
     def allows(self, num_sequences: int) -> bool:
         """Say whether the next step is to be one with guesses."""
         size = self._size(num_sequences)
         known = len(size.plain) >= _LEAST_PLAIN and size.num_drafted < _RENEWED_AFTER
-        return known and self._left >= 0
+        return self._agreed(known and self._left >= 0)
 
     def count_plain(self, num_sequences: int, seconds: float, guessing_seconds: float) -> None:
         """Count a step of decodes without guesses.

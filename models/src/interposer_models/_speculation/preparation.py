@@ -114,7 +114,7 @@ class Preparation:
         size, count = engine.model.config.vocab_size, settings.tokens
         sampling = DraftSampling(site, size, count, certain=guesses.certain)
         proposer = guesses.proposer(engine, sampling, count)
-        balance = Balance() if settings.adaptive else None
+        balance = Balance(engine.agreed) if settings.adaptive else None
         engine.speculation = Speculator(engine, proposer, sampling, count, balance, self._kept)
         site.resolver.notes.append(f"speculation: up to {count} tokens by {guesses}")
 

@@ -31,6 +31,7 @@ class DecoderBlock(PluggableLayer):
     """
 
     layer_id = "decoder_block"
+    reduces = True
 
     def __init__(
         self,

@@ -59,6 +59,9 @@ class Embedding(PluggableLayer):
         self, site: Site, vocab_size: int, hidden_size: int, head: Site | None = None
     ) -> None:
         super().__init__(site)
+        self._create(site, vocab_size, hidden_size, head)
+
+    def _create(self, site: Site, vocab_size: int, hidden_size: int, head: Site | None) -> None:
         scheme = site.resolver.scheme
         shared_by = None if head is None else head.prefix
         method = scheme.embedding_method(site.prefix, shared_by) if scheme else None
@@ -91,6 +94,11 @@ class LMHead(PluggableLayer):
         self, site: Site, vocab_size: int, hidden_size: int, tied: Embedding | None = None
     ) -> None:
         super().__init__(site)
+        self._create(site, vocab_size, hidden_size, tied)
+
+    def _create(
+        self, site: Site, vocab_size: int, hidden_size: int, tied: Embedding | None
+    ) -> None:
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self._kernel: Callable[..., Tensor] | None = None
         self._operands: tuple[Any, ...] = ()

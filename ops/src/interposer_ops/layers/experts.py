@@ -114,6 +114,7 @@ class Experts(PluggableLayer):
     """
 
     layer_id = "experts"
+    reduces = True
 
     def __init__(
         self, site: Site, spec: ExpertsSpec, dispatcher: ExpertDispatcher | None = None

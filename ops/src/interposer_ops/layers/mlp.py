@@ -8,7 +8,8 @@ from torch import Tensor
 
 from interposer import PluggableLayer, Site
 from interposer_ops.layers.activation import GatedActivation
-from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.divided_pairs import PairNames, share_inner
+from interposer_ops.layers.linear import Linear
 
 __all__ = ["GatedMLP"]
 
@@ -25,6 +26,7 @@ class GatedMLP(PluggableLayer):
     """
 
     layer_id = "gated_mlp"
+    reduces = True
     part_names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
 
     def __init__(
@@ -37,10 +39,12 @@ class GatedMLP(PluggableLayer):
     ) -> None:
         super().__init__(site)
         *first, last = self.part_names
-        parts = dict.fromkeys(first, intermediate_size)
-        self.gate_up_proj = MergedLinear(site.at("gate_up_proj"), hidden_size, parts, bias)
-        self.activation = GatedActivation(site.at("activation"), activation, intermediate_size)
-        self.down_proj = Linear(site.at(last), intermediate_size, hidden_size, bias)
+        names = PairNames("gate_up_proj", last, bias, bias)
+        sizes = hidden_size, intermediate_size
+        shares = share_inner(site, *sizes, names, dict.fromkeys(first, 1))
+        self.gate_up_proj = shares.first()
+        self.activation = GatedActivation(site.at("activation"), activation, shares.size)
+        self.down_proj = shares.last()
         # What a replacement reads of its parts is its own affair.
         standard = GatedMLP, GatedActivation, Linear
         if (type(self), type(self.activation), type(self.down_proj)) == standard:

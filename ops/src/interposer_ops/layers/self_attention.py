@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from interposer import AttentionSpec, BoundKernel, PluggableLayer, Site
-from interposer_ops.layers.attention import Attention
-from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.divided_pairs import PairNames, share_heads
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.norms._head_norms import qk_norm
@@ -32,13 +31,16 @@ class SelfAttention(PluggableLayer):
         bias: of the last one.
 
     ``norm_type`` and ``rotary_type`` are the layers that a subclass may take others for;
-    ``part_names`` are those of the last projection, and of the norms of queries and keys.
+    ``part_names`` are those of the last projection, and of the norms of queries and keys;
+    ``undivided`` says why ranks cannot share the heads of a subclass out.
     """
 
     layer_id = "self_attention"
+    reduces = True
     norm_type: type[RMSNorm] = RMSNorm
     rotary_type: type[RotaryEmbedding] = RotaryEmbedding
     part_names: ClassVar[tuple[str, str, str]] = ("o_proj", "q_norm", "k_norm")
+    undivided: ClassVar[str] = ""
     _both_norms: BoundKernel[..., Any] | None = None
 
     def __init__(
@@ -53,12 +55,11 @@ class SelfAttention(PluggableLayer):
     ) -> None:
         super().__init__(site)
         size = self.head_size = spec.head_size
-        width, kv_width = spec.num_heads * size, spec.num_kv_heads * size
-        self.sizes = (width, kv_width, kv_width)
-        parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
-        self.qkv_proj = MergedLinear(site.at("qkv_proj"), hidden_size, parts, qkv_bias)
         out, of_query, of_key = self.part_names
-        self.o_proj = Linear(site.at(out), width, hidden_size, bias)
+        names = PairNames("qkv_proj", out, qkv_bias, bias)
+        shares = share_heads(site, spec, hidden_size, names, undivided=self.undivided)
+        self.qkv_proj, self.o_proj = shares.first(), shares.last()
+        self.sizes, spec = shares.sizes, shares.spec
         self.q_norm = self.k_norm = None
         if norm_eps is not None:
             self.q_norm = self.norm_type(site.at(of_query), size, norm_eps)
@@ -67,7 +68,7 @@ class SelfAttention(PluggableLayer):
                 heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
                 self._both_norms = site.bind_kernel(qk_norm, **heads, head_size=size)
         self.rotary = self.rotary_type(site.at("rotary"), size, rotary_size)
-        self.attn = Attention(site.at("attn"), spec)
+        self.attn = shares.attention(site.at("attn"))
 
     def finalize(self) -> None:
         """Prepare the weights of the norms of heads, where one kernel computes both."""

@@ -22,6 +22,7 @@ from interposer_tools.options import (
     PlatformName,
     Quantization,
     Speculate,
+    TensorParallel,
     policy,
 )
 
@@ -79,6 +80,7 @@ def serve(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     speculate: Speculate = None,
+    tensor_parallel: TensorParallel = 1,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
@@ -97,61 +99,66 @@ def serve(
     adapters = _adapters(adapter or (), embed)
     if speculate is not None and embed:
         raise ConfigError(f"--speculate {speculate!r} is given with --embed. Try: one of them")
+    if tensor_parallel > 1 and embed:
+        raise ConfigError(
+            f"--tensor-parallel {tensor_parallel} is given with --embed. Try: without"
+        )
     listening = _bound(host, port)  # before minutes are spent on loading
 
     import uvicorn
 
-    from interposer_models import Encoder, LanguageModel, load, load_encoder
+    from interposer_models import Encoder, LanguageModel, launched, load_encoder
     from interposer_serve import Limits, application
 
     limits = Limits(queue, deadline, max_body, max_prompt)
     config = policy(kernel, platform, locked)
     print(f"loading {model_dir}", file=sys.stderr, flush=True)
-    model: LanguageModel | Encoder
-    if embed:
-        model = load_encoder(model_dir, dtype, config, quantization=quantization)
-    else:
-        model = load(
-            model_dir,
-            dtype,
-            config=config,
-            quantization=quantization,
-            cache_tokens=cache_tokens,
-            max_sequences=max_sequences,
-            prefix_cache=prefix_cache,
-            adapters=adapters,
-            speculation=speculate,
+    with launched(tensor_parallel, config) as load:
+        model: LanguageModel | Encoder
+        if embed:
+            model = load_encoder(model_dir, dtype, config, quantization=quantization)
+        else:
+            model = load(
+                model_dir,
+                dtype,
+                config=config,
+                quantization=quantization,
+                cache_tokens=cache_tokens,
+                max_sequences=max_sequences,
+                prefix_cache=prefix_cache,
+                adapters=adapters,
+                speculation=speculate,
+            )
+        named = name or model_dir.resolve().name
+        hosts = {*_LOOPBACK, host} if is_local and not keys else None
+        app = application(model, named, limits=limits, keys=keys, hosts=hosts)
+
+        class Server(uvicorn.Server):
+            """Says where it listens, once it does."""
+
+            async def startup(self, sockets: list[socket] | None = None) -> None:
+                await super().startup(sockets)
+                if self.started:
+                    shown = f"[{host}]" if ":" in host else host
+                    bound = listening.getsockname()[1]
+                    told = f"{named} at http://{shown}:{bound}, Ctrl-C ends it"
+                    print(told, file=sys.stderr, flush=True)
+
+        server = Server(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                loop="asyncio",
+                lifespan="on",
+                access_log=False,
+                log_level="warning",
+                server_header=False,
+                timeout_graceful_shutdown=drain,
+            )
         )
-    named = name or model_dir.resolve().name
-    hosts = {*_LOOPBACK, host} if is_local and not keys else None
-    app = application(model, named, limits=limits, keys=keys, hosts=hosts)
-
-    class Server(uvicorn.Server):
-        """Says where it listens, once it does."""
-
-        async def startup(self, sockets: list[socket] | None = None) -> None:
-            await super().startup(sockets)
-            if self.started:
-                shown = f"[{host}]" if ":" in host else host
-                bound = listening.getsockname()[1]
-                told = f"{named} at http://{shown}:{bound}, Ctrl-C ends it"
-                print(told, file=sys.stderr, flush=True)
-
-    server = Server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            loop="asyncio",
-            lifespan="on",
-            access_log=False,
-            log_level="warning",
-            server_header=False,
-            timeout_graceful_shutdown=drain,
-        )
-    )
-    with suppress(KeyboardInterrupt):  # which the server raises again when it has ended
-        server.run([listening])
+        with suppress(KeyboardInterrupt):  # which the server raises again when it has ended
+            server.run([listening])
 
 
 def _bound(host: str, port: int) -> socket:

@@ -22,6 +22,7 @@ Check = Literal[
     "model",
     "mutation",
     "opcheck",
+    "ranks",
     "record",
     "scheme",
     "shape",

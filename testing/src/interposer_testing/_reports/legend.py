@@ -28,6 +28,7 @@ ASPECTS: Mapping[str, str] = {
     "layer": "the replacement of a standard layer, against the standard one",
     "scheme": "the weights of a quantized checkpoint, against their reference",
     "model": "logits and tokens of small models, against those of transformers",
+    "communicator": "collectives in several processes, and the loss of one of these",
 }
 
 CHECKS: Mapping[str, str] = {
@@ -44,6 +45,7 @@ CHECKS: Mapping[str, str] = {
     "model": "a model departs from the one of transformers for the same config",
     "mutation": "it writes an argument that the op does not declare as written",
     "opcheck": "torch.library's own check of a custom op fails",
+    "ranks": "a lost rank is not missed in time, or something of a communicator is left",
     "record": "the record promises what its code does not hold",
     "scheme": "the scheme departs from what it declares",
     "shape": "the result has another shape than the reference's",

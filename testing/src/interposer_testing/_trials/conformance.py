@@ -36,6 +36,7 @@ from interposer_testing._checks.expectation import Expectation
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.kernel import check_subject
 from interposer_testing._trials.claims import Promises
+from interposer_testing._trials.communicators import communicator_trials
 from interposer_testing._trials.declaration import declaration_trials
 from interposer_testing._trials.families import family_trials
 from interposer_testing._trials.layers_and_schemes import layer_trials, scheme_trials
@@ -63,9 +64,9 @@ def conformance(
 
     Kernels are tried on every case of their op, and what they promise on few small ones; the
     references are among them, so that an op contradicting its own tolerance is found. Then come
-    attention backends, layers, schemes, model families, the records themselves and the plugin
-    modules. What is for another platform is left out, but its records say so; what refuses a case
-    is yielded with its reason.
+    attention backends, layers, schemes, model families, communicators, the records themselves and
+    the plugin modules. What is for another platform is left out, but its records say so; what
+    refuses a case is yielded with its reason.
 
     Args:
         distribution: name of the only distribution to try; empty tries all.
@@ -85,6 +86,7 @@ def conformance(
     yield from layer_trials(registry, device, distribution, seed)
     yield from scheme_trials(registry, device, distribution, seed)
     yield from family_trials(registry, device, distribution, seed)
+    yield from communicator_trials(registry, device, distribution)
     yield from declaration_trials(registry, device, distribution)
 
 

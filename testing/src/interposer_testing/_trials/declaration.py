@@ -9,6 +9,7 @@ from interposer import Candidate, Device, Registry, Request, Verdict
 from interposer.records import (
     AttentionEntry,
     CheckpointEntry,
+    CommunicatorEntry,
     DeviceEntry,
     Kernel,
     LayerEntry,
@@ -100,5 +101,7 @@ def _request(record: Record, device: Device) -> Request:
             return Request("model", record.architectures[0])
         case CheckpointEntry():
             return Request("checkpoint", record.suffix)
+        case CommunicatorEntry():
+            return Request("communicator", "", *place)
         case _:
             return Request("platform", "", *place)

@@ -137,8 +137,9 @@ def untried(trial: Trial) -> Outcome:
     candidate, request, kind = trial.candidate, trial.request, _kind(trial)
     return Outcome(
         kind=kind,
-        # A backend is one candidate, whatever type of attention it is asked for.
-        subject="" if request.kind == "attention" else request.name,
+        # A backend is one candidate, whatever type of attention it is asked for, and so is a
+        # communicator for all its collectives.
+        subject="" if request.kind in ("attention", "communicator") else request.name,
         name=trial.label.removeprefix("module ") if kind == "module" else candidate.name,
         provider=candidate.provider,
         version=candidate.version,

@@ -25,6 +25,7 @@ Aspect = Literal[
     "layer",
     "scheme",
     "model",
+    "communicator",
 ]
 """In what respect something is tried. Only claimed properties are."""
 

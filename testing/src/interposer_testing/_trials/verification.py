@@ -24,7 +24,7 @@ from interposer_testing._trials.outcome import Outcome, Progress, Scope, outcome
 Run = Callable[[Registry, Device, Scope, Progress | None], Iterable[Outcome]]
 """A function that runs trials; ``outcomes`` does so in this process."""
 
-_KINDS: tuple[Kind, ...] = ("kernel", "attention", "layer", "scheme", "model")
+_KINDS: tuple[Kind, ...] = ("kernel", "attention", "layer", "scheme", "model", "communicator")
 
 
 def verify(

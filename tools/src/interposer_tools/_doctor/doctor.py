@@ -62,6 +62,7 @@ _RULES: dict[str, Kind] = {
     "attention": "attention",
     "quantization": "scheme",
     "models": "model",
+    "communicators": "communicator",
 }
 _GRAPHS = {
     "auto": "decode steps become graphs where all that a model chooses is safe in one",

@@ -1,0 +1,126 @@
+"""A rank that does what rank 0 tells it: the loop of its process."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from interposer.errors import InterposerError, RankError, described
+from interposer_models._engine.sequence import Sequence
+from interposer_models._parallel.channel import Channel
+from interposer_models._parallel.group import Group
+from interposer_models._parallel.language_model import RankedLanguageModel
+from interposer_models._parallel.lead import Silent, drifted
+from interposer_models._parallel.leader import REPORTS, SPECULATES
+
+
+class Following(Silent):
+    """Takes what rank 0 decides from the channel, in the midst of a step."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def decide(self, flag: bool) -> bool:
+        """Return the flag of rank 0."""
+        kind, told, _ = self._channel.receive()
+        if kind != "decision":
+            raise ValueError(f"rank 0 decided nothing, but sent a {kind}")
+        return bool(told)
+
+
+class Follower:
+    """Does the calls that come through a channel until it is closed."""
+
+    def __init__(self, channel: Channel, group: Group) -> None:
+        self._channel, self._group = channel, group
+        self._model: RankedLanguageModel | None = None
+        self._running: dict[int, Sequence] = {}
+        self._speculation: Any = None
+        self._steps = 0
+        self._known = ""  # of calls that failed here, as they were to fail everywhere
+        self._calls: dict[str, Callable[..., Any]] = {
+            "load": self._load,
+            "add": self._add,
+            "cancel": self._cancel,
+            "logits": self._logits,
+        }
+
+    def run(self) -> None:
+        """Follow.
+
+        Raises: RankError: this rank computed something else than rank 0.
+        """
+        while True:
+            try:
+                kind, flags, number = self._channel.receive()
+            except EOFError:
+                return
+            if kind == "step":
+                self._step(flags, number)
+            elif kind == "call":
+                name, arguments = self._channel.receive_call(number)
+                if name in self._calls:
+                    self._calls[name](*arguments)
+                else:
+                    self._reply(name, arguments)
+            else:
+                raise ValueError(f"rank 0 sent a {kind} outside of a step")
+
+    @property
+    def model(self) -> RankedLanguageModel:
+        """The model, which rank 0 had loaded."""
+        assert self._model is not None
+        return self._model
+
+    def _load(self, path: str, options: dict[str, Any]) -> None:
+        from interposer_models._loader import load
+
+        try:
+            found = load(path, tensor_parallel=self._group, **options)
+        except Exception:
+            if not self._group.told:
+                raise
+            return  # rank 0 ends, and this rank with it
+        assert isinstance(found, RankedLanguageModel)
+        self._model, self._speculation = found, found.engine.speculation
+
+    def _add(self, prompt: Any, params: Any, source: Any, reads_texts: bool) -> None:
+        try:
+            added = self.model.engine.add(prompt, params, source, reads_texts=reads_texts)
+        except InterposerError as error:
+            self._known = described(error)
+        else:
+            self._running[added.id] = added
+
+    def _cancel(self, number: int) -> None:
+        self.model.engine.cancel(self._running.pop(number))
+
+    def _logits(self, *arguments: Any) -> None:
+        try:
+            self.model.engine.logits(*arguments)
+        except InterposerError as error:
+            self._known = described(error)
+
+    def _step(self, flags: int, digest: int) -> None:
+        engine = self.model.engine
+        self._steps += 1
+        if digest != engine.digest:
+            rank = self._group.rank
+            raise drifted(rank, rank, self._steps, self._known)
+        if flags & REPORTS:
+            self._channel.send("report")
+        engine.speculation = self._speculation if flags & SPECULATES else None
+        for event in engine.step():
+            if event.sequence.finish_reason is not None:
+                self._running.pop(event.sequence.id, None)
+
+    def _reply(self, name: str, arguments: tuple[Any, ...]) -> None:
+        text, value = "", None
+        try:
+            value = getattr(self.model, name)(*arguments)
+        except RankError:
+            raise
+        except Exception as error:  # noqa: BLE001 - told to rank 0, which compares
+            text = described(error)
+        self._channel.send_call(pickle.dumps((text, value)))

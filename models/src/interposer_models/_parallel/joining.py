@@ -1,0 +1,89 @@
+"""The process group that ``tensor_parallel`` means."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from interposer import Ranks
+from interposer.errors import ConfigError
+from interposer_models._parallel.alone import Alone
+
+if TYPE_CHECKING:
+    from interposer_models._parallel.group import Group
+
+
+def joined(tensor_parallel: Any) -> Alone | Group:
+    """Return the ranks that load a model together.
+
+    Args:
+        tensor_parallel: see ``load``.
+    Raises: ConfigError: there are no such processes, or not so many.
+    """
+    if tensor_parallel is None:
+        return Alone()
+    if isinstance(tensor_parallel, int):
+        check_number(tensor_parallel)
+        if tensor_parallel == 1:
+            return Alone()
+    import torch.distributed as dist
+
+    from interposer_models._parallel.group import Group
+    from interposer_models._parallel.lead import Everyone
+
+    if isinstance(tensor_parallel, Group):
+        return tensor_parallel
+    if isinstance(tensor_parallel, int):
+        return Group(_world(tensor_parallel), Everyone)
+    if not isinstance(tensor_parallel, dist.ProcessGroup):
+        raise ConfigError(
+            f"tensor_parallel is of the type {type(tensor_parallel).__name__}. "
+            "Try: a number of processes, or a process group of torch.distributed"
+        )
+    return Group(tensor_parallel, Everyone)
+
+
+def described_ranks(tensor_parallel: int | Ranks | None, platform: str) -> Ranks | None:
+    """Return the ranks to plan for: as they are given, or so many of one host.
+
+    Args:
+        platform: name of that of all.
+    Raises: ConfigError: it is no positive integer.
+    """
+    if tensor_parallel is None or isinstance(tensor_parallel, Ranks):
+        return tensor_parallel
+    size = check_number(tensor_parallel)
+    return Ranks(0, size, (0,) * size, (platform,) * size) if size > 1 else None
+
+
+def check_number(tensor_parallel: object) -> int:
+    """Return the number of ranks.
+
+    Raises: ConfigError: it is no positive integer.
+    """
+    if isinstance(tensor_parallel, bool) or not isinstance(tensor_parallel, int):
+        raise ConfigError(f"tensor_parallel is {tensor_parallel!r}, must be a number of processes")
+    if tensor_parallel < 1:
+        raise ConfigError(f"tensor_parallel is {tensor_parallel}, must be at least 1")
+    return tensor_parallel
+
+
+def _world(size: int) -> Any:
+    """Return the group of all processes, which is begun where torchrun started them."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        if not dist.is_torchelastic_launched():
+            raise ConfigError(
+                f"tensor_parallel is {size}, and this process is alone. "
+                f"Try: torchrun --nproc-per-node {size} PROGRAM; or, on the command line, "
+                f"interposer run MODEL --tensor-parallel {size}"
+            )
+        dist.init_process_group("gloo")
+    found = dist.get_world_size()
+    if found != size:
+        raise ConfigError(
+            f"tensor_parallel is {size}, and there are {found} processes. "
+            f"Try: torchrun --nproc-per-node {size}, or a process group of {size} of them: "
+            "load(..., tensor_parallel=torch.distributed.new_group([...]))"
+        )
+    return dist.group.WORLD

@@ -1,0 +1,62 @@
+"""The model of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+
+from interposer import explain
+from interposer_models._language_model import LanguageModel
+from interposer_models._parallel.engine import RankedEngine
+
+
+class RankedLanguageModel(LanguageModel):
+    """A model that several processes compute; each call is made on every one of them.
+
+    Where rank 0 was given the others by a command, it makes their calls. ``close`` gives back
+    what the ranks share.
+    """
+
+    engine: RankedEngine
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do as ``close``."""
+        self.close()
+
+    def close(self) -> None:
+        """Give back the communicators; the model computes nothing afterwards."""
+        self.engine.lead.close()
+        for communicator in self._resolver.communicators.values():
+            communicator.close()
+
+    def explanations(self) -> list[dict[str, Any]]:
+        """Return ``interposer.explain(model).to_dict()`` of each rank, in order."""
+        return self.engine.lead.everywhere("explanations", (), lambda: explain(self).to_dict())
+
+    def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> None:
+        """Load a LoRA adapter on every rank; see ``LanguageModel.load_adapter``."""
+        load = super().load_adapter
+        self.engine.lead.everywhere(
+            "load_adapter", (name, path, replace), lambda: load(name, path, replace=replace)
+        )
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter on every rank; see ``LanguageModel.remove_adapter``."""
+        remove = super().remove_adapter
+        self.engine.lead.everywhere("remove_adapter", (name,), lambda: remove(name))
+
+    def update_weights(
+        self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> tuple[str, ...]:
+        """Exchange weights on every rank; see ``LanguageModel.update_weights``."""
+        items = [*(tensors.items() if isinstance(tensors, Mapping) else tensors)]
+        update = super().update_weights
+        found = self.engine.lead.everywhere("update_weights", (items,), lambda: update(items))
+        return cast("tuple[str, ...]", found[0])

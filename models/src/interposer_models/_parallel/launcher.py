@@ -1,0 +1,212 @@
+"""The other ranks of a command: started, watched and ended by rank 0, which has the user."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from interposer import Config, effective_config, place
+from interposer.errors import ConfigError, RankError
+from interposer.tooling import child_environment
+from interposer_models._language_model import LanguageModel
+from interposer_models._loader import load
+from interposer_models._parallel.channel import Channel
+from interposer_models._parallel.ending import ended
+from interposer_models._parallel.group import TIMEOUT_SECONDS, Group
+from interposer_models._parallel.joining import check_number
+from interposer_models._parallel.leader import Leader, Losses
+from interposer_models._parallel.threads import own_cores
+
+LOOPBACK = "127.0.0.1"
+_START = timedelta(minutes=5)
+_CLOSE_SECONDS = 5.0
+_GRACE_SECONDS = 10.0  # in which this process ends by itself when a rank is lost
+_KEPT_LINES = 20
+_PROGRAM = "from interposer_models._parallel.process import main; main()"
+
+
+class Launched:
+    """Processes that follow this one, within a ``with`` block.
+
+    A follower that ends before it is told to interrupts the main thread, as Ctrl-C does, and the
+    block raises why. A main thread that does not come to that within 10 s ends with the process.
+    """
+
+    def __init__(
+        self, size: int, config: Config | None = None, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            size: how many ranks, with this process.
+            config: policy by which the platform is chosen.
+            timeout_seconds: within which each rank comes to a step.
+        Raises: ConfigError: it is no positive number; or this process is one of several already.
+        """
+        check_number(size)
+        if dist.is_initialized() or dist.is_torchelastic_launched():
+            raise ConfigError(
+                f"--tensor-parallel {size} starts processes, and this one is among others already. "
+                "Try: without torchrun, or load(..., tensor_parallel=...) in a program of its own"
+            )
+        self._size, self._config = size, config
+        self._timeout_seconds = timeout_seconds
+        self._losses = Losses()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._followers: list[subprocess.Popen[bytes]] = []
+        self._channels: list[Channel] = []
+        self._stack = ExitStack()
+        self._group: Group | None = None
+
+    def __enter__(self) -> Self:
+        """Start the followers, and wait until they have joined."""
+        try:
+            self._start()
+        except BaseException as error:
+            self._close()
+            self._raise(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """End the followers.
+
+        Raises: RankError: one of them was lost.
+        """
+        self._close()
+        self._raise(error)
+
+    def load(
+        self, path: str | Path, dtype: Any = "auto", config: Config | None = None, **options: Any
+    ) -> LanguageModel:
+        """Load a model on all ranks; see ``load`` of ``interposer_models``."""
+        assert self._group is not None
+        progress = options.pop("progress", None)
+        told = {"dtype": dtype, "config": effective_config(config), **options}
+        leader = self._leader()
+        leader.tell("load", str(path), told)
+        return load(path, tensor_parallel=self._group, progress=progress, **told)
+
+    def _leader(self) -> Leader:
+        return Leader(self._channels, self._losses, self._timeout_seconds)
+
+    def _start(self) -> None:
+        platform = place(self._config).platform
+        self._stack.enter_context(own_cores(platform, 0, self._size))
+        listening = socket.create_server((LOOPBACK, 0))
+        port = listening.getsockname()[1]
+        lifeline, held = os.pipe()
+        self._stack.callback(os.close, held)
+        for rank in range(1, self._size):
+            self._start_one(rank, port, lifeline)
+        os.close(lifeline)
+        # The store listens at no other address: everybody could write to it.
+        store = dist.TCPStore(
+            LOOPBACK,
+            port,
+            is_master=True,
+            timeout=_START,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+        dist.init_process_group("gloo", store=store, rank=0, world_size=self._size)
+        self._group = Group(dist.group.WORLD, lambda _: self._leader(), self._timeout_seconds)
+
+    def _start_one(self, rank: int, port: int, lifeline: int) -> None:
+        ours, theirs = socket.socketpair()
+        own = [os.getpid(), lifeline, theirs.fileno()]
+        facts = rank, self._size, port, self._timeout_seconds, effective_config(self._config)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM, *map(str, own)],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[lifeline, theirs.fileno()],
+            process_group=0,  # Ctrl-C is for rank 0 alone
+            env=child_environment(),
+        )
+        theirs.close()
+        self._followers.append(process)
+        self._channels.append(Channel(ours))
+        self._channels[-1].send_call(pickle.dumps(facts))
+        lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        reader = threading.Thread(target=_read, args=(rank, process, lines), daemon=True)
+        reader.start()
+        threading.Thread(
+            target=self._watch, args=(rank, process, reader, lines), daemon=True
+        ).start()
+
+    def _watch(
+        self,
+        rank: int,
+        process: subprocess.Popen[bytes],
+        reader: threading.Thread,
+        lines: deque[str],
+    ) -> None:
+        """Wait for the end of a follower, and end everything if nobody wanted it."""
+        code = process.wait()
+        reader.join(1.0)
+        with self._lock:
+            if self._closed or self._losses.first is not None:
+                return
+            said = "".join(f"\n  {line}" for line in lines)
+            told = f" The end of what it printed:{said}" if said else ""
+            self._losses.tell(RankError(0, f"rank {rank} {ended(code)}.{told}", [rank]))
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(_GRACE_SECONDS)
+        if not self._closed:
+            sys.stderr.write(f"error: {self._losses.first}\n")
+            sys.stderr.flush()
+            self._kill()
+            os._exit(1)
+
+    def _close(self) -> None:
+        with self._lock:
+            self._closed = True
+        for channel in self._channels:
+            channel.close()  # upon which a follower ends
+        end = time.monotonic() + (_CLOSE_SECONDS if self._losses.first is None else 0.0)
+        for process in self._followers:
+            while process.poll() is None and time.monotonic() < end:
+                time.sleep(0.01)
+        self._kill()
+        self._stack.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _kill(self) -> None:
+        for process in self._followers:
+            process.kill()  # nothing where it has ended
+        for process in self._followers:
+            process.wait()
+
+    def _raise(self, error: BaseException | None) -> None:
+        """Raise why a follower was lost, in place of what came of it here."""
+        lost = self._losses.first
+        if lost is not None and isinstance(error, RankError | KeyboardInterrupt | None):
+            raise lost from error
+
+
+def _read(rank: int, process: subprocess.Popen[bytes], lines: deque[str]) -> None:
+    """Pass on what a follower prints, and keep the end of it."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        text = line.decode(errors="replace").rstrip()
+        lines.append(text)
+        sys.stderr.write(f"[rank {rank}] {text}\n")

@@ -1,0 +1,42 @@
+"""The door to models on several processes that this one starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from interposer import Config
+from interposer_models._language_model import LanguageModel
+from interposer_models._loader import load
+from interposer_models._parallel.joining import check_number
+
+
+@contextmanager
+def launched(
+    tensor_parallel: int | None,
+    config: Config | None = None,
+    *,
+    timeout_seconds: float = 60.0,
+) -> Iterator[Callable[..., LanguageModel]]:
+    """Start the other ranks of this host, and return what loads a model on all of them.
+
+    They do what this process does with that one model, and end with the ``with`` block. Each rank
+    of a host's platform computes on an equal share of its cores.
+
+    Args:
+        tensor_parallel: how many ranks, with this process; None or 1 starts none.
+        config: policy by which the platform is chosen.
+        timeout_seconds: within which each rank comes to a step.
+    Returns: ``load``, without ``tensor_parallel``.
+    Raises:
+        ConfigError: it is no positive number, or this process is one of several already.
+        RankError: another rank was lost. The main thread is interrupted first; where it does not
+            end the block within 10 s, the process prints the error and ends.
+    """
+    if tensor_parallel is None or check_number(tensor_parallel) == 1:
+        yield load
+        return
+    from interposer_models._parallel.launcher import Launched
+
+    with Launched(tensor_parallel, config, timeout_seconds) as found:
+        yield found.load

@@ -1,0 +1,141 @@
+"""Rank 0 where it has the user: what it does is told to the ranks that follow."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from threading import Event
+from typing import Any, TypeVar
+
+from interposer.errors import RankError, described
+from interposer_models._parallel.channel import Channel
+from interposer_models._parallel.lead import check_outcomes
+
+T = TypeVar("T")
+SPECULATES = 1
+REPORTS = 2
+_EVERY = 64  # steps, at which followers say that they are there
+_CALL_SECONDS = 1800.0  # an adapter may be read from a slow disk
+_GRACE_SECONDS = 2.0
+
+
+class Losses:
+    """What the watcher of the followers knows of their ends.
+
+    Attributes:
+        known: set with the first one.
+    """
+
+    def __init__(self) -> None:
+        self.first: RankError | None = None
+        self.known = Event()
+
+    def tell(self, error: RankError) -> None:
+        """Keep the first one."""
+        if self.first is None:
+            self.first = error
+        self.known.set()
+
+
+class Leader:
+    """Tells followers of each call before it is made here, in the order of the calls.
+
+    Where a follower computes something else, it says so and ends, as it compares the digest that
+    comes with each step.
+    """
+
+    def __init__(self, channels: Sequence[Channel], losses: Losses, timeout_seconds: float) -> None:
+        """Tell nothing yet.
+
+        Args:
+            channels: to the ranks from 1.
+            timeout_seconds: within which followers report.
+        """
+        self._channels, self._losses = channels, losses
+        self._timeout_seconds = timeout_seconds
+        self._steps = 0
+        self._awaited = False
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Have a method called on the other ranks as well, before it is here.
+
+        Raises: RankError: a follower was lost.
+        """
+        payload = pickle.dumps((name, arguments))
+        self._send(lambda channel: channel.send_call(payload))
+
+    def everywhere(self, name: str, arguments: tuple[Any, ...], call: Callable[[], T]) -> list[Any]:
+        """Return what a call returns on every rank, this one first."""
+        self.tell(name, *arguments)
+        own: Any = None
+        failure: Exception | None = None
+        try:
+            own = call()
+        except Exception as error:  # noqa: BLE001 - raised below, once others were heard
+            failure = error
+        replies = [self._reply(rank) for rank in range(1, len(self._channels) + 1)]
+        texts = ["" if failure is None else described(failure), *(text for text, _ in replies)]
+        check_outcomes(0, name, texts)
+        if failure is not None:
+            raise failure
+        return [own, *(value for _, value in replies)]
+
+    def begin(self, digest: int, *, fresh: bool, speculates: bool) -> None:
+        """Let the followers begin a step, and hear at times that they are there."""
+        flags = SPECULATES * speculates
+        if self._steps % _EVERY == 0:
+            if self._awaited:
+                for rank in range(1, len(self._channels) + 1):
+                    self._report(rank)
+            self._awaited = True
+            flags |= REPORTS
+        self._steps += 1
+        self._send(lambda channel: channel.send("step", flags, digest))
+
+    def decide(self, flag: bool) -> bool:
+        """Return the flag, and tell it."""
+        self._send(lambda channel: channel.send("decision", flag))
+        return flag
+
+    def reason(self, error: RankError) -> RankError:
+        """Return why a follower ended, where one did within a moment; else the error."""
+        self._losses.known.wait(_GRACE_SECONDS)
+        return self._losses.first or error
+
+    def close(self) -> None:
+        """Leave the followers to whoever started them."""
+
+    def _send(self, send: Callable[[Channel], None]) -> None:
+        if self._losses.first is not None:
+            raise self._losses.first
+        for rank, channel in enumerate(self._channels, 1):
+            try:
+                send(channel)
+            except OSError as error:
+                raise self._lost(rank, described(error)) from error
+
+    def _report(self, rank: int) -> None:
+        limit = self._timeout_seconds
+        try:
+            kind, _, _ = self._channels[rank - 1].receive(limit)
+        except TimeoutError as error:
+            text = f"rank {rank} hangs: it computed no step within {limit:g} s"
+            raise RankError(0, text, [rank]) from error
+        except (OSError, EOFError) as error:
+            raise self._lost(rank, "its connection ended") from error
+        assert kind == "report"
+
+    def _reply(self, rank: int) -> tuple[str, Any]:
+        channel = self._channels[rank - 1]
+        try:
+            kind, _, number = channel.receive(_CALL_SECONDS)
+            while kind == "report":
+                self._awaited = False
+                kind, _, number = channel.receive(_CALL_SECONDS)
+            found: tuple[str, Any] = channel.receive_call(number)
+        except (OSError, EOFError) as error:
+            raise self._lost(rank, described(error)) from error
+        return found
+
+    def _lost(self, rank: int, reason: str) -> RankError:
+        return self.reason(RankError(0, f"rank {rank} is lost: {reason}", [rank]))

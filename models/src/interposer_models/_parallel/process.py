@@ -1,0 +1,39 @@
+"""The process of a rank that a command started."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from datetime import timedelta
+
+from interposer_models._parallel.ending import end_with_parent
+
+_START = timedelta(minutes=5)
+
+
+def main() -> None:
+    """Join the ranks that rank 0 tells of, and follow rank 0 until it ends."""
+    parent, lifeline, connection = map(int, sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent(parent, lifeline)
+
+    import torch.distributed as dist
+
+    from interposer import place
+    from interposer.errors import InterposerError
+    from interposer_models._parallel.channel import Channel
+    from interposer_models._parallel.follower import Follower, Following
+    from interposer_models._parallel.group import Group
+    from interposer_models._parallel.threads import own_cores
+
+    channel = Channel(socket.socket(fileno=connection))
+    rank, size, port, timeout_seconds, config = channel.receive_call(channel.receive()[2])
+    try:
+        with own_cores(place(config).platform, rank, size):
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_START)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+            group = Group(dist.group.WORLD, lambda _: Following(channel), timeout_seconds)
+            Follower(channel, group).run()
+    except InterposerError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,134 @@
+"""Embedding and head of which each rank holds the rows of some tokens.
+
+Dimensions: T tokens, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from interposer import PluggableLayer, Site
+from interposer.errors import InterposerError
+from interposer_ops.layers._parameter_cuts import (
+    CannotCutError,
+    bare,
+    parameters_of,
+    sandboxed,
+    slices_between,
+)
+from interposer_ops.layers.collectives import bind_all_gather, bind_all_reduce
+from interposer_ops.layers.cuts import (
+    Cut,
+    Slices,
+    tell_replicated,
+    vocabulary_cut,
+    vocabulary_edges,
+)
+from interposer_ops.layers.embedding import Embedding, LMHead, PlainEmbedding
+from interposer_ops.layers.linear import PlainLinear
+
+__all__ = ["share_embedding", "share_head"]
+
+
+class DividedEmbedding(Embedding):
+    """Look up the tokens of this rank, and add up what all ranks found: one of them for each."""
+
+    def __init__(
+        self, site: Site, cut: Cut, hidden_size: int, head: Site | None, slices: Slices
+    ) -> None:
+        PluggableLayer.__init__(self, site)
+        self.cut, self.slices = cut, slices
+        self.start = cut.ranges[0][0]
+        self._create(site, cut.size, hidden_size, head)
+        self.reduce = bind_all_reduce(site, hidden_size)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Return the embeddings ``[T, H]`` of ``token_ids`` ``[T]``."""
+        own = token_ids - self.start
+        is_foreign = (own < 0) | (own >= self.cut.size)
+        found = super().forward(own.masked_fill_(is_foreign, 0))
+        return self.reduce(found.masked_fill(is_foreign[..., None], 0))
+
+
+class DividedHead(LMHead):
+    """Project hidden states to the logits of this rank, and put those of all side by side."""
+
+    def __init__(
+        self, site: Site, cut: Cut, hidden_size: int, tied: Embedding | None, slices: Slices
+    ) -> None:
+        PluggableLayer.__init__(self, site)
+        ranks = site.resolver.ranks
+        assert ranks is not None
+        self.cut, self.slices = cut, slices
+        self._create(site, cut.size, hidden_size, tied)
+        edges = vocabulary_edges(ranks.size, cut.whole)
+        sizes = [stop - start for start, stop in pairwise(edges)]
+        self.gather = bind_all_gather(site, sizes)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the logits ``[T, V]`` of ``hidden`` ``[T, H]``."""
+        return self.gather(super().forward(hidden))
+
+
+def share_embedding(
+    site: Site, vocab_size: int, hidden_size: int, head: Site | None = None
+) -> Embedding:
+    """Return the embedding at ``site``, of the tokens of this rank if it can be cut."""
+    cut = vocabulary_cut(site, vocab_size)
+    if cut is not None:
+
+        def built(size: int) -> dict[str, Any]:
+            own = sandboxed(site)
+            scheme = own.resolver.scheme
+            method = scheme.embedding_method(own.prefix, head and head.prefix) if scheme else None
+            layer = bare(Embedding, own)
+            behind = None if head is None else sandboxed(head)
+            (method or PlainEmbedding()).create_weights(layer, own, size, hidden_size, behind)
+            return parameters_of(layer)
+
+        slices = _slices(site, built, cut)
+        if slices is not None:
+            return DividedEmbedding(site, cut, hidden_size, head, slices)
+    return Embedding(site, vocab_size, hidden_size, head)
+
+
+def share_head(
+    site: Site, vocab_size: int, hidden_size: int, tied: Embedding | None = None
+) -> LMHead:
+    """Return the head at ``site``, of the tokens of this rank if it can be cut.
+
+    One that shares the table of an embedding is cut as that is.
+    """
+    if tied is not None:
+        if isinstance(tied, DividedEmbedding):
+            return DividedHead(site, tied.cut, hidden_size, tied, tied.slices)
+        return LMHead(site, vocab_size, hidden_size, tied)
+    cut = vocabulary_cut(site, vocab_size)
+    if cut is not None:
+
+        def built(size: int) -> dict[str, Any]:
+            own = sandboxed(site)
+            scheme = own.resolver.scheme
+            method = scheme.head_method(own.prefix) if scheme else None
+            layer = bare(LMHead, own)
+            (method or PlainLinear()).create_weights(layer, own, hidden_size, size, bias=False)
+            return parameters_of(layer)
+
+        slices = _slices(site, built, cut)
+        if slices is not None:
+            return DividedHead(site, cut, hidden_size, None, slices)
+    return LMHead(site, vocab_size, hidden_size)
+
+
+def _slices(site: Site, built: Any, cut: Cut) -> Slices | None:
+    ranks = site.resolver.ranks
+    assert ranks is not None
+    try:
+        found = slices_between(site.prefix, built, cut, ranks.size)
+    except (CannotCutError, InterposerError) as refusal:
+        tell_replicated(site, str(refusal))
+        return None
+    return {("", name): one for name, one in found.items()}

@@ -1,0 +1,190 @@
+"""Cases of collectives, with what each rank gives and what it must get.
+
+Dimensions: N ranks, T rows.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interposer import Communicator
+from interposer_testing._checks.fault import Fault
+
+DTYPES = ("float32", "bfloat16", "float16", "int64")
+"""The dtypes that a communicator is tried in whose record names none."""
+SUMS = ("all_reduce", "reduce_scatter")
+_LENGTHS = (0, 1, 3, 1001, 4096, 40_000)
+_UNEVEN = ((3, 3, 3, 3), (0, 5, 1, 2), (4, 0, 0, 0), (0, 0, 0, 0), (33, 129, 7, 64))
+_LARGEST = 8  # sums of four whole numbers up to it are exact in every float of 16 bits
+
+
+@dataclass(frozen=True)
+class CollectiveCase:
+    """One call of a collective by every rank.
+
+    Attributes:
+        sizes: rows of each rank; the first is that of all where they are equal by definition.
+        tail: shape of a row.
+        source: the rank that broadcasts.
+        exact: the values are small whole numbers, whose sums are not rounded.
+        strided: only every second element of some memory is given.
+    """
+
+    collective: str
+    dtype: str
+    sizes: tuple[int, ...]
+    tail: tuple[int, ...] = ()
+    source: int = 0
+    exact: bool = True
+    strided: bool = False
+
+    def __str__(self) -> str:
+        what = "whole numbers" if self.exact else "any numbers"
+        more = ", strided" if self.strided else ""
+        rows = f"rows {[*self.sizes]} of {[*self.tail]}"
+        return f"{self.collective} of {self.dtype}, {rows}, {what}{more}"
+
+    def sent(self, rank: int) -> list[int]:
+        """Return how many rows ``rank`` has for each in ``all_to_all``."""
+        num = len(self.sizes)
+        return [self.sizes[(rank + to) % num] * (to != 1) for to in range(num)]
+
+    def rows(self, rank: int) -> int:
+        """Return how many rows ``rank`` gives."""
+        match self.collective:
+            case "all_gather":
+                return self.sizes[rank]
+            case "reduce_scatter":
+                return sum(self.sizes)
+            case "all_to_all":
+                return sum(self.sent(rank))
+        return self.sizes[0]
+
+    def num_bytes(self, rank: int) -> int:
+        """Return the bytes that ``rank`` gives."""
+        return self.rows(rank) * torch.Size(self.tail).numel() * self._dtype.itemsize
+
+    @cached_property
+    def given(self) -> list[Tensor]:
+        """What each rank gives; every rank draws the same, so that nothing is sent to compare."""
+        return [self.fresh(rank) for rank in range(len(self.sizes))]
+
+    def fresh(self, rank: int, device: str = "cpu") -> Tensor:
+        """Return a copy of what ``rank`` gives, which may be written."""
+        seed = zlib.crc32(f"{self} of {rank}".encode())
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.rows(rank), *self.tail)
+        if self.exact:
+            values = torch.randint(-_LARGEST, _LARGEST + 1, shape, generator=generator)
+        else:
+            values = torch.randn(shape, generator=generator) * 3
+        values = values.to(self._dtype)
+        if not self.strided:
+            return values.to(device)
+        twice = values.new_zeros(*shape[:-1], 2 * shape[-1])
+        twice[..., ::2] = values
+        return twice.to(device)[..., ::2]
+
+    def call(self, communicator: Communicator, rank: int, x: Tensor) -> Tensor:
+        """Return what ``rank`` gets for ``x``."""
+        given: tuple[Any, ...] = (self.sizes,)
+        match self.collective:
+            case "all_reduce":
+                given = ()
+            case "broadcast":
+                given = (self.source,)
+            case "all_to_all":
+                given = (self.sent(rank), self.received(rank))
+        method = getattr(communicator, self.collective)
+        return method(x, *given)  # type: ignore[no-any-return]
+
+    def received(self, rank: int) -> list[int]:
+        """Return how many rows each has for ``rank`` in ``all_to_all``."""
+        return [self.sent(other)[rank] for other in range(len(self.sizes))]
+
+    def faults(self, rank: int, found: Any) -> Iterator[Fault]:
+        """Yield what is wrong with the result of ``rank``.
+
+        Sums of whole numbers, and what is moved, are exact. Else a sum s of N values x differs by
+        at most ((1 + u)^(N - 1) - 1) * sum(|x|), if each of N - 1 additions rounds by a share u of
+        its result, which sum(|x|) bounds; u is half the distance from 1 to the next number of the
+        dtype. A sum in float32 that is rounded once differs by no more than one addition in the
+        dtype and N - 1 in float32. The bound is the sum of both, and the smallest subnormal.
+        """
+        expected, magnitude = self._expected(rank)
+        where = str(self)
+        if not isinstance(found, Tensor):
+            yield Fault("shape", where, f"a tensor expected, got {type(found).__name__}")
+            return
+        if (found.shape, found.dtype) != (expected.shape, self._dtype):
+            form = f"{[*expected.shape]} {self.dtype} expected"
+            yield Fault("shape", where, f"{form}, got {[*found.shape]} {found.dtype}")
+            return
+        error = (found.cpu().to(expected.dtype) - expected).abs()
+        bound = torch.zeros_like(expected)
+        if magnitude is not None:
+            num, tiny = len(self.sizes), torch.finfo(self._dtype).smallest_normal
+            roundings = [torch.finfo(d).eps / 2 for d in (self._dtype, torch.float32)]
+            bound = sum((1 + u) ** (num - 1) - 1 for u in roundings) * magnitude + tiny
+        wrong = ~(error <= bound)  # a NaN is wrong
+        if bool(wrong.any()):
+            at = int(wrong.reshape(-1).nonzero()[0])
+            got, want = found.reshape(-1)[at].item(), expected.reshape(-1)[at].item()
+            yield Fault(
+                "value",
+                where,
+                f"{int(wrong.sum())} of {wrong.numel()} elements are wrong; element {at} is "
+                f"{got:.6g}, expected {want:.6g}",
+                float(error.reshape(-1)[at]),
+                float(bound.reshape(-1)[at]),
+            )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    def _expected(self, rank: int) -> tuple[Tensor, Tensor | None]:
+        """Return what ``rank`` must get, and the sum of magnitudes where it may be rounded."""
+        wide = torch.float64 if self._dtype.is_floating_point else torch.int64
+        given = [x.to(wide) for x in self.given]
+        match self.collective:
+            case "all_gather":
+                return torch.cat(given), None
+            case "broadcast":
+                return given[self.source], None
+            case "all_to_all":
+                parts = [x.split(self.sent(other)) for other, x in enumerate(given)]
+                return torch.cat([part[rank] for part in parts]), None
+        total, magnitude = torch.stack(given).sum(0), torch.stack(given).abs().sum(0)
+        if self.collective == "reduce_scatter":
+            total, magnitude = (t.split(self.sizes)[rank] for t in (total, magnitude))
+        return total, None if self.exact else magnitude
+
+
+def collective_cases(
+    collective: str, num: int, dtypes: Sequence[str] = DTYPES
+) -> list[CollectiveCase]:
+    """Return the cases of a collective on ``num`` ranks, at most four."""
+    cases = []
+    for dtype in dtypes or DTYPES:
+        floats = getattr(torch, dtype).is_floating_point
+        values = (True, False) if floats and collective in SUMS else (True,)
+        if collective in ("all_reduce", "broadcast"):
+            for length, exact in product(_LENGTHS, values):
+                cases.append(CollectiveCase(collective, dtype, (length,) * num, exact=exact))
+            sizes, tail = (13,) * num, (6,)
+        else:
+            for rows, exact in product(_UNEVEN, values):
+                cases.append(CollectiveCase(collective, dtype, rows[:num], (7,), exact=exact))
+            cases.append(CollectiveCase(collective, dtype, (256,) * num, (64,)))
+            sizes, tail = _UNEVEN[1][:num], (2, 4)
+        cases.append(CollectiveCase(collective, dtype, sizes, tail, num - 1, strided=True))
+    return cases

@@ -1,0 +1,154 @@
+"""The kit tries communicators in processes of their own, and finds what is wrong with one."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from interposer import Capability, CommunicatorEntry, Device, Registry, hookimpl
+from interposer.records import COLLECTIVES
+from interposer.requires import Dim, Requires
+from interposer.tooling import Plugins
+from interposer_testing import Fault, Trial, verify
+from interposer_testing._checks.collective import SUMS, CollectiveCase, collective_cases
+from interposer_testing._trials.communicators import communicator_trials
+
+HERE = Device("cpu", "cpu", "test", Capability("any"))
+PORTABLE = "interposer_ops.communicators:TorchCommunicator"
+# One worker starts each group of processes once.
+pytestmark = pytest.mark.xdist_group("communicators")
+
+
+def registered(*records: CommunicatorEntry) -> Registry:
+    test = SimpleNamespace(__name__="test", interposer_records=hookimpl(lambda: list(records)))
+    return Registry(Plugins.of(test))
+
+
+def trials(
+    record: CommunicatorEntry, device: Device = HERE, sizes: tuple[int, ...] = (2,)
+) -> list[Trial]:
+    return list(communicator_trials(registered(record), device, sizes=sizes))
+
+
+@cache
+def faults_of(name: str) -> dict[str, list[Fault]]:
+    record = CommunicatorEntry(
+        name.lower(),
+        f"wrong_communicators:{name}",
+        COLLECTIVES,
+        requires=Requires(dtypes=("float32", "bfloat16")),
+    )
+    return run(record)
+
+
+def run(record: CommunicatorEntry) -> dict[str, list[Fault]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        return {trial.label: trial.run() for trial in trials(record)}
+
+
+@pytest.mark.parametrize(
+    ("label", "check", "reason"),
+    [
+        ("all_reduce on 2 ranks", "determinism", "the ranks got different bits"),
+        ("all_gather on 2 ranks", "value", "elements are wrong; element 0 is"),
+        ("reduce_scatter on 2 ranks", "value", "of 21 elements are wrong"),
+        ("all_to_all on 2 ranks", "mutation", "x was written"),
+        ("broadcast on 2 ranks", "alias", "another tensor than x was returned"),
+        ("all collectives on 2 ranks", "ranks", "raised RuntimeError: closed before"),
+        ("what is left", "ranks", "/dev/shm/interposer-wrong-"),
+    ],
+)
+def test_each_mistake_is_found(label: str, check: str, reason: str) -> None:
+    found = faults_of("Wrong")[label]
+    assert [fault for fault in found if fault.check == check and reason in fault.reason], found
+
+
+def test_a_lost_rank_has_to_be_missed_by_its_error() -> None:
+    found = faults_of("Careless")
+    for label in ("a rank that hangs", "a rank that exits"):
+        assert {fault.reason for fault in found[label]} == {
+            "raised ValueError: something went wrong, not RankError"
+        }
+    assert not found["what is left"]
+
+
+def test_results_have_to_last() -> None:
+    (fault,) = faults_of("Careless")["all collectives on 2 ranks"]
+    assert (fault.check, fault.reason) == (
+        "mutation",
+        "a result that was kept was overwritten by later calls",
+    )
+
+
+def test_a_process_that_ends_is_a_fault_of_everything() -> None:
+    record = CommunicatorEntry("dead", "wrong_communicators:Dead", ("all_reduce",))
+    found = run(record)
+    assert not found.pop("what is left")
+    for faults in found.values():
+        assert "its process left with exit code 3" in {fault.reason for fault in faults}
+
+
+def test_what_a_record_refuses_is_not_tried() -> None:
+    requires = Requires(dtypes=("float32",), dims={"ranks": Dim(at_least=8)})
+    record = CommunicatorEntry("many", PORTABLE, ("all_reduce",), requires=requires)
+    (trial,) = trials(record)
+    assert trial.label == "2 ranks"
+    assert not trial.verdict
+    assert "ranks" in trial.verdict.reason
+
+
+def test_a_machine_with_too_few_devices_says_so() -> None:
+    record = CommunicatorEntry("far", PORTABLE, ("all_reduce",))
+    (trial,) = trials(record, Device("acme:0", "acme", "test", Capability("any")), (4,))
+    count = torch.accelerator.device_count()
+    assert trial.not_run == f"4 ranks need 4 devices of acme, this machine has {count}"
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("num", [2, 4])
+def test_what_is_expected_follows_from_what_is_given(collective: str, num: int) -> None:
+    """A communicator that one process plays gets every case right, and a wrong one does not."""
+    for case in collective_cases(collective, num, ("bfloat16",)):
+        results = played(case)
+        for rank, result in enumerate(results):
+            assert not list(case.faults(rank, result)), str(case)
+            if result.numel():
+                step = 8 if case.collective in SUMS and not case.exact else 1
+                assert list(case.faults(rank, result + step * (result.abs() + 1))), str(case)
+
+
+def played(case: CollectiveCase) -> list[torch.Tensor]:
+    given = case.given
+    ranks = range(len(given))
+    match case.collective:
+        case "all_gather":
+            return [torch.cat(given)] * len(given)
+        case "broadcast":
+            return [given[case.source]] * len(given)
+        case "all_to_all":
+            return [
+                torch.cat([x.split(case.sent(other))[rank] for other, x in enumerate(given)])
+                for rank in ranks
+            ]
+    total = given[0].clone()
+    for x in given[1:]:
+        total += x  # rounded each time
+    if case.collective == "all_reduce":
+        return [total] * len(given)
+    return list(total.split(case.sizes))
+
+
+def test_verify_reports_communicators() -> None:
+    requires = Requires(dtypes=("float32",), dims={"ranks": Dim(at_most=2)})
+    record = CommunicatorEntry("torch", PORTABLE, ("all_reduce",), requires=requires)
+    elsewhere = CommunicatorEntry("far", PORTABLE, ("all_reduce",), "cuda")
+    report = verify("test", registry=registered(record, elsewhere), device=HERE)
+    found = {c.name: c for c in report.candidates if c.kind == "communicator"}
+    tallies = {tally.aspect: tally for tally in found["torch"].tallies}
+    assert (tallies["communicator"].passed, tallies["communicator"].failed) == (5, 0)
+    assert found["far"].absent == "needs the platform cuda, this is cpu"
