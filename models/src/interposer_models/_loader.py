@@ -60,6 +60,7 @@ from interposer_models._family_choice import blamed_on_family, checked_model, ch
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
 from interposer_models._packed.packed_loading import load_weights
+from interposer_models._parallel.estimate import estimated
 from interposer_models._parallel.facts import facts_of
 from interposer_models._parallel.joining import described_ranks, joined
 from interposer_models._plan import Plan
@@ -124,6 +125,7 @@ def plan(
         resolver.notes.append(note)
     dequantize_once(model, site, placement)
     resolver.check_places()
+    resolver.notes += estimated(model, resolver)
     # Tokens are drawn outside of the graph: how, changes with every request.
     graphs = judge_graphs(resolver, placement, frozenset({_SAMPLER}))
     return Plan(
