@@ -42,6 +42,7 @@ descriptions = st.builds(
     units=st.integers(min_value=1, max_value=10**6),
     memory_bytes=amounts,
     caches_bytes=st.dictionaries(words, amounts, max_size=4),
+    rates=st.dictionaries(st.just("flops_per_s"), st.floats(1, 1e18), max_size=1),
     dtypes=st.lists(st.sampled_from(["float32", "bfloat16", "float16"]), min_size=1).map(tuple),
     default_kernels=st.dictionaries(words, words, max_size=3),
 )
@@ -57,6 +58,7 @@ FACTS: dict[str, Any] = {
     "units": 13,
     "memory_bytes": 1024,
     "caches_bytes": {"l1d": 16},
+    "rates": {"link_seconds": 2e-06},
     "dtypes": ["bfloat16", "float32"],
     "default_kernels": {"rms_norm": "reference"},
 }
@@ -104,7 +106,13 @@ def test_equal_descriptions_give_equal_files(file: Path) -> None:
 
 def test_the_device_is_the_one_that_the_platform_would_report(file: Path) -> None:
     can = Capability(
-        "beads", frozenset({"carry", "slide"}), frozenset({"float32"}), 13, 1024, {"l1d": 16}
+        "beads",
+        frozenset({"carry", "slide"}),
+        frozenset({"float32"}),
+        13,
+        1024,
+        {"l1d": 16},
+        {"link_seconds": 2e-6},
     )
     device = DeviceDescription.read(file).device()
     assert device == Device("abacus", "cpu", "Abacus 9", can)
@@ -141,7 +149,7 @@ def test_a_wrong_file_says_what_is_wrong(
     assert "doctor --describe" in caught.value.mend
 
 
-@pytest.mark.parametrize("key", sorted(FACTS.keys() - {"default_kernels"}))
+@pytest.mark.parametrize("key", sorted(FACTS.keys() - {"default_kernels", "rates"}))
 def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
     path = tmp_path / "wrong.json"
     path.write_text(json.dumps({name: value for name, value in FACTS.items() if name != key}))

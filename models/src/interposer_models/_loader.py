@@ -23,7 +23,7 @@ from interposer import (
     effective_config,
     place,
 )
-from interposer.errors import ConfigError, UnknownNameError
+from interposer.errors import ConfigError
 from interposer.tooling import default_store
 from interposer_models._adapters.files import read_adapters
 from interposer_models._adapters.room import AdapterRoom
@@ -42,6 +42,7 @@ from interposer_models._checkpoint.files import (
     with_weights,
 )
 from interposer_models._checkpoint.weights import Weights
+from interposer_models._compute_dtype import compute_dtype
 from interposer_models._dequantization.decision import dequantize_once
 from interposer_models._engine.cache_budget import (
     CacheBudget,
@@ -62,6 +63,7 @@ from interposer_models._offload.loading import load_offloaded
 from interposer_models._offload.planning import offloading
 from interposer_models._offload.settings import Offload
 from interposer_models._online_quantization import quantization_settings
+from interposer_models._parallel.estimate import estimated
 from interposer_models._parallel.facts import facts_of
 from interposer_models._parallel.joining import described_ranks, joined
 from interposer_models._plan import Plan
@@ -78,7 +80,6 @@ if TYPE_CHECKING:
 
     from interposer_models._parallel.group import Group
 
-DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLER = "sampler"
 _log = logging.getLogger("interposer")
 _Compiler = Callable[[CausalModel, list[torch.Tensor]], CompiledModel]
@@ -110,7 +111,7 @@ def plan(
     if opened is not None:
         resolver.record(opened)
     decoder = choose_family(resolver, checkpoint.config, config_source(checkpoint))
-    compute = _dtype(dtype, decoder.dtype, placement)
+    compute = compute_dtype(dtype, decoder.dtype, placement)
     settings = quantization_settings(
         quantization, decoder.quantization_config, resolver.registry, checkpoint.path
     )
@@ -128,6 +129,7 @@ def plan(
     dequantize_once(model, site, placement)
     resolver.check_places()
     offloads = offloading(offload, model, placement, resolver.notes, config.packed)
+    resolver.notes += estimated(model, resolver)
     # Tokens are drawn outside of the graph: how, changes with every request.
     graphs = judge_graphs(resolver, placement, frozenset({_SAMPLER}))
     compiled = judge_compiler(config, placement, graphs, [c for c, _ in resolver.choices.values()])
@@ -147,22 +149,6 @@ def plan(
         compiled,
         offloads,
     )
-
-
-def _dtype(wanted: str | torch.dtype, stored: str, placement: Placement) -> torch.dtype:
-    offered = placement.platform.dtypes(placement.device.torch_device)
-    name = str(wanted).removeprefix("torch.")
-    if name == "auto":
-        by_name = {str(dtype).removeprefix("torch."): dtype for dtype in offered}
-        return by_name.get(stored, offered[0])
-    if name not in DTYPES:
-        raise UnknownNameError("dtype", name, (*DTYPES, "auto"))
-    dtype: torch.dtype = getattr(torch, name)
-    if dtype not in offered:
-        listed = [str(d).removeprefix("torch.") for d in offered]
-        where = f"on platform {placement.platform.name!r}"
-        raise UnknownNameError("dtype", name, listed, where=where)
-    return dtype
 
 
 def load(

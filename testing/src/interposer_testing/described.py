@@ -54,6 +54,14 @@ def _printable(text: str) -> str:
 
 Word = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
 Bytes = Annotated[int, Field(ge=0)]
+Rate = Literal[
+    "memory_bytes_per_s",
+    "flops_per_s",
+    "link_bytes_per_s",
+    "link_seconds",
+    "network_bytes_per_s",
+    "network_seconds",
+]
 
 
 class DeviceDescription(BaseModel):
@@ -64,7 +72,8 @@ class DeviceDescription(BaseModel):
         name: what the platform calls the device; tables of measurements are found by it.
         platform: name of the platform, which a plugin has to provide.
         torch_device: what tensors would be placed on.
-        architecture, features, formats, units, memory_bytes, caches_bytes: see ``Capability``.
+        architecture, features, formats, units, memory_bytes, caches_bytes, rates: see
+            ``Capability``.
         dtypes: torch names, without ``torch.``, of what models may be run in, preferred first.
         default_kernels: the platform's kernel pins that hold unless the user decides otherwise.
     """
@@ -81,6 +90,7 @@ class DeviceDescription(BaseModel):
     units: Annotated[int, Field(ge=1)]
     memory_bytes: Bytes
     caches_bytes: Mapping[Word, Bytes]
+    rates: Mapping[Rate, Annotated[float, Field(gt=0, strict=False)]] = Field(default_factory=dict)
     dtypes: Annotated[tuple[str, ...], Field(min_length=1)]
     default_kernels: Mapping[Word, Word] = Field(default_factory=dict)
 
@@ -112,6 +122,7 @@ class DeviceDescription(BaseModel):
             units=can.units,
             memory_bytes=can.memory_bytes,
             caches_bytes=can.caches_bytes,
+            rates=can.rates,  # type: ignore[arg-type]
             dtypes=tuple(
                 str(dtype).removeprefix("torch.") for dtype in platform.dtypes(device.torch_device)
             ),
@@ -145,6 +156,7 @@ class DeviceDescription(BaseModel):
             self.units,
             self.memory_bytes,
             dict(self.caches_bytes),
+            {**self.rates},
         )
         return Device(self.platform, self.torch_device, self.name, capability)
 

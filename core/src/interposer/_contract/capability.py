@@ -18,6 +18,10 @@ class Capability:
         units: cores or multiprocessors that run in parallel.
         memory_bytes: memory that the device can address.
         caches_bytes: cache sizes by level name, such as ``{"l2": 1048576}``.
+        rates: speeds that a description declares, for estimates on paper, in SI units:
+            ``memory_bytes_per_s``, ``flops_per_s`` of 16 bits, ``link_bytes_per_s`` to others of
+            its node in one direction with ``link_seconds`` of the smallest collective, and
+            ``network_bytes_per_s`` with ``network_seconds`` between nodes.
     """
 
     architecture: str
@@ -26,6 +30,7 @@ class Capability:
     units: int = 1
     memory_bytes: int = 0
     caches_bytes: dict[str, int] = field(default_factory=dict, hash=False)
+    rates: dict[str, float] = field(default_factory=dict, hash=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values in an order of their own, for another process."""
