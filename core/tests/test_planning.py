@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from interposer import Capability, Config, Device, Placement, planned, register
+from interposer import Capability, Config, Device, Placement, explain, planned, register
 from interposer._plugins.plugins import PluginWarning
 from interposer._selection.placement import Planned
 from interposer.errors import CheckpointError, ConfigError
@@ -91,6 +91,22 @@ def test_a_model_is_planned_anew_with_its_own_quantization(make_plugin: Make) ->
     assert isinstance(again, Plan)
     assert isinstance(other, Plan)
     assert (again.asked["quantization"], other.asked["quantization"]) == ("fp8", "int8")
+
+
+def test_only_who_takes_ranks_is_asked_for_them(make_plugin: Make) -> None:
+    def interposer_plan(path: Path, tensor_parallel: int | None) -> Plan:
+        return Plan(path, asked={"tensor_parallel": tensor_parallel})
+
+    ours = make_plugin("b", interposer_plan=interposer_plan)
+    with register(make_plugin("a", interposer_plan=reader(".one"))), register(ours):
+        found = planned("model.one", tensor_parallel=2)
+    assert isinstance(found, Plan)
+    assert found.asked == {"tensor_parallel": 2}
+
+
+def test_ranks_are_of_a_model_that_is_not_built() -> None:
+    with pytest.raises(ConfigError, match=r"Try: explain\(path, tensor_parallel="):
+        explain(tensor_parallel=2)
 
 
 def test_what_the_reader_raises_is_passed_on_and_costs_it_nothing(make_plugin: Make) -> None:

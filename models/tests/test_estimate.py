@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer import Ranks, current_registry
+from interposer import Ranks, current_registry, explain
 from interposer_models import plan
 from interposer_models._parallel.estimate import Links
 from interposer_testing.described import described_placement
@@ -78,6 +78,15 @@ def test_a_plan_says_whether_ranks_hold_a_model_and_what_bounds_a_step(llama: Pa
     assert "bound by memory" in one
     assert one.endswith("in 18 collectives")
     assert "a step of 64 behind 1024 tokens" in many
+
+
+def test_an_explanation_is_of_ranks_that_are_not_there(llama: Path) -> None:
+    found = explain(llama, "h200", tensor_parallel=8)
+    assert any(note.startswith("1.8 GiB of weights for each of 8 ranks") for note in found.notes)
+    chosen = {
+        row.choice.request.name for row in found.rows if row.choice.request.kind == "communicator"
+    }
+    assert chosen == {"all_reduce", "all_gather"}
 
 
 def test_a_second_node_makes_collectives_the_bound(llama: Path) -> None:

@@ -46,13 +46,15 @@ def interposer_plan(
     dtype: str,
     placement: Placement | None,
     quantization: str | Mapping[str, Any] | None,
+    tensor_parallel: int | None,
 ) -> Any:
     """Return the model in the directory ``path`` with every choice made and no weight read.
 
     It is a ``Planned``; None leaves the directory to the next plugin. ``config`` is the ``Config``
     in force. ``placement`` is where it is planned for; None leaves that to the selection.
     ``quantization`` is the method by which plain weights are to be quantized while they load, or
-    its settings; where there is one, only who takes it is asked.
+    its settings. ``tensor_parallel`` is the number of processes that are to compute it together.
+    Where either is given, only who takes it is asked.
     """
 
 

@@ -300,8 +300,16 @@ def interposer_plan(
     dtype: str,
     placement: Placement | None,
     quantization: str | Mapping[str, Any] | None,
+    tensor_parallel: int | None,
 ) -> Plan:
     """Return the plan of a Hugging Face model directory."""
     from interposer_models._loader import plan
 
-    return plan(path, dtype, config=config, quantization=quantization, placement=placement)
+    return plan(
+        path,
+        dtype,
+        config=config,
+        quantization=quantization,
+        placement=placement,
+        tensor_parallel=tensor_parallel,
+    )

@@ -182,6 +182,7 @@ def explain(
     config: Config | None = None,
     dtype: str = "auto",
     quantization: str | Mapping[str, Any] | None = None,
+    tensor_parallel: int | None = None,
 ) -> Explanation:
     """Return every distinct choice for a model, or all that there is to choose from.
 
@@ -194,10 +195,12 @@ def explain(
         dtype: to compute in, for a directory; ``"auto"`` takes the checkpoint's.
         quantization: the method by which plain weights of a directory are to be quantized while
             they load, or its settings; what was built has had its own.
+        tensor_parallel: the number of processes that are to compute a directory's model together,
+            which need not be there.
     Raises:
-        ConfigError: ``config`` or ``quantization`` is given for what is built, ``quantization``
-            without a model, nothing can plan ``model``, or, without one, a rule names what nobody
-            has.
+        ConfigError: ``config``, ``quantization`` or ``tensor_parallel`` is given for what is built,
+            one of the last two without a model, nothing can plan ``model``, or, without one, a rule
+            names what nobody has.
         NoCandidateError: nothing can serve a part of the model, or no platform can be used.
         UnknownNameError: ``device`` is neither known nor a file.
         StorageError: the file describes no device.
@@ -224,17 +227,24 @@ def explain(
                 "explain() takes no quantization for what is built already: its weights are "
                 "stored as they are. Try: explain(path, quantization=...)"
             )
+        if tensor_parallel is not None:
+            raise ConfigError(
+                "explain() takes no tensor_parallel for what is built already. "
+                "Try: explain(path, tensor_parallel=...)"
+            )
         return _made(cast(Explainable, model))
-    if model is None and quantization is not None:
-        raise ConfigError(
-            f"quantization={quantization!r} is about a model, and none is given. "
-            "Try: explain(path, quantization=...)"
-        )
+    asked = {"quantization": quantization, "tensor_parallel": tensor_parallel}
+    for name, value in asked.items() if model is None else ():
+        if value is not None:
+            raise ConfigError(
+                f"{name}={value!r} is about a model, and none is given. "
+                f"Try: explain(path, {name}=...)"
+            )
     registry = current_registry(config)
     placement = None if device is None else _described(registry, device)
     if model is not None:
-        asked = cast("str | Planned", model)
-        return _made(planned(asked, config, dtype, placement, quantization))
+        subject = cast("str | Planned", model)
+        return _made(planned(subject, config, dtype, placement, quantization, tensor_parallel))
     registry.check_rules(effective_config(config))
     found = placement or place(config)
     return Explanation(

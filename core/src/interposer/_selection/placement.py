@@ -173,6 +173,7 @@ def planned(
     dtype: str = "auto",
     placement: Placement | None = None,
     quantization: str | Mapping[str, Any] | None = None,
+    tensor_parallel: int | None = None,
 ) -> Planned:
     """Return the plan of a model directory; a model that was built already is its own.
 
@@ -183,11 +184,12 @@ def planned(
         placement: where to plan for instead of this machine; a built model is planned anew.
         quantization: the method by which plain weights are to be quantized while they load, or
             its settings; None for a built model means the one that it was loaded with.
+        tensor_parallel: the number of processes that are to compute it together.
     Raises: ConfigError: nothing that is installed can plan ``model``.
     """
     if isinstance(model, str | os.PathLike):
         path = Path(model)
-    elif placement is None and isinstance(model, Planned):
+    elif placement is None and tensor_parallel is None and isinstance(model, Planned):
         return model
     elif isinstance(getattr(model, "path", None), Path):
         path = model.path
@@ -200,14 +202,15 @@ def planned(
         )
     config = effective_config(config)
     plugins = current_registry(config).plugins
+    asked = {"quantization": quantization, "tensor_parallel": tensor_parallel}
     plan, plugin = plugins.first_result(
         "interposer_plan",
-        () if quantization is None else ("quantization",),
+        [name for name, value in asked.items() if value is not None],
         path=path,
         config=config,
         dtype=dtype,
         placement=placement,
-        quantization=quantization,
+        **asked,
     )
     if plan is not None and not isinstance(plan, Planned):
         raise ConfigError(

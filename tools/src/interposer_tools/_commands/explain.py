@@ -15,6 +15,7 @@ from interposer_tools.options import (
     Locked,
     PlatformName,
     Quantization,
+    TensorParallel,
     policy,
     print_facts,
 )
@@ -41,6 +42,7 @@ def explain(
     ] = None,
     dtype: Dtype = "auto",
     quantization: Quantization = None,
+    tensor_parallel: TensorParallel = 1,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
@@ -53,7 +55,12 @@ def explain(
     from interposer_tools._explanation_tables import explanation_tables
 
     explanation = interposer.explain(
-        model, on, policy(kernel, platform, locked), dtype, quantization
+        model,
+        on,
+        policy(kernel, platform, locked),
+        dtype,
+        quantization,
+        tensor_parallel if tensor_parallel > 1 else None,
     )
     if why is not None:
         explanation = explanation.why(why)
