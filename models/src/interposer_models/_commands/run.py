@@ -46,6 +46,12 @@ def run(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     speculate: Speculate = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Weights that stay in memory, as 8GiB or 50%; others come in turn."
+        ),
+    ] = None,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
@@ -59,7 +65,7 @@ def run(
     )
     started = time.perf_counter()
     config = policy(kernel, platform, locked)
-    lm = load_with_progress(model_dir, dtype, quantization, config, speculate)
+    lm = load_with_progress(model_dir, dtype, quantization, config, speculate, offload=offload)
     if adapter is not None:
         lm.load_adapter(adapter, adapter)
     load_s = time.perf_counter() - started
