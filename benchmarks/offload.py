@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from interposer import Config
+from interposer import Config, effective_config
 from interposer.tooling import default_store
 from interposer_models import LanguageModel, Offload, load
 from memory_limit import limited
@@ -104,7 +104,7 @@ def packed_file() -> Path:
 
 def forget() -> None:
     """Drop packed files from the system's cache, in which they would count for nobody's limit."""
-    for path in (default_store(Config()).folder / "packed").glob("*.safetensors"):
+    for path in (default_store(effective_config(None)).folder / "packed").glob("*.safetensors"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
