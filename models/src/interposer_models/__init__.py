@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from interposer_models._engine.sequence import PromptLogprob
     from interposer_models._language_model import LanguageModel
     from interposer_models._loader import load, plan
-    from interposer_models._offload.settings import Offload
     from interposer_models._packed.packing import Packed, pack
     from interposer_models._plan import Plan
     from interposer_models._quantizing.quantizer import quantize
@@ -44,7 +43,6 @@ __all__ = [
     "Encoder",
     "Generation",
     "LanguageModel",
-    "Offload",
     "Packed",
     "Place",
     "Plan",
@@ -82,7 +80,6 @@ __getattr__ = lazy_attributes(
         "interposer_models._engine.sequence": "PromptLogprob",
         "interposer_models._language_model": "LanguageModel",
         "interposer_models._loader": "load plan",
-        "interposer_models._offload.settings": "Offload",
         "interposer_models._packed.packing": "Packed pack",
         "interposer_models._plan": "Plan",
         "interposer_models._quantizing.quantizer": "quantize",
