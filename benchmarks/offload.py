@@ -1,6 +1,6 @@
 """Bytes of weights per second of a model that exceeds its memory, over what the disk reads.
 
-    python benchmarks/offload.py MODEL_DIR [--resident 30%] [--limit 700MiB] [--rounds 7]
+    python benchmarks/offload.py MODEL_DIR [--resident 30%] [--limit 700] [--rounds 7]
 
 Rounds of steps alternate with a plain sequential read of the same packed file past the system's
 cache (``O_DIRECT``, 4 MiB at a time, one thread), as ``dd iflag=direct bs=4M`` does it. The bytes
@@ -21,8 +21,9 @@ from pathlib import Path
 
 import torch
 
-from interposer import Config
-from interposer_models import LanguageModel, Offload, load
+from interposer import Config, effective_config
+from interposer.tooling import default_store
+from interposer_models import LanguageModel, load
 from memory_limit import limited
 
 _PIECE_BYTES = 4 << 20
@@ -33,16 +34,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--resident", default="30%", help="a size, a share of the weights, or no")
-    parser.add_argument("--limit", help="of memory, as 700MiB, on top of what the process has")
+    parser.add_argument("--limit", type=int, help="MiB of memory, on top of what the process has")
     parser.add_argument("--quantization")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4, help="in a round")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    limit = Offload.of(arguments.limit)
-    size = None if limit is None else limit.resident_bytes
-    with nullcontext() if size is None else limited(size):
+    forget()
+    with nullcontext() if arguments.limit is None else limited(arguments.limit << 20):
         lm = load(
             arguments.model_dir,
             quantization=arguments.quantization,
@@ -98,6 +98,13 @@ def packed_file() -> Path:
     text = Path("/proc/self/maps").read_text(encoding="utf-8")
     found = re.findall(r" (/.*packed.*\.safetensors)$", text, re.MULTILINE)
     return Path(found[0])
+
+
+def forget() -> None:
+    """Drop packed files from the system's cache, in which they would count for nobody's limit."""
+    for path in (default_store(effective_config(None)).folder / "packed").glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def direct_rate(path: Path) -> float:

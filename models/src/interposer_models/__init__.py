@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from interposer_models._engine.sequence import PromptLogprob
     from interposer_models._language_model import LanguageModel
     from interposer_models._loader import load, plan
-    from interposer_models._offload.settings import Offload
     from interposer_models._packed.packing import Packed, pack
     from interposer_models._parallel.launching import launched
     from interposer_models._plan import Plan
@@ -47,7 +46,6 @@ __all__ = [
     "Encoder",
     "Generation",
     "LanguageModel",
-    "Offload",
     "Packed",
     "Place",
     "Plan",
@@ -88,7 +86,6 @@ __getattr__ = lazy_attributes(
         "interposer_models._engine.sequence": "PromptLogprob",
         "interposer_models._language_model": "LanguageModel",
         "interposer_models._loader": "load plan",
-        "interposer_models._offload.settings": "Offload",
         "interposer_models._packed.packing": "Packed pack",
         "interposer_models._parallel.launching": "launched",
         "interposer_models._plan": "Plan",

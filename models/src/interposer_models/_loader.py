@@ -61,7 +61,6 @@ from interposer_models._family_choice import blamed_on_family, checked_model, ch
 from interposer_models._language_model import LanguageModel
 from interposer_models._offload.loading import load_offloaded
 from interposer_models._offload.planning import offloading
-from interposer_models._offload.settings import Offload
 from interposer_models._online_quantization import quantization_settings
 from interposer_models._parallel.estimate import estimated
 from interposer_models._parallel.facts import facts_of
@@ -94,7 +93,7 @@ def plan(
     quantization: str | Mapping[str, Any] | None = None,
     placement: Placement | None = None,
     tensor_parallel: int | Ranks | None = None,
-    offload: bool | str | Offload | None = None,
+    offload: bool | int | str | None = None,
 ) -> Plan:
     """Return what ``load`` would build, without reading weights; ``explain`` takes it as well.
 
@@ -166,7 +165,7 @@ def load(
     adapters: Mapping[str, str | Path] | None = None,
     speculation: str | Path | Speculation | None = None,
     tensor_parallel: int | ProcessGroup | Group | None = None,
-    offload: bool | str | Offload | None = None,
+    offload: bool | int | str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageModel:
     """Load a model of Hugging Face, or a file that a plugin reads, ready to generate.
@@ -201,10 +200,10 @@ def load(
         tensor_parallel: how many processes compute the model together: those that torchrun
             started, or that are in torch's default process group; or a process group of some of
             them. Each of them makes this call, and the same calls to what it returns.
-        offload: how much of the weights stays in the memory that computes, as ``"8GiB"``,
-            ``"50%"`` or ``Offload(...)``, while blocks beyond that come from host memory or the
-            disk when they compute; True leaves the size to the memory that is free, None offloads
-            what exceeds a host's, False nothing.
+        offload: how much of the weights stays in the memory that computes, in bytes, or as
+            ``"8GiB"`` or ``"50%"``, while blocks beyond that come from host memory or the disk when
+            they compute; True leaves the size to the memory that is free, None offloads what
+            exceeds a host's, False nothing.
         progress: told ``(bytes done, bytes in all)`` while weights load.
     Raises:
         CheckpointError: the directory is incomplete or contradicts itself; there is no model of

@@ -49,6 +49,12 @@ def run(
     quantization: Quantization = None,
     speculate: Speculate = None,
     tensor_parallel: TensorParallel = 1,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Weights that stay in memory, as 8GiB or 50%; others come in turn."
+        ),
+    ] = None,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
@@ -64,7 +70,9 @@ def run(
     config = policy(kernel, platform, locked)
     with launched(tensor_parallel, config) as load:
         started = time.perf_counter()
-        lm = load_with_progress(load, model_dir, dtype, quantization, config, speculate)
+        lm = load_with_progress(
+            load, model_dir, dtype, quantization, config, speculate, offload=offload
+        )
         if adapter is not None:
             lm.load_adapter(adapter, adapter)
         load_s = time.perf_counter() - started

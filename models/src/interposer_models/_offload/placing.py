@@ -38,7 +38,7 @@ class BlockSize:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """Where a block's weights lie, its experts apart from the others, and why."""
+    """The place of a block's weights, that of its experts, and the reason."""
 
     size: BlockSize
     where: Where
@@ -48,7 +48,7 @@ class BlockPlace:
 
 @dataclass(frozen=True, slots=True)
 class OffloadPlan:
-    """Where the weights of a model lie; its notes are for people.
+    """The places of a model's weights; its notes are for people.
 
     Attributes:
         source: where those come from that are not resident.
@@ -73,7 +73,7 @@ class OffloadPlan:
 
     @property
     def offloads(self) -> bool:
-        """Whether anything is not resident."""
+        """True if anything is not resident."""
         return any(at != "resident" for place in self.places for at in (place.where, place.experts))
 
     def notes(self) -> list[str]:

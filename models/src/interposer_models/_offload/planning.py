@@ -85,7 +85,7 @@ class Offloading:
 
 
 def offloading(
-    asked: bool | str | Offload | None,
+    asked: bool | int | str | None,
     model: CausalModel,
     placement: Placement,
     notes: list[str],
@@ -155,11 +155,12 @@ def _way(model: CausalModel, placement: Placement, packed: str) -> tuple[Source,
             f"{type(model).__name__} is no decoder of blocks that follow each other. Try: weights "
             "of fewer bits, load(..., quantization='int8')"
         )
-    if placement.described and not is_host(platform):
-        return "host", False  # as every platform of ours copies; whether it maps, a device tells
-    if platform.provides("stream") and platform.provides("pin_memory"):
+    if placement.described:
+        if not is_host(platform):  # most platforms copy beside computing; fewer map
+            return "host", False
+    elif platform.provides("stream") and platform.provides("pin_memory"):
         return "host", bool(platform.provides("map_host_memory"))
-    if not is_host(platform):
+    elif not is_host(platform):
         return Verdict.refuse(
             f"platform {platform.name!r} provides no stream and no pinned memory to copy weights "
             "from. Try: weights of fewer bits, load(..., quantization='int8')"

@@ -21,7 +21,7 @@ class Offload:
             to the fraction.
         resident_fraction: the same as a share of all weights, at least 0 and at most 1; None takes
             a share of the memory that is free, 0.8 of an accelerator's and 0.6 of a host's.
-    Raises: ConfigError: a number is none of these, or both are given.
+    Raises: ConfigError: a number is none of these.
     """
 
     resident_bytes: int | None = None
@@ -29,31 +29,26 @@ class Offload:
 
     def __post_init__(self) -> None:
         size, share = self.resident_bytes, self.resident_fraction
-        if size is not None and share is not None:
-            raise ConfigError(
-                f"resident_bytes is {size!r} and resident_fraction {share!r}, which say the same "
-                "thing twice. Try: leave one out"
-            )
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
-            raise ConfigError(f"resident_bytes is {size!r}, must be an integer of at least 0")
-        is_number = isinstance(share, int | float) and not isinstance(share, bool)
-        if share is not None and not (is_number and 0 <= share <= 1):
-            raise ConfigError(f"resident_fraction is {share!r}, must be a number from 0 to 1")
+        if size is not None and size < 0:
+            raise ConfigError(f"offload is {size} bytes, must be at least 0")
+        if share is not None and share > 1:
+            raise ConfigError(f"offload is {share:.0%}, must be at most 100% of the weights")
 
     @classmethod
-    def of(cls, asked: bool | str | Offload | None) -> Offload | None:
+    def of(cls, asked: bool | int | str | None) -> Offload | None:
         """Return settings of what ``load`` was asked for; None where nothing, or False, was.
 
         Args:
-            asked: a text such as ``"8GiB"`` or ``"50%"``, of the weights; True takes the defaults.
-        Raises: ConfigError: the text, or the object, says no size.
+            asked: bytes, or a text such as ``"8GiB"`` or ``"50%"``, of the weights; True takes the
+                defaults.
+        Raises: ConfigError: it says no size.
         """
         if asked is None or asked is False:
             return None
         if asked is True:
             return cls()
-        if isinstance(asked, cls):
-            return asked
+        if isinstance(asked, int):
+            return cls(resident_bytes=asked)
         if isinstance(asked, str) and (found := _TEXT.fullmatch(asked)):
             number, unit = float(found[1]), found[2].upper()
             if unit == "%":
@@ -61,8 +56,8 @@ class Offload:
             if unit in _UNITS:
                 return cls(resident_bytes=int(number * _UNITS[unit]))
         raise ConfigError(
-            f"offload is {asked!r}, must be True, False, a size such as '8GiB' or '50%', or "
-            "Offload(...)"
+            f"offload is {asked!r}, must be True, False, a number of bytes, or a size such as "
+            "'8GiB' or '50%'"
         )
 
     def budget(self, weight_bytes: int, room_bytes: int) -> int:

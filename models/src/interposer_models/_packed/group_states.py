@@ -16,7 +16,7 @@ from interposer_models._packed.layer_states import (
 )
 
 GroupData = dict[str, list[dict[str, Any]]]
-"""What differs from the state that each layer was built in, by the number of its group."""
+"""Differences from the state that each layer was built in, by the number of its group."""
 
 
 def keep_states(

@@ -98,7 +98,7 @@ class StateWriter:
             kind = f"{type(held).__name__}, {held.layout}{where}"
             raise UnpackableError(f"it holds a tensor of {kind}")
         memory = torch.empty(0, dtype=torch.uint8, device=held.device)
-        memory.set_(held.untyped_storage())  # type: ignore[call-overload]
+        memory.set_(held.untyped_storage())
         dtype = str(held.dtype).removeprefix("torch.")
         form = [dtype, list(held.shape), list(held.stride()), held.storage_offset()]
         return ["parameter" if type(held) is nn.Parameter else "tensor", [self._keep(memory), form]]
@@ -203,7 +203,7 @@ class _Reading:
             fits = min([offset, *strides, *shape]) >= 0
             if 0 not in shape and not (fits and (last + 1) * empty.itemsize <= memory.nbytes):
                 raise ValueError(f"a tensor {shape} does not lie in {memory.nbytes} bytes")
-            first, rest = divmod(memory.storage_offset(), empty.itemsize)
+            first, rest = divmod(int(memory.storage_offset()), empty.itemsize)
             if rest:
                 raise ValueError(f"a memory begins {rest} bytes behind where {dtype} may")
             self._tensors[key] = empty.set_(
