@@ -31,7 +31,7 @@ def limited(num_bytes: int) -> Iterator[Path]:
         finally:
             (own / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
     finally:
-        for _ in range(50):
+        for _ in range(250):
             with suppress(OSError):  # until the kernel has counted what was freed
                 group.rmdir()
                 break

@@ -132,6 +132,35 @@ def test_mixtures_stream_what_every_token_reads(mixture: Path, own: dict[str, An
     assert tokens(lm) == tokens(whole)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc/self/smaps")
+def test_of_experts_only_those_are_read_that_tokens_go_to(
+    tmp_path: Path, own: dict[str, Any]
+) -> None:
+    path = tmp_path / "model"
+    sizes: dict[str, Any] = {"num_experts": 32, "num_experts_per_tok": 2, "head_dim": 16}
+    sizes |= {"moe_intermediate_size": 512, "num_hidden_layers": 2, "hidden_size": 256}
+    write_checkpoint(Qwen3MoeConfig(**{**SIZES, **sizes}), path)
+    expert_bytes = 2 * 32 * 3 * 256 * 512 * 4
+    lm = load(path, dtype="float32", offload="20%", **own)
+    assert "experts mapped" in "\n".join(told(lm))
+    before = mapped_bytes(tmp_path / "packed")
+    lm.generate([[5]], max_new_tokens=1)
+    read = mapped_bytes(tmp_path / "packed") - before
+    assert expert_bytes // 16 <= read < expert_bytes // 2  # two of 32, and what pages bring along
+
+
+def mapped_bytes(folder: Path) -> int:
+    """Return the bytes of files in a folder whose pages this process has touched."""
+    found, is_within = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            is_within = str(folder) in line
+        elif is_within and first == "Rss:":
+            found += int(rest[0]) << 10
+    return found
+
+
 @pytest.mark.parametrize("platform", ["dock", "mapping-dock"])
 @pytest.mark.parametrize("model", ["deep", "mixture"])
 def test_a_device_gets_blocks_from_host_memory(
