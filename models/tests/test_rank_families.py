@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from models.tests.family_checkpoints import family_configs, write_family
+from models.tests.rank_families import ADAPTER
 from tests.adapter_files import write_adapter
-from tests.family_checkpoints import family_configs, write_family
-from tests.rank_families import ADAPTER
 
 from interposer_models._families.example_sizes import SIZES
 
-WORKER = Path(__file__).parents[2] / "tests" / "rank_families.py"
+WORKER = Path(__file__).with_name("rank_families.py")
 SIZE = 4
 ADAPTED = "llama"
 # float32: each logit is a sum of some hundred products, and each of six sums over ranks in a model

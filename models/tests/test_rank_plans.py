@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.family_checkpoints import family_configs, write_config
-from tests.rank_families import with_ranks
+from models.tests.family_checkpoints import family_configs, write_config
+from models.tests.rank_families import with_ranks
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (

@@ -13,7 +13,6 @@ from interposer.errors import ConfigError, RequestError
 from interposer_models._adapters.adapters import Adapters
 from interposer_models._adapters.files import Adapter
 from interposer_models._chat import Message
-from interposer_models._checkpoint.checkpoint import read_json
 from interposer_models._checkpoint.offer import Offer
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._engine.constraints import Constraints
@@ -22,11 +21,10 @@ from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.speculation import SpeculationFigures
 from interposer_models._requests import Prompt, completions, requests, token_ids_of
 from interposer_models._stream import Completion, Delta, Stream
-from interposer_models._tokenizer import MissingTokenizer, TextTokenizer
+from interposer_models._tokenizer import MissingTokenizer, TextTokenizer, suggested_settings
 from interposer_models._transfer.receiver import WeightsFrom, offer_of
 
 _PREFIXES = "prefix cache: "
-_SUGGESTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class LanguageModel:
@@ -62,18 +60,14 @@ class LanguageModel:
         """The resolver that made the choices, with a note of what the prefix cache has saved."""
         if (counts := self.engine.prefixes) is not None:
             notes = self._resolver.notes
-            others = [note for note in notes if not note.startswith(_PREFIXES)]
-            notes[:] = [*others, f"{_PREFIXES}{counts}"]
+            kept = (note for note in notes if not note.startswith(_PREFIXES))
+            notes[:] = [*kept, f"{_PREFIXES}{counts}"]
         return self._resolver
 
     @property
     def suggested(self) -> dict[str, Any]:
         """The settings that the checkpoint wants to be sampled with; none where it is greedy."""
-        file = self.path / "generation_config.json"
-        said = read_json(file) if file.is_file() else {}
-        if not said.get("do_sample"):
-            return {}
-        return {"temperature": 1.0, **{n: said[n] for n in _SUGGESTED if said.get(n) is not None}}
+        return suggested_settings(self.path)
 
     @property
     def graphs(self) -> Verdict | None:

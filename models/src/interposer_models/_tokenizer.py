@@ -14,6 +14,7 @@ from interposer_models._chat import ChatRenderer
 from interposer_models._checkpoint.checkpoint import read_json
 
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
+_SUGGESTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # One of these holds the vocabulary; transformers makes an empty tokenizer of a folder without.
 _VOCABULARIES = (
     "tokenizer.json",
@@ -307,3 +308,12 @@ def _generation(path: Path) -> dict[str, Any]:
     """Return the fields of generation_config.json, none where there is no such file."""
     file = path / "generation_config.json"
     return read_json(file) if file.exists() else {}
+
+
+def suggested_settings(path: Path) -> dict[str, Any]:
+    """Return the settings that a checkpoint wants to be sampled with; none where it is greedy."""
+    file = path / "generation_config.json"
+    said = read_json(file) if file.is_file() else {}
+    if not said.get("do_sample"):
+        return {}
+    return {"temperature": 1.0, **{n: said[n] for n in _SUGGESTED if said.get(n) is not None}}

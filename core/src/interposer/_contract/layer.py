@@ -162,7 +162,7 @@ class PluggableLayer(nn.Module):
 
     layer_id: ClassVar[str] = ""
     reduces: ClassVar[bool] = False
-    """What it computes is added up over ranks. A replacement of such a layer sets it in its own
+    """Results are added up over ranks. A replacement of such a layer sets it in its own
     class body to say that it does so as well; else it is refused where there are ranks."""
 
     def __new__(cls, site: Site | None = None, *args: Any, **kwargs: Any) -> PluggableLayer:

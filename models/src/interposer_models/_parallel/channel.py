@@ -1,4 +1,4 @@
-"""What rank 0 tells the ranks that follow it, over a socket of one host."""
+"""The commands of rank 0 to the ranks that follow it, over a socket of one host."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Step:
 
     @property
     def bound(self) -> str:
-        """Whatever takes the largest part."""
+        """The name of the part that takes longest."""
         parts = {
             "memory": self.reading,
             "products": self.multiplying,

@@ -20,7 +20,7 @@ _GRACE_SECONDS = 2.0
 
 
 class Losses:
-    """What the watcher of the followers knows of their ends.
+    """The ends of followers, as their watcher knows them.
 
     Attributes:
         known: set with the first one.

@@ -153,7 +153,7 @@ def device_of(config: str) -> torch.device:
     """Return where tensors lie that a group sends.
 
     Args:
-        config: its devices and backends, such as ``"cpu:gloo,cuda:nccl"``. A backend that is made
+        config: its devices and backends, such as ``"cpu:gloo,acme:accl"``. A backend that is made
             for an accelerator is preferred.
     """
     pairs = [pair.partition(":") for pair in config.lower().split(",")]

@@ -1,4 +1,4 @@
-"""What each rank reads of a linear layer's parameters, found by comparing shapes.
+"""The share of a linear layer's parameters that each rank reads, found by comparing shapes.
 
 A method is asked for parameters of other sizes, of which no memory is taken: the dimension in which
 those of the whole layer and of a share differ is the one that is cut, and a share begins where the

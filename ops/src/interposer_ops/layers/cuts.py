@@ -1,4 +1,4 @@
-"""How layers are cut over the ranks that compute a model together, as data that they declare."""
+"""The cuts of layers over the ranks that compute a model together, as data that they declare."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What one rank holds of an axis of a layer. A layer without a cut is replicated.
+    """The share of one rank of an axis of a layer. A layer without a cut is replicated.
 
     Attributes:
         kind: ``column``: of outputs; ``row``: of inputs, so that results are added up; ``heads``:
@@ -49,7 +49,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one rank reads of a stored tensor: ``ranges`` along ``dim``, one behind the other.
+    """The share of one rank of a stored tensor: ``ranges`` along ``dim``, one behind the other.
 
     Attributes:
         whole: the size of that dimension as it is stored.
@@ -155,7 +155,7 @@ def local_spec(site: Site, spec: AttentionSpec) -> AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Silent:
-    """What cuts ask of a resolver."""
+    """The ranks of a site, and notes that nobody sees."""
 
     ranks: Ranks
     notes: list[str]

@@ -153,7 +153,7 @@ class RowLinear(Linear):
 
 
 class _Summand(nn.Module):
-    """What a rank computes before results are added up, for hooks that change it."""
+    """The result of one rank before results are added up, for hooks that change it."""
 
     def __init__(self, layer: RowLinear) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ QKV: Outputs = {
 
 
 class PairNames(NamedTuple):
-    """Where both projections are below a layer, and whether they have biases."""
+    """The names of both projections below a layer, and whether they have biases."""
 
     first: str
     last: str

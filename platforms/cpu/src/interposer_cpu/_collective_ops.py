@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Collectives(Protocol):
-    """What is called by number."""
+    """The communicators that ops call by number."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum in ``x``."""
