@@ -74,7 +74,7 @@ class CollectiveCase:
 
     @cached_property
     def given(self) -> list[Tensor]:
-        """The tensors that ranks give; every rank draws the same, so that none is sent to compare."""
+        """The tensors of all ranks; each draws the same, so that none is sent to compare."""
         return [self.fresh(rank) for rank in range(len(self.sizes))]
 
     def fresh(self, rank: int, device: str = "cpu") -> Tensor:
