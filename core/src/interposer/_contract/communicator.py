@@ -92,7 +92,9 @@ class Communicator(ABC):
     rank gets the same bits. A call that a rank does not come to within ``ranks.timeout_seconds``
     raises ``RankError`` on the others, and so does each later one.
 
-    A subclass has the methods that its record names in ``collectives``; the others raise.
+    A subclass has the methods that its record names in ``collectives``; the others raise. It meets
+    the other ranks at its first collective, not when it is made: each rank plans for itself, and
+    may fail alone.
 
     Args:
         ranks: with a group.

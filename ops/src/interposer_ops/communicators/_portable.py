@@ -6,6 +6,7 @@ Dimensions: N ranks, T rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -33,9 +34,12 @@ class TorchCommunicator(Communicator):
 
     def __init__(self, ranks: Ranks, device: str) -> None:
         super().__init__(ranks, device)
-        self._own = RankGroup(ranks)
         staged = ranks.backend == "gloo" and torch.device(device).type != "cpu"
         self._place = torch.device("cpu" if staged else device)
+
+    @cached_property
+    def _own(self) -> RankGroup:
+        return RankGroup(self.ranks)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return ``x``, which holds the sum over the ranks."""
@@ -97,7 +101,8 @@ class TorchCommunicator(Communicator):
 
     def close(self) -> None:
         """Give back the process group; doing so twice does nothing."""
-        self._own.close()
+        if "_own" in vars(self):
+            self._own.close()
 
     def _ordered_sum(self, x: Tensor) -> Tensor:
         """Write the sum to ``x``, added up in float32 in the order of the ranks, rounded once.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -61,10 +62,16 @@ class SharedMemoryCommunicator(Communicator):
     def __init__(self, ranks: Ranks, device: str) -> None:
         super().__init__(ranks, device)
         self._native = library = native.library()
-        self._address = join_ranks(ranks)
         self._all_reduce = library.all_reduce
-        self._left = weakref.finalize(self, _leave, self._address, os.getpid())
+        self._left: weakref.finalize[..., SharedMemoryCommunicator] | None = None
         self._number = ops.number_of(self)
+
+    @cached_property
+    def _address(self) -> int:
+        """The memory that ranks share, an attribute like any other once they have met in it."""
+        address = join_ranks(self.ranks)
+        self._left = weakref.finalize(self, _leave, address, os.getpid())
+        return address
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return ``x``, which holds the sum over the ranks, rounded once."""
@@ -168,7 +175,8 @@ class SharedMemoryCommunicator(Communicator):
     def close(self) -> None:
         """Give back the memory, and tell others that wait for this rank; once, however often."""
         self._address = 0
-        self._left()
+        if self._left is not None:
+            self._left()
 
     def _call(self, collective: str, *numbers: int) -> None:
         if lost := getattr(self._native, collective)(self._address, *numbers):

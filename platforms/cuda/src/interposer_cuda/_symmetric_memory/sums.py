@@ -12,6 +12,7 @@ the ranks and rounds each sum to the dtype; multimem adds up in the switch, bflo
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -65,8 +66,13 @@ class OneShot(Communicator):
     def __init__(self, ranks: Ranks, device: str) -> None:
         super().__init__(ranks, device)
         self._group = ranks.group.group_name
-        self._buffer: Tensor | None = _shared_buffer(device)
-        _memory().rendezvous(self._buffer, self._group)
+
+    @cached_property
+    def _buffer(self) -> Tensor | None:
+        """The buffer that all ranks read; None once it was given back."""
+        buffer = _shared_buffer(self.device)
+        _memory().rendezvous(buffer, self._group)
+        return buffer
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return ``x``, which holds the sum over the ranks.

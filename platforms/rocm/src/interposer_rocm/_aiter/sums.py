@@ -15,6 +15,7 @@ up to 64 MiB unless AITER_CUSTOM_AR_MAX_SIZE says otherwise.
 
 from __future__ import annotations
 
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -37,10 +38,10 @@ def judge(request: Request) -> Verdict:
 class AiterCommunicator(Communicator):
     """Sums by kernels that read the memory of the other GPUs."""
 
-    def __init__(self, ranks: Ranks, device: str) -> None:
-        super().__init__(ranks, device)
+    @cached_property
+    def _own(self) -> Any:
         made = import_module(_MODULE).CustomAllreduce
-        self._own: Any = made(ranks.group, device, max_size=MOST_BYTES)
+        return made(self.ranks.group, self.device, max_size=MOST_BYTES)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks in memory of its own.
@@ -58,4 +59,5 @@ class AiterCommunicator(Communicator):
 
     def close(self) -> None:
         """Give back what the GPUs share; doing so twice does nothing."""
-        self._own.close()
+        if "_own" in vars(self):
+            self._own.close()
