@@ -56,7 +56,9 @@ def test_many_requests_get_the_tokens_of_one_process(loads: Loads, llama: Path) 
     ]
     for _ in range(2):  # the noise of requests without a seed goes on with a second call
         assert told(lm.generate(PROMPTS, params)) == told(alone.generate(PROMPTS, params))
-    assert torch.equal(lm.logits(PROMPTS[1]), alone.logits(PROMPTS[1]))
+    # Sums over ranks have other roundings: of 2**-24 each, over some hundred numbers of a logit.
+    found, expected = lm.logits(PROMPTS[1]), alone.logits(PROMPTS[1])
+    torch.testing.assert_close(found, expected, rtol=0, atol=2**-14 * float(expected.abs().max()))
     assert len(lm.explanations()) == 2  # type: ignore[attr-defined]
     first, second = lm.explanations()  # type: ignore[attr-defined]
     assert first["choices"] == second["choices"]

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from interposer import Communicator, Ranks, Request, Verdict
+from interposer import Communicator, Request, Verdict
 from interposer.errors import RequestError
 from interposer_rocm._aiter.package import judge_device
 
