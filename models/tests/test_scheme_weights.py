@@ -23,6 +23,7 @@ from interposer import (
 from interposer.errors import CheckpointError
 from interposer.records import load_target
 from interposer_gguf import plugin as gguf
+from interposer_models._checkpoint.offer import Offer
 from interposer_models._checkpoint.tensor_places import places_of
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._dequantization.methods import DequantizedLinear
@@ -120,14 +121,14 @@ def test_an_exchanged_layer_is_the_one_that_would_be_loaded(
         each.load(tensors.items(), "test")
     before, wanted = (result(layer) for layer in layers)
     assert not torch.equal(before, wanted)
-    weights[0].update(second.items(), "test")
+    weights[0].update(Offer(second.items()), "test")
     assert torch.equal(result(layers[0]), wanted)
     for name in second:
         if len(second) > 1:
             with pytest.raises(CheckpointError, match="goes together with"):
-                weights[0].update([(name, first[name])], "test")
+                weights[0].update(Offer([(name, first[name])]), "test")
     assert torch.equal(result(layers[0]), wanted)
-    weights[0].update(first.items(), "test")
+    weights[0].update(Offer(first.items()), "test")
     assert torch.equal(result(layers[0]), before)
 
 
