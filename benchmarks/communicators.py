@@ -71,7 +71,7 @@ def copied(num_bytes: int, rounds: int) -> float:
 def run(rank: int, size: int, folder: Path, rounds: int) -> None:
     """Measure as one rank; rank 0 prints rows as JSON."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), size)
+    store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )

@@ -66,7 +66,7 @@ def _at(ranks: Ranks | None, cls: Any, *args: Any, **kwargs: Any) -> Resolver:
 
 def main(rank: int, size: int, folder: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(out / "store"), size)
+    store = dist.FileStore(str(out / "store"), size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     pairs = [dist.new_group([first, first + 1], backend="gloo") for first in range(0, size, 2)]
     families = sorted(folder.iterdir())

@@ -140,7 +140,7 @@ def test_shares_are_parts_of_the_whole_weight(
     tensors = stored(whole)
     weight = whole.method.dequantized(whole)
     for count in (2, 4):
-        found = []
+        found: list[Any] = []
         for ranks in ranks_of(count):
             site = site_of(registry, scheme, ranks)
             projection = projections(site)[kind]

@@ -20,6 +20,7 @@ from interposer_models import (
     LanguageModel,
     SamplingParams,
     Speculation,
+    WeightsFrom,
     launched,
     load,
 )
@@ -103,7 +104,7 @@ def test_errors_of_requests_leave_the_ranks_alike(loads: Loads, llama: Path) -> 
     stream.close()  # type: ignore[attr-defined]  # cancels it
     # That request drew no noise of its own, as it was greedy; its seed was drawn all the same.
     alone.generate([[1]], max_new_tokens=1)
-    asked = {"max_new_tokens": 20, "seed": 3, "temperature": 1.0}
+    asked: dict[str, Any] = {"max_new_tokens": 20, "seed": 3, "temperature": 1.0}
     assert told(lm.generate(PROMPTS[:3], **asked)) == told(alone.generate(PROMPTS[:3], **asked))
 
 
@@ -114,8 +115,10 @@ def test_adapters_and_weights_change_on_both_ranks(
     write_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (64, 64)})
     for model in (lm, alone):
         model.load_adapter("a", tmp_path / "a")
-    asked = {"max_new_tokens": 12, "adapter": "a"}
+    asked: dict[str, Any] = {"max_new_tokens": 12, "adapter": "a"}
     assert told(lm.generate(PROMPTS[:2], **asked)) == told(alone.generate(PROMPTS[:2], **asked))
+    with pytest.raises(ConfigError, match="this one has several"):
+        lm.update_weights(WeightsFrom(source=1))
     with pytest.raises(CheckpointError):
         lm.load_adapter("b", tmp_path / "none")
     lm.remove_adapter("a")

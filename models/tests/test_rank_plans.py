@@ -41,7 +41,8 @@ def model_types() -> dict[str, str]:
 
 def stated() -> dict[str, tuple[dict[str, Any], Mapping[str, str]]]:
     """Return an example and the plan of each family for which transformers has one."""
-    types, found = model_types(), {}
+    types = model_types()
+    found: dict[str, tuple[dict[str, Any], Mapping[str, str]]] = {}
     for name, config in family_configs():
         kind = types.get(config["architectures"][0], "")
         cuts = getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None) if kind else None

@@ -45,7 +45,8 @@ def described(site: Site, rank: int, count: int) -> Site:
 @given(count=st.integers(2, 8), heads=st.integers(1, 48), kv_heads=st.integers(1, 12))
 def test_every_head_has_its_keys_and_values(count: int, heads: int, kv_heads: int) -> None:
     heads *= kv_heads
-    group, held = heads // kv_heads, []
+    group = heads // kv_heads
+    held: list[int] = []
     for rank in range(count):
         ranks = Ranks(rank, count, (0,) * count, ("cpu",) * count)
         resolver: Any = type("Resolver", (), {"ranks": ranks, "notes": []})()

@@ -27,7 +27,7 @@ class Rank:
     """What a scene has: its rank, the communicator, and a folder for signs to the test."""
 
     def __init__(self, rank: int, size: int, folder: Path, options: list[str]) -> None:
-        store = dist.FileStore(str(folder / "store"), size)
+        store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
         limit = timedelta(seconds=60)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
         self.rank, self.folder, self.options = rank, folder, options

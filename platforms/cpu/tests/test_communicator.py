@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,9 @@ pytestmark = [pytest.mark.native, pytest.mark.xdist_group("ranks")]
 
 
 @contextmanager
-def ranks(scene: str, size: int, folder: Path, *options: str) -> Iterator[list[subprocess.Popen]]:
+def ranks(
+    scene: str, size: int, folder: Path, *options: str
+) -> Iterator[list[subprocess.Popen[str]]]:
     """Start the ranks of a scene of ``rank_worker``, and end what is left of them."""
     started = [
         subprocess.Popen(
@@ -43,7 +46,7 @@ def ranks(scene: str, size: int, folder: Path, *options: str) -> Iterator[list[s
             process.communicate()
 
 
-def told(process: subprocess.Popen) -> dict:
+def told(process: subprocess.Popen[str]) -> Any:
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors[-3000:]
     return json.loads(out.splitlines()[-1])

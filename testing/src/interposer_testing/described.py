@@ -156,7 +156,7 @@ class DeviceDescription(BaseModel):
             self.units,
             self.memory_bytes,
             dict(self.caches_bytes),
-            {**self.rates},
+            {str(name): rate for name, rate in self.rates.items()},
         )
         return Device(self.platform, self.torch_device, self.name, capability)
 

@@ -6,7 +6,7 @@ Dimensions: T tokens, H hidden size, I intermediate size.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from interposer_models._adapt.projections import (
     judge_restore,
     restore_of,
 )
-from interposer_ops.layers.linear import PlainLinear
+from interposer_ops.layers.linear import MergedLinear, PlainLinear
 from interposer_ops.layers.mlp import GatedMLP
 
 _ROWS = 3
@@ -70,9 +70,10 @@ def bind_gated_mlp(
     fill(layer.gate_up_proj, weight=weights, bias=both)
     fill(layer.down_proj, weight=down.weight.data, bias=biases[2])
     both_plain, down_plain = plain_parts
-    merged = (
-        restore_of_merged(layer.gate_up_proj, layer.gate_up_proj.operands) if both_plain else None
-    )
+    merged = None
+    if both_plain:
+        first = cast(MergedLinear, layer.gate_up_proj)
+        merged = restore_of_merged(first, first.operands)
     last = (
         restore_of(layer.down_proj.method.bound, layer.down_proj.operands) if down_plain else None
     )

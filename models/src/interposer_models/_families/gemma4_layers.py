@@ -62,7 +62,8 @@ class Gemma4Attention(SelfAttention):
             self.v_norm = UnitNorm(site.at("v_norm"), size, eps)
         self.rotary = RotaryEmbedding(site.at("rotary"), size, size)
         at: Any = site.at("attn")
-        self.attn = StoredAttention(at, shares.spec) if stored else shares.attention(at)
+        attention: Any = StoredAttention(at, shares.spec) if stored else shares.attention(at)
+        self.attn = attention
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
         """Return query ``[T, N, D]``, and unless they are stored key and value ``[T, K, D]``."""

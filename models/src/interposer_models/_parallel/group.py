@@ -131,13 +131,14 @@ class Group:
         found._lead = lambda _: Silent()
         return found
 
-    def engine(self, *parts: Any, **facts: Any) -> Engine:
+    def engine(self, *parts: Any, **facts: Any) -> RankedEngine:
         """Return the engine of these parts, which nobody follows yet."""
         return RankedEngine(*parts, **facts, shared_seed=self._seed)
 
-    def model(self, engine: RankedEngine, *parts: Any) -> LanguageModel:
+    def model(self, engine: Engine, *parts: Any) -> LanguageModel:
         """Return the model of an engine and other parts, whose steps are those of all ranks."""
         assert self.ranks is not None
+        assert isinstance(engine, RankedEngine)
         found = RankedLanguageModel(engine, *parts)
         engine.lead = self._lead(self.ranks)
         return found

@@ -9,8 +9,10 @@ from typing import Any, Self, cast
 import torch
 
 from interposer import explain
+from interposer.errors import ConfigError
 from interposer_models._language_model import LanguageModel
 from interposer_models._parallel.engine import RankedEngine
+from interposer_models._transfer.receiver import WeightsFrom
 
 
 class RankedLanguageModel(LanguageModel):
@@ -60,9 +62,18 @@ class RankedLanguageModel(LanguageModel):
         self.engine.lead.everywhere("remove_adapter", (name,), lambda: remove(name))
 
     def update_weights(
-        self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+        self,
+        tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | WeightsFrom,
     ) -> tuple[str, ...]:
-        """Exchange weights on every rank; see ``LanguageModel.update_weights``."""
+        """Exchange weights on every rank; see ``LanguageModel.update_weights``.
+
+        Raises: ConfigError: they are to come from a trainer.
+        """
+        if isinstance(tensors, WeightsFrom):
+            raise ConfigError(
+                "A trainer sends to models of one process, and this one has several. "
+                "Try: update_weights(tensors) with whole tensors"
+            )
         items = [*(tensors.items() if isinstance(tensors, Mapping) else tensors)]
         update = super().update_weights
         found = self.engine.lead.everywhere("update_weights", (items,), lambda: update(items))

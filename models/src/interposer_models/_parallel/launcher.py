@@ -118,7 +118,7 @@ class Launched:
             self._start_one(rank, port, lifeline)
         os.close(lifeline)
         # The store listens at no other address: everybody could write to it.
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             LOOPBACK,
             port,
             is_master=True,

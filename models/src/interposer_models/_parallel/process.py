@@ -31,7 +31,9 @@ def main() -> None:
     rank, size, port, timeout_seconds, config = channel.receive_call(channel.receive()[2])
     try:
         with own_cores(place(config).platform, rank, size):
-            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_START)
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                "127.0.0.1", port, is_master=False, timeout=_START
+            )
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
             group = Group(dist.group.WORLD, lambda _: Following(channel), timeout_seconds)
             Follower(channel, group).run()

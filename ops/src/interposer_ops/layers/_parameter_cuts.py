@@ -141,19 +141,24 @@ def _groups(probe: _Probe, name: str, cut: Cut) -> tuple[int, int] | None:
     share = probe.of(cut.size)
     if not hasattr(whole[name], "num_groups") or share is None:
         return None
-    if whole[name].num_groups == share[name].num_groups:  # all inputs are of the same groups
-        return 0, int(whole[name].num_groups)
+    if _num_groups(whole, name) == _num_groups(share, name):  # all inputs are of the same groups
+        return 0, _num_groups(whole, name)
     if len(cut.ranges) > 1:
         raise CannotCutError(f"{name} numbers groups, which a rank has in several places")
     start, stop = cut.ranges[0]
     held = [probe.of(at) if at else None for at in (start, stop)]
-    first, last = (0 if one is None else one[name].num_groups for one in held)
-    return int(first), int(last)
+    first, last = (0 if one is None else _num_groups(one, name) for one in held)
+    return first, last
+
+
+def _num_groups(parameters: Parameters, name: str) -> int:
+    return int(parameters[name].num_groups)  # type: ignore[attr-defined]
 
 
 def _sizes_that_do(probe: _Probe, cut: Cut, ranks: int) -> str:
     """Return which multiples of the number of ranks near the size can be shared out."""
-    step, found = cut.whole // ranks, []
+    step = cut.whole // ranks
+    found: list[int] = []
     for share in range(step, 4 * step + 4096):
         if len(found) == 1:
             break

@@ -101,7 +101,7 @@ class SharedMemoryCommunicator(Communicator):
         Returns: the normed rows, and the new residual.
         """
         if is_compiling():
-            return ops.all_reduce_add_rms_norm(x, residual, weight, eps, self._number)
+            return ops.all_reduce_add_rms_norm(x, residual, weight, eps, self._number)  # type: ignore[no-any-return]
         x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
         if x.dtype not in TYPES or residual.dtype not in (x.dtype, torch.float32):
             raise self._unsummed("all_reduce_add_rms_norm", x)
@@ -126,7 +126,7 @@ class SharedMemoryCommunicator(Communicator):
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return the rows of all ranks in their order, ``[sum(sizes), ...]``."""
         if is_compiling():
-            return ops.all_gather(x, sizes, self._number)
+            return ops.all_gather(x, sizes, self._number)  # type: ignore[no-any-return]
         self._check_rows("all_gather", x, sizes, sizes[self.ranks.rank])
         x, row = x.contiguous(), x.shape[1:].numel() * x.element_size()
         out = x.new_empty(sum(sizes), *x.shape[1:])
@@ -137,7 +137,7 @@ class SharedMemoryCommunicator(Communicator):
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return this rank's rows of the sum, which is rounded once."""
         if is_compiling():
-            return ops.reduce_scatter(x, sizes, self.ranks.rank, self._number)
+            return ops.reduce_scatter(x, sizes, self.ranks.rank, self._number)  # type: ignore[no-any-return]
         self._check_rows("reduce_scatter", x, sizes, sum(sizes))
         kind = _SUMMED.get(x.dtype)
         if kind is None:
@@ -151,7 +151,7 @@ class SharedMemoryCommunicator(Communicator):
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Return the rows that the ranks have for this one, in their order."""
         if is_compiling():
-            return ops.all_to_all(x, sent, received, self._number)
+            return ops.all_to_all(x, sent, received, self._number)  # type: ignore[no-any-return]
         self._check_rows("all_to_all", x, sent, sum(sent))
         self._check_rows("all_to_all", x, received, len(x))  # how many numbers there are
         x, row = x.contiguous(), x.shape[1:].numel() * x.element_size()

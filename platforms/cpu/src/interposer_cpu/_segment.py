@@ -96,7 +96,7 @@ def _mapped(ranks: Ranks, path: str, token: int) -> int:
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         milliseconds = int(ranks.timeout_seconds * 1000)
-        return library().join_ranks(file, ranks.rank, ranks.size, token, milliseconds)
+        return int(library().join_ranks(file, ranks.rank, ranks.size, token, milliseconds))
     finally:
         os.close(file)
 
