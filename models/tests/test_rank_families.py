@@ -19,6 +19,8 @@ from interposer_models._families.example_sizes import SIZES
 WORKER = Path(__file__).with_name("rank_families.py")
 SIZE = 4
 ADAPTED = "llama"
+# One of each kind of cut; the other families are among the slow tests, as they take two minutes.
+QUICK = ("bart", "deepseek_v3", "falcon_h1", "gpt2", "llama", "mixtral", "phi3")
 # Encoder and decoder share one table with the head.
 WHOLE_TABLES = ("bart", "mbart")
 # float32: each logit is a sum of some hundred products, and each of six sums over ranks in a model
@@ -35,12 +37,17 @@ def one_of_each() -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """What each process said of each family, by the number of ranks."""
+def told(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> list[dict[str, dict[str, Any]]]:
+    """What each process said of each family that is asked for, by the number of ranks."""
     root = tmp_path_factory.mktemp("families")
     out = tmp_path_factory.mktemp("told")
+    here = [item for item in request.session.items if item.path == request.path]
+    wanted = {ADAPTED} | {item.callspec.params["family"] for item in here}  # type: ignore[attr-defined]
     for name, config in one_of_each().items():
-        write_family(root / name, config)
+        if name in wanted:
+            write_family(root / name, config)
     hidden, inner = SIZES["hidden_size"], SIZES["intermediate_size"]
     block = "model.layers.0"
     modules = {
@@ -67,7 +74,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, A
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(SIZE)]
 
 
-@pytest.mark.parametrize("family", sorted(one_of_each()))
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name in sorted(one_of_each())
+    ],
+)
 def test_ranks_say_what_one_process_does(
     told: list[dict[str, dict[str, Any]]], family: str
 ) -> None:

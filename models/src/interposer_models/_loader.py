@@ -258,6 +258,9 @@ def load(
             raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
     given = {"cache_tokens": cache_tokens, "prefix_cache": shared, "speculation": guesses}
     group.agree(facts_of(planned, **sizes, **given, adapters=sorted(read)))
+    with group.together("meeting"):
+        for communicator in planned.resolver.communicators.values():
+            communicator.open()
     device = planned.placement.device.torch_device
     total = done = 0
 

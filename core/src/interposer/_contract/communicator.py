@@ -93,8 +93,8 @@ class Communicator(ABC):
     raises ``RankError`` on the others, and so does each later one.
 
     A subclass has the methods that its record names in ``collectives``; the others raise. It meets
-    the other ranks at its first collective, not when it is made: each rank plans for itself, and
-    may fail alone.
+    the other ranks by ``open``, or at its first collective, not when it is made: each rank plans
+    for itself, and may fail alone.
 
     Args:
         ranks: with a group.
@@ -107,6 +107,9 @@ class Communicator(ABC):
     def __init__(self, ranks: Ranks, device: str) -> None:
         self.ranks = ranks
         self.device = device
+
+    def open(self) -> None:  # noqa: B027 what shares nothing has nothing to do
+        """Meet the other ranks, which all call this at the same time; by default, do nothing."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of ``x`` over the ranks, of its shape; ``x`` may be overwritten."""

@@ -41,6 +41,10 @@ class TorchCommunicator(Communicator):
     def _own(self) -> RankGroup:
         return RankGroup(self.ranks)
 
+    def open(self) -> None:
+        """Meet the other ranks."""
+        self._own  # noqa: B018 it is computed once
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return ``x``, which holds the sum over the ranks."""
         if x.dtype not in _SUMMED:

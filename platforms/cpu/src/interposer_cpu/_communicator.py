@@ -73,6 +73,10 @@ class SharedMemoryCommunicator(Communicator):
         self._left = weakref.finalize(self, _leave, address, os.getpid())
         return address
 
+    def open(self) -> None:
+        """Meet the other ranks."""
+        self._address  # noqa: B018 it is computed once
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return ``x``, which holds the sum over the ranks, rounded once."""
         if is_compiling():

@@ -74,6 +74,10 @@ class OneShot(Communicator):
         _memory().rendezvous(buffer, self._group)
         return buffer
 
+    def open(self) -> None:
+        """Meet the other ranks."""
+        self._buffer  # noqa: B018 it is computed once
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return ``x``, which holds the sum over the ranks.
 

@@ -43,6 +43,10 @@ class AiterCommunicator(Communicator):
         made = import_module(_MODULE).CustomAllreduce
         return made(self.ranks.group, self.device, max_size=MOST_BYTES)
 
+    def open(self) -> None:
+        """Meet the other ranks."""
+        self._own  # noqa: B018 it is computed once
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks in memory of its own.
 
