@@ -59,6 +59,8 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
+# All cases of the distribution are made for the few that are run; those of `torch` run in ops/tests.
+@pytest.mark.slow
 def test_the_kit_finds_nothing_in_two_and_four_processes() -> None:
     platform = current_platform()
     registry = current_registry()
