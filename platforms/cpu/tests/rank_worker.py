@@ -34,7 +34,9 @@ class Rank:
         self.ranks = Ranks.of(dist.group.WORLD, current_platform())
 
     def communicator(self) -> SharedMemoryCommunicator:
-        return SharedMemoryCommunicator(self.ranks, "cpu")
+        made = SharedMemoryCommunicator(self.ranks, "cpu")
+        made.open()
+        return made
 
     def ready(self) -> None:
         (self.folder / f"ready{self.rank}").touch()

@@ -59,7 +59,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-# All cases of the distribution are made for the few that are run; those of `torch` run in ops/tests.
+# All cases of the distribution are made for the few that are run.
 @pytest.mark.slow
 def test_the_kit_finds_nothing_in_two_and_four_processes() -> None:
     platform = current_platform()
@@ -97,6 +97,7 @@ def test_ranks_are_told_at_once_of_one_that_was_killed(tmp_path: Path) -> None:
     assert not left - before
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_wait_and_the_others_are_told(tmp_path: Path) -> None:
     with ranks("interrupted", 2, tmp_path) as processes:
         wait_for(tmp_path / "ready0")
