@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -92,6 +93,8 @@ def killed(rank: Rank) -> Found:
 
 
 def interrupted(rank: Rank) -> Found:
+    # A shell has what it runs in the background ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks = rank.communicator()
     rank.ready()
     if rank.rank == 1:
