@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models.tests.family_checkpoints import family_configs, write_family
+from safetensors.torch import load_file, save_file
 
 from interposer import Config, explain
 from interposer.errors import ConfigError
@@ -19,7 +21,6 @@ from interposer_models import (
     launched,
     load,
     plan,
-    quantize,
 )
 
 Loads = Callable[..., LanguageModel]
@@ -103,18 +104,52 @@ def test_experts_move_while_requests_run(loads: Loads, checkpoints: dict[str, Pa
     assert "the most loaded rank has" in note
 
 
+# Attention stays plain, as a share of its inputs would have other scales than all of them.
+PLAIN = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(3) for name in "qkvo"]
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+STORED: dict[str, dict[str, Any]] = {
+    "fp8": {
+        "quant_method": "fp8",
+        "weight_block_size": [16, 16],
+        "modules_to_not_convert": ["lm_head", *PLAIN],
+    },
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4}},
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", *PLAIN],
+    },
+}
+KERNELS = {
+    "fp8": "fused_experts_fp8",
+    "int4": "fused_experts_w4a16",
+    "int8 while it loads": "int8_linear",
+}
+
+
 @pytest.mark.parametrize("scheme", ["fp8", "int4", "int8 while it loads"])
 def test_quantized_experts_are_placed(
     loads: Loads, checkpoints: dict[str, Path], tmp_path: Path, scheme: str
 ) -> None:
     path, options = checkpoints["mixtral"], dict(SMALL)
-    if scheme == "int8 while it loads":
-        options["quantization"] = "int8"
+    if scheme in STORED:
+        config = json.loads((path / "config.json").read_text())
+        path = write_family(tmp_path, {**config, "quantization_config": STORED[scheme]})
+        tensors, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(5)
+        for name, tensor in tensors.items():
+            if name.endswith("weight_packed"):
+                words = torch.randint(-(2**31), 2**31 - 1, tensor.shape, generator=generator)
+                tensors[name] = words.to(torch.int32)
+            elif "scale" in name:
+                tensors[name] = tensor.abs() + 0.01
+        save_file(tensors, path / "model.safetensors")
     else:
-        groups = {"group_size": 16} if scheme == "int4" else {}
-        path = quantize(path, tmp_path / "out", scheme, **groups).path
+        options["quantization"] = {"quant_method": "int8", "modules_to_not_convert": PLAIN}
     alone = load(path, **options)
-    lm: Any = loads(path, expert_parallel=ExpertParallel(1, 4), **options)
+    lm: Any = loads(path, expert_parallel=ExpertParallel(0, 4), **options)
+    kernels = [choice.request.name for choice, _ in alone.resolver.choices.values()]
+    assert KERNELS[scheme] in kernels
     check(lm, alone)  # each expert has the codes and scales that it has in one process
     assert lm.rebalance_experts()
     check(lm, alone)

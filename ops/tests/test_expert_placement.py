@@ -71,6 +71,13 @@ def test_the_busiest_experts_get_the_copies() -> None:
     assert max(found.shares([900, 10, 300, 10, 10, 10])) <= 470
 
 
+def test_ranks_with_unequal_room_exchange_experts() -> None:
+    before = even_placement(5, 2)
+    found = balanced_placement([54, 9, 15, 57, 9], before)
+    # By the longest one first, the rank of three places keeps 78 rows and the other one 66.
+    assert max(found.shares([54, 9, 15, 57, 9])) == 72
+
+
 def test_ranks_read_ranges_of_experts_as_long_as_nothing_is_known() -> None:
     assert even_placement(5, 2).ranks == ((0, 1, 2), (3, 4))
     assert even_placement(5, 2, 1).ranks == ((0, 1, 2), (3, 4, 0))

@@ -15,6 +15,8 @@ __all__ = ["ExpertParallel", "ExpertPlacement", "balanced_placement", "even_plac
 
 # Experts move for a gain of a twentieth at least, since what moves is read again.
 _WORTH = 0.95
+# For each rank; one or two are mostly enough.
+_MOST_EXCHANGES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,8 @@ def balanced_placement(loads: Sequence[int], before: ExpertPlacement) -> ExpertP
 
     The busiest experts per copy get the further copies; then experts go, the busiest first, each to
     the ranks that have least to do and room for it (the rule of the longest processing time,
-    doi:10.1137/0117039). Where that is no gain of a twentieth, all experts stay.
+    doi:10.1137/0117039), and the busiest rank exchanges experts with others while it gains by that.
+    Where all of it is no gain of a twentieth, all experts stay.
 
     Args:
         loads: rows of each expert, ``[E]``.
@@ -140,6 +143,7 @@ def balanced_placement(loads: Sequence[int], before: ExpertPlacement) -> ExpertP
     for expert in sorted(range(count), key=lambda e: (-shares[e], -copies[e], e)):
         for _ in range(copies[expert]):
             fill.put(expert)
+    fill.even_out()
     fill.held = [[*_in_place(*pair)] for pair in zip(before.ranks, fill.held, strict=True)]
     found = fill.placement(count)
     return found if max(found.shares(loads)) < _WORTH * max(before.shares(loads)) else before
@@ -196,6 +200,31 @@ class _Fill:
             self._add(given, taker)
             free = [giver]
         self._add(expert, min(free, key=lambda r: (self.todo[r], -self._room(r), r)))
+
+    def even_out(self) -> None:
+        """Let the busiest rank exchange an expert with another one, as long as both then have less.
+
+        Ranks that are full as equal numbers want it would else keep what they got last.
+        """
+        for _ in range(_MOST_EXCHANGES * len(self.held)):
+            busy = max(range(len(self.held)), key=lambda r: (self.todo[r], -r))
+            mine = set(self.held[busy])
+            found = []
+            for rank, theirs in enumerate(map(set, self.held)):
+                gap = self.todo[busy] - self.todo[rank]
+                found += [
+                    (abs(gap / 2 - less), rank, out, into)
+                    for out in mine - theirs
+                    for into in theirs - mine
+                    if 0 < (less := self.shares[out] - self.shares[into]) < gap
+                ]
+            if not found:
+                return
+            _, rank, *pair = min(found)
+            for place, (out, into) in ((busy, pair), (rank, pair[::-1])):
+                self.held[place].remove(out)
+                self.todo[place] -= self.shares[out]
+                self._add(into, place)
 
     def placement(self, num_experts: int) -> ExpertPlacement:
         """Return what the ranks hold now."""
