@@ -74,12 +74,17 @@ class ExpertMove:
         return len(self._updates) == len(self._places)
 
     def put(
-        self, name: str, tensor: torch.Tensor, device: str, path: object, names: Collection[str]
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        device: str,
+        path: object,
+        names: Collection[str] | None,
     ) -> None:
         """Take a tensor.
 
         Args:
-            names: of all tensors that will come.
+            names: of all tensors that will come, if known.
         Raises: CheckpointError: it came before, or has the wrong shape or kind of dtype.
         """
         group = self._owners[name]

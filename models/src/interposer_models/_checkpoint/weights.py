@@ -238,14 +238,14 @@ class Weights:
 
     @torch.no_grad()
     def relocate(
-        self, moves: Moves, tensors: Tensors, names: Collection[str], path: object
+        self, moves: Moves, tensors: Tensors, names: Collection[str] | None, path: object
     ) -> tuple[str, ...]:
         """Let layers of experts hold others, layer by layer, and count their rows anew.
 
         Args:
             moves: where the experts of a layer are to be.
             tensors: of the whole checkpoint; of those of other layers and ranks none is read.
-            names: of all of them.
+            names: of all of them, if known.
         Returns: as ``update``.
         Raises:
             CheckpointError: as ``load``. The layers that were done keep their new experts, and the
@@ -256,7 +256,8 @@ class Weights:
             raise ConfigError(self.fixed)
         moving = [ExpertMove(*move, self._groups, self._experts) for move in moves.items()]
         owners = {name: move for move in moving for name in move.names}
-        names = {self._renamed(name) or name for name in names}
+        if names is not None:
+            names = {self._renamed(name) or name for name in names}
         renewed = [prefix for move in moving if move.is_complete for prefix in move.finish(_apply)]
         with host_memory.reused():
             for stored, tensor in tensors:

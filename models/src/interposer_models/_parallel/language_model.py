@@ -36,7 +36,9 @@ class RankedLanguageModel(LanguageModel):
 
     engine: RankedEngine
 
-    def __init__(self, engine: RankedEngine, tokenizer: TextTokenizer, plan: Plan, *parts: Any):
+    def __init__(
+        self, engine: RankedEngine, tokenizer: TextTokenizer, plan: Plan, *parts: Any
+    ) -> None:
         super().__init__(engine, tokenizer, plan, *parts)
         self._plan = plan
         self._is_stored = True

@@ -118,11 +118,11 @@ class RankDispatcher(ExpertDispatcher):
         assert ranks is not None
         self.routes, self.num_ranks, self.held = routes, ranks.size, spec.num_experts
         hidden, top_k = spec.hidden_size, spec.top_k
-        sizes = {"hidden_size": hidden, "num_experts": self.held, "index_dtype": "int32"}
-        self.permute = site.bind(moe_permute, **sizes, top_k=top_k)
-        dims = {"hidden_size": hidden, "weights_dtype": "float32"}
-        self.unpermute = site.bind(moe_unpermute, **dims, top_k=top_k)
-        self.merge = site.bind(moe_unpermute, **dims, top_k=ranks.size)
+        sizes = {"hidden_size": hidden, "top_k": top_k}
+        self.permute = site.bind(moe_permute, **sizes, num_experts=self.held, index_dtype="int32")
+        self.unpermute = site.bind(moe_unpermute, **sizes, weights_dtype="float32")
+        merged = {"hidden_size": hidden, "top_k": ranks.size}
+        self.merge = site.bind(moe_unpermute, **merged, weights_dtype="float32")
         at = site.at(EXCHANGE)
         asked = ((1, torch.int64), (2 * top_k * rows, torch.int32), (hidden * rows, site.dtype))
         found = [chosen_communicator(at, "all_to_all", width, 1, kind) for width, kind in asked]
