@@ -70,9 +70,7 @@ def test_run_places_experts_on_ranks(command: Command, qwen3_moe: Path) -> None:
     assert found == facts(command, *options)["token_ids"]
 
 
-@pytest.mark.parametrize(
-    "name", [("run", "--prompt", "x"), ("chat",), ("bench",), ("serve", "--port", "0")]
-)
+@pytest.mark.parametrize("name", [("run", "--prompt", "x"), ("chat",), ("bench",)])
 def test_experts_of_one_process_are_not_placed(
     command: Command, qwen3_moe: Path, name: tuple[str, ...]
 ) -> None:

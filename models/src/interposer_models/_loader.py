@@ -264,13 +264,9 @@ def load(
         required = planned.resolver.config.graphs == "on"
         if required and planned.graphs is not None and not planned.graphs:
             raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
-    given: dict[str, object] = {
-        "expert_parallel": expert_parallel,
-        "cache_tokens": cache_tokens,
-        "prefix_cache": shared,
-        "speculation": guesses,
-    }
-    group.agree(facts_of(planned, **sizes, **given, adapters=sorted(read)))
+    given = {"cache_tokens": cache_tokens, "prefix_cache": shared, "speculation": guesses}
+    facts = facts_of(planned, **sizes, **given, expert_parallel=expert_parallel)
+    group.agree(facts | {"adapters": sorted(read)})
     with group.together("meeting"):
         for communicator in planned.resolver.communicators.values():
             communicator.open()
