@@ -329,7 +329,8 @@ def test_docstrings_begin_with_a_statement() -> None:
 # Of ops two modules are the cache of 4 bits and the backend that reads it everywhere.
 # Of core 330 lines, and of ops 10 modules and 1,400 lines, are communicators and the cuts of layers
 # over ranks.
-SIZES = {"core": (60, 9_080), "ops": (211, 27_800)}
+# Of ops 3 modules and 650 lines are whole experts on ranks: placement, dispatch and layer.
+SIZES = {"core": (60, 9_080), "ops": (214, 28_450)}
 
 
 @pytest.mark.parametrize("folder", SIZES)

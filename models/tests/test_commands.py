@@ -64,6 +64,22 @@ def test_run_with_a_temperature_is_repeatable_by_seed(command: Command, llama: P
     assert facts(command, *options)["token_ids"] == facts(command, *options)["token_ids"]
 
 
+def test_run_places_experts_on_ranks(command: Command, qwen3_moe: Path) -> None:
+    options = ("run", qwen3_moe, "--prompt", "x", "--dtype", "float32", "--max-new-tokens", "6")
+    found = facts(command, *options, "--tensor-parallel", "2", "--expert-parallel")["token_ids"]
+    assert found == facts(command, *options)["token_ids"]
+
+
+@pytest.mark.parametrize("name", [("run", "--prompt", "x"), ("chat",), ("bench",)])
+def test_experts_of_one_process_are_not_placed(
+    command: Command, qwen3_moe: Path, name: tuple[str, ...]
+) -> None:
+    first, *others = name
+    code, _, err = command(first, qwen3_moe, *others, "--expert-parallel")
+    assert code != 0
+    assert "one process holds all experts" in err
+
+
 def test_run_takes_an_adapter(command: Command, llama: Path, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", {"model.layers.0.mlp.up_proj": (96, 64)})
     options = ("run", llama, "--prompt", "x", "--max-new-tokens", "8")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from interposer import AttentionSpec, Ranks, Site
 from interposer.records import LayerEntry
-from interposer_ops.layers.cuts import heads_cut, local_spec, vocabulary_edges
+from interposer_ops.layers.cuts import even_edges, heads_cut, local_spec
 from interposer_ops.layers.divided_linear import ColumnLinear, RowLinear
 from interposer_ops.layers.divided_tables import share_embedding, share_head
 from interposer_ops.layers.embedding import Embedding, LMHead
@@ -97,7 +97,7 @@ def test_ranks_have_shares(make_site: MakeSite) -> None:
     assert mlp.activation.prefix == "model.mlp.activation"
     assert mlp.down_proj.in_features == 32
     assert embedding.get_parameter("weight").shape == (26, 32)
-    assert vocabulary_edges(2, 51) == [0, 25, 51]
+    assert even_edges(2, 51) == [0, 25, 51]
     assert not site.resolver.notes
 
 

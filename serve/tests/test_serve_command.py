@@ -94,6 +94,7 @@ def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(chat_folder
         (("--adapter=a=x", "--adapter=a=y"), "--adapter names 'a' twice. Try: another name"),
         (("--adapter=a=x", "--embed"), "--adapter 'a=x' is given with --embed. Try: one of them"),
         (("--speculate=x", "--embed"), "--speculate 'x' is given with --embed. Try: one of them"),
+        (("--expert-parallel", "--embed"), "--expert-parallel is given with --embed. Try: without"),
     ],
 )
 def test_what_cannot_be_served_is_told(

@@ -47,14 +47,16 @@ def interposer_plan(
     placement: Placement | None,
     quantization: str | Mapping[str, Any] | None,
     tensor_parallel: int | None,
+    expert_parallel: Any,
 ) -> Any:
     """Return the model in the directory ``path`` with every choice made and no weight read.
 
     It is a ``Planned``; None leaves the directory to the next plugin. ``config`` is the ``Config``
     in force. ``placement`` is where it is planned for; None leaves that to the selection.
     ``quantization`` is the method by which plain weights are to be quantized while they load, or
-    its settings. ``tensor_parallel`` is the number of processes that are to compute it together.
-    Where either is given, only who takes it is asked.
+    its settings. ``tensor_parallel`` is the number of processes that are to compute it together,
+    and ``expert_parallel`` how its experts are to be placed on these.
+    Where one of them is given, only who takes it is asked.
     """
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from interposer_models._loader import load, plan
     from interposer_models._packed.packing import Packed, pack
     from interposer_models._parallel.launching import launched
+    from interposer_models._parallel.placed_experts import ExpertLoads
     from interposer_models._plan import Plan
     from interposer_models._quantizing.quantizer import quantize
     from interposer_models._speculation.settings import Speculation
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from interposer_models._tokenizer import TextTokenizer
     from interposer_models._transfer.receiver import WeightsFrom
     from interposer_models._transfer.sender import send_weights
+    from interposer_ops.layers.expert_placement import ExpertParallel, ExpertPlacement
 
 __all__ = [
     "Adapted",
@@ -44,6 +46,9 @@ __all__ = [
     "Constraint",
     "Delta",
     "Encoder",
+    "ExpertLoads",
+    "ExpertParallel",
+    "ExpertPlacement",
     "Generation",
     "LanguageModel",
     "Packed",
@@ -88,6 +93,7 @@ __getattr__ = lazy_attributes(
         "interposer_models._loader": "load plan",
         "interposer_models._packed.packing": "Packed pack",
         "interposer_models._parallel.launching": "launched",
+        "interposer_models._parallel.placed_experts": "ExpertLoads",
         "interposer_models._plan": "Plan",
         "interposer_models._quantizing.quantizer": "quantize",
         "interposer_models._speculation.settings": "Speculation",
@@ -95,6 +101,7 @@ __getattr__ = lazy_attributes(
         "interposer_models._tokenizer": "TextTokenizer",
         "interposer_models._transfer.receiver": "WeightsFrom",
         "interposer_models._transfer.sender": "send_weights",
+        "interposer_ops.layers.expert_placement": "ExpertParallel ExpertPlacement",
     },
 )
 

@@ -296,10 +296,8 @@ class LanguageModel:
             moved = self.weights.update(offer, f"update of {self.path}")
         self.engine.forget_prefixes()
         self._adapters.renew()
-        if moved and self.engine.runner.graphs is not None:
-            self.engine.runner.graphs.forget()
-        if moved and self.engine.runner.compiled is not None:
-            self.engine.runner.compiled.fix_sizes()
+        if moved:
+            self.engine.runner.renew()
         return moved
 
     def start(self, prompt: Prompt, params: SamplingParams) -> Stream:

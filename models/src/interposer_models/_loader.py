@@ -65,6 +65,7 @@ from interposer_models._online_quantization import quantization_settings
 from interposer_models._parallel.estimate import estimated
 from interposer_models._parallel.facts import facts_of
 from interposer_models._parallel.joining import described_ranks, joined
+from interposer_models._parallel.placed_experts import check_placed
 from interposer_models._plan import Plan
 from interposer_models._speculation.preparation import Preparation
 from interposer_models._speculation.settings import Speculation
@@ -72,6 +73,7 @@ from interposer_models._speculation.target import Target
 from interposer_models._tokenizer import start_tokens, stop_tokens
 from interposer_ops.attention import common_page_size
 from interposer_ops.devices.graphs import judge_graphs
+from interposer_ops.layers.expert_placement import ExpertParallel
 from interposer_ops.layers.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ def plan(
     quantization: str | Mapping[str, Any] | None = None,
     placement: Placement | None = None,
     tensor_parallel: int | Ranks | None = None,
+    expert_parallel: bool | ExpertParallel = False,
     offload: bool | int | str | None = None,
 ) -> Plan:
     """Return what ``load`` would build, without reading weights; ``explain`` takes it as well.
@@ -105,7 +108,7 @@ def plan(
     config = _policy(config, platform)
     checkpoint, opened = open_checkpoint(path, config)
     placement = placement or place(config)
-    ranks = described_ranks(tensor_parallel, placement.platform.name)
+    ranks = described_ranks(tensor_parallel, placement.platform.name, expert_parallel)
     resolver = Resolver.at(placement, config, ranks)
     if opened is not None:
         resolver.record(opened)
@@ -123,6 +126,7 @@ def plan(
         with blamed_on_family(resolver, "build"):
             model = checked_model(decoder.build(site, page_size))
         sampler = Sampler(site.at(_SAMPLER), decoder.vocab_size)
+    check_placed(model, resolver, ranks)
     if note := cache_note(model, config, page_size):
         resolver.notes.append(note)
     dequantize_once(model, site, placement)
@@ -165,6 +169,7 @@ def load(
     adapters: Mapping[str, str | Path] | None = None,
     speculation: str | Path | Speculation | None = None,
     tensor_parallel: int | ProcessGroup | Group | None = None,
+    expert_parallel: bool | ExpertParallel = False,
     offload: bool | int | str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageModel:
@@ -200,6 +205,8 @@ def load(
         tensor_parallel: how many processes compute the model together: those that torchrun
             started, or that are in torch's default process group; or a process group of some of
             them. Each of them makes this call, and the same calls to what it returns.
+        expert_parallel: each process holds some experts of a mixture whole, not a share of all;
+            ``ExpertParallel(...)`` says how many have copies, and when tokens are sent to them.
         offload: how much of the weights stays in the memory that computes, in bytes, or as
             ``"8GiB"`` or ``"50%"``, while blocks beyond that come from host memory or the disk when
             they compute; True leaves the size to the memory that is free, None offloads what
@@ -234,6 +241,7 @@ def load(
             quantization=quantization,
             placement=placement,
             tensor_parallel=group.ranks,
+            expert_parallel=expert_parallel,
             offload=offload,
         )
         for note in planned.resolver.notes:
@@ -257,7 +265,8 @@ def load(
         if required and planned.graphs is not None and not planned.graphs:
             raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
     given = {"cache_tokens": cache_tokens, "prefix_cache": shared, "speculation": guesses}
-    group.agree(facts_of(planned, **sizes, **given, adapters=sorted(read)))
+    facts = facts_of(planned, **sizes, **given, expert_parallel=expert_parallel)
+    group.agree(facts | {"adapters": sorted(read)})
     with group.together("meeting"):
         for communicator in planned.resolver.communicators.values():
             communicator.open()

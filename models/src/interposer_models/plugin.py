@@ -15,6 +15,7 @@ from interposer.records import AttentionEntry, ModelEntry, Record
 if TYPE_CHECKING:
     from interposer import Config, Placement
     from interposer_models._plan import Plan
+    from interposer_ops.layers.expert_placement import ExpertParallel
 
 INTERPOSER_API = ">=1.0,<2"
 
@@ -301,6 +302,7 @@ def interposer_plan(
     placement: Placement | None,
     quantization: str | Mapping[str, Any] | None,
     tensor_parallel: int | None,
+    expert_parallel: bool | ExpertParallel | None,
 ) -> Plan:
     """Return the plan of a Hugging Face model directory."""
     from interposer_models._loader import plan
@@ -312,4 +314,5 @@ def interposer_plan(
         quantization=quantization,
         placement=placement,
         tensor_parallel=tensor_parallel,
+        expert_parallel=expert_parallel or False,
     )

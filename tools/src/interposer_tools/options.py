@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsJson",
     "Dtype",
+    "ExpertParallel",
     "Kernels",
     "Locked",
     "PlatformName",
@@ -43,6 +44,9 @@ Speculate = Annotated[
 ]
 TensorParallel = Annotated[
     int, typer.Option(metavar="N", min=1, help="Processes that compute the model together.")
+]
+ExpertParallel = Annotated[
+    bool, typer.Option("--expert-parallel", help="Each process holds some experts, whole.")
 ]
 PlatformName = Annotated[
     str | None,

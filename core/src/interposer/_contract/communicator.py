@@ -37,6 +37,8 @@ class Ranks:
         timeout_seconds: within which every rank comes to a collective; else it is lost.
         backend: of torch.distributed for the devices' memory; that of the host's memory where the
             ranks are of several platforms, or theirs has none.
+        experts: how experts are placed whole on ranks, as their layers take it; None where each
+            rank has a share of every expert.
     """
 
     rank: int
@@ -46,6 +48,7 @@ class Ranks:
     group: Any = None
     timeout_seconds: float = 60.0
     backend: str = HOST_BACKEND
+    experts: Any = None
 
     @classmethod
     def of(cls, group: Any, platform: Platform, timeout_seconds: float = 60.0) -> Ranks:

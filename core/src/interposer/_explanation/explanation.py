@@ -183,6 +183,7 @@ def explain(
     dtype: str = "auto",
     quantization: str | Mapping[str, Any] | None = None,
     tensor_parallel: int | None = None,
+    expert_parallel: Any = None,
 ) -> Explanation:
     """Return every distinct choice for a model, or all that there is to choose from.
 
@@ -197,9 +198,10 @@ def explain(
             they load, or its settings; what was built has had its own.
         tensor_parallel: the number of processes that are to compute a directory's model together,
             which need not be there.
+        expert_parallel: how experts are to be placed on them, as the planner takes it.
     Raises:
-        ConfigError: ``config``, ``quantization`` or ``tensor_parallel`` is given for what is built,
-            one of the last two without a model, nothing can plan ``model``, or, without one, a rule
+        ConfigError: anything but ``model`` and ``device`` is given for what is built, one of the
+            last three without a model, nothing can plan ``model``, or, without one, a rule
             names what nobody has.
         NoCandidateError: nothing can serve a part of the model, or no platform can be used.
         UnknownNameError: ``device`` is neither known nor a file.
@@ -227,14 +229,15 @@ def explain(
                 "explain() takes no quantization for what is built already: its weights are "
                 "stored as they are. Try: explain(path, quantization=...)"
             )
-        if tensor_parallel is not None:
-            raise ConfigError(
-                "explain() takes no tensor_parallel for what is built already. "
-                "Try: explain(path, tensor_parallel=...)"
-            )
+        for name, value in (("tensor", tensor_parallel), ("expert", expert_parallel)):
+            if value is not None:
+                raise ConfigError(
+                    f"explain() takes no {name}_parallel for what is built already. "
+                    f"Try: explain(path, {name}_parallel=...)"
+                )
         return _made(cast(Explainable, model))
-    asked = {"quantization": quantization, "tensor_parallel": tensor_parallel}
-    for name, value in asked.items() if model is None else ():
+    over = {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel}
+    for name, value in {"quantization": quantization, **over}.items() if model is None else ():
         if value is not None:
             raise ConfigError(
                 f"{name}={value!r} is about a model, and none is given. "
@@ -244,7 +247,7 @@ def explain(
     placement = None if device is None else _described(registry, device)
     if model is not None:
         subject = cast("str | Planned", model)
-        return _made(planned(subject, config, dtype, placement, quantization, tensor_parallel))
+        return _made(planned(subject, config, dtype, placement, quantization, **over))
     registry.check_rules(effective_config(config))
     found = placement or place(config)
     return Explanation(

@@ -174,6 +174,7 @@ def planned(
     placement: Placement | None = None,
     quantization: str | Mapping[str, Any] | None = None,
     tensor_parallel: int | None = None,
+    expert_parallel: Any = None,
 ) -> Planned:
     """Return the plan of a model directory; a model that was built already is its own.
 
@@ -185,6 +186,7 @@ def planned(
         quantization: the method by which plain weights are to be quantized while they load, or
             its settings; None for a built model means the one that it was loaded with.
         tensor_parallel: the number of processes that are to compute it together.
+        expert_parallel: how experts are to be placed on them, as the planner takes it.
     Raises: ConfigError: nothing that is installed can plan ``model``.
     """
     if isinstance(model, str | os.PathLike):
@@ -202,7 +204,8 @@ def planned(
         )
     config = effective_config(config)
     plugins = current_registry(config).plugins
-    asked = {"quantization": quantization, "tensor_parallel": tensor_parallel}
+    over = {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel}
+    asked = {"quantization": quantization, **over}
     plan, plugin = plugins.first_result(
         "interposer_plan",
         [name for name, value in asked.items() if value is not None],

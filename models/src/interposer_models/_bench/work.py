@@ -114,7 +114,9 @@ class ModelWork:
                 numbers = (3 if isinstance(module, Experts) else 2) * spec.num_experts
                 numbers *= spec.hidden_size * spec.intermediate_size
                 held = sum(_num_bytes(_own(inner), seen) for inner in module.modules())
-                routed.append(Weights(numbers, held, spec.top_k / spec.num_experts))
+                # A rank may hold some of those that a token chooses from.
+                count = getattr(module, "num_routed", spec.num_experts)
+                routed.append(Weights(numbers, held, spec.top_k / count))
             else:
                 dense += Weights(_numbers(module), _num_bytes(_own(module), seen))
         return cls((dense, *routed), head, (*_mixing(model), *_states(model)))

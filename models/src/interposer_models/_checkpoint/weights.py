@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -10,11 +10,15 @@ from torch import nn
 
 from interposer import PluggableLayer
 from interposer.errors import CheckpointError, ConfigError
+from interposer_models._checkpoint.expert_move import ExpertMove
+from interposer_models._checkpoint.expert_names import ExpertNames
 from interposer_models._checkpoint.layer_group import Filling, LayerGroup, State, groups_of
 from interposer_models._checkpoint.offer import Offer
 from interposer_models._checkpoint.tensor_places import absent_biases, held_elsewhere, places_of
 from interposer_models._checkpoint.weight_update import GroupUpdate
 from interposer_ops.devices import host_memory
+from interposer_ops.layers.expert_placement import ExpertPlacement
+from interposer_ops.layers.placed_experts import PlacedExperts
 
 Progress = Callable[[int], None]
 """Told the bytes of every tensor that was placed."""
@@ -26,6 +30,7 @@ _DERIVED = ("rotary_emb.inv_freq",)
 _LISTED = 5
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
+Moves = Mapping[PlacedExperts, ExpertPlacement]
 
 
 class Weights:
@@ -41,12 +46,15 @@ class Weights:
     def __init__(self, model: nn.Module, device: str) -> None:
         self.device = device
         layers = [module for module in model.modules() if isinstance(module, PluggableLayer)]
-        places, self._tied = places_of(layers)
+        self._experts = ExpertNames(layers)
+        local, self._tied = places_of(layers)
+        places = {self._experts.stored(name): place for name, place in local.items()}
         self._unread: tuple[str, ...] = getattr(model, "unread", ())
         # Of a family whose checkpoints name tensors in several ways; None is what nobody needs.
         self._renamed: Callable[[str], str | None] = getattr(model, "renamed", str)
         self._elsewhere = held_elsewhere(layers)
-        self._absent = absent_biases(layers) - places.keys()
+        absent = frozenset(map(self._experts.stored, absent_biases(layers)))
+        self._absent = absent - places.keys()
         self._groups = groups_of(layers, places)
         self._owners = {name: group for group in self._groups for name in group.places}
 
@@ -228,6 +236,46 @@ class Weights:
         renewed = [update for update in updates.values() if update.pairs is None]
         return tuple(layer.prefix for update in renewed for layer in update.group.layers)
 
+    @torch.no_grad()
+    def relocate(
+        self, moves: Moves, tensors: Tensors, names: Collection[str] | None, path: object
+    ) -> tuple[str, ...]:
+        """Let layers of experts hold others, layer by layer, and count their rows anew.
+
+        Args:
+            moves: where the experts of a layer are to be.
+            tensors: of the whole checkpoint; of those of other layers and ranks none is read.
+            names: of all of them, if known.
+        Returns: as ``update``.
+        Raises:
+            CheckpointError: as ``load``. The layers that were done keep their new experts, and the
+                others those that they had.
+            ConfigError: the weights are offloaded.
+        """
+        if self.fixed:
+            raise ConfigError(self.fixed)
+        moving = [ExpertMove(*move, self._groups, self._experts) for move in moves.items()]
+        owners = {name: move for move in moving for name in move.names}
+        if names is not None:
+            names = {self._renamed(name) or name for name in names}
+        renewed = [prefix for move in moving if move.is_complete for prefix in move.finish(_apply)]
+        with host_memory.reused():
+            for stored, tensor in tensors:
+                name = self._renamed(stored) or stored
+                if (move := owners.get(name)) is None:
+                    continue
+                move.put(name, tensor, self.device, path, names)
+                if move.is_complete:
+                    renewed += move.finish(_apply)
+        host_memory.trim()
+        self._owners = {name: group for group in self._groups for name in group.places}
+        missing = [name for move in moving for name in move.missing]
+        if missing:
+            raise CheckpointError(
+                path, f"lacks the tensor {_listed(missing)}", "copy the checkpoint again"
+            )
+        return tuple(renewed)
+
     def _owner(self, stored: str, tensor: torch.Tensor, path: object) -> LayerGroup | None:
         """Return the group that a tensor of a checkpoint belongs to, None if nobody needs it."""
         name = self._renamed(stored)
@@ -235,6 +283,8 @@ class Weights:
         if name is None or group is not None or name in self._tied or name.endswith(_DERIVED):
             return group
         if name.startswith(self._unread) or name in self._elsewhere:
+            return None
+        if self._experts.is_elsewhere(name):
             return None
         if name not in self._absent:
             raise CheckpointError(

@@ -16,6 +16,7 @@ import typer
 from interposer_tools.options import (
     AsJson,
     Dtype,
+    ExpertParallel,
     Kernels,
     Locked,
     PlatformName,
@@ -51,6 +52,7 @@ def bench(
     ] = 0,
     speculate: Speculate = None,
     tensor_parallel: TensorParallel = 1,
+    expert_parallel: ExpertParallel = False,
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     threads: Annotated[int | None, typer.Option(help="Threads that compute on a host.")] = None,
@@ -111,6 +113,7 @@ def bench(
             quantization,
             config,
             speculate,
+            expert_parallel=expert_parallel,
             max_sequences=sizes.max_sequences,
             max_step_tokens=max(sizes.behind, longest) if whole else sizes.behind,
             cache_tokens=sizes.cache_tokens(),

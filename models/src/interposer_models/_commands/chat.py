@@ -14,6 +14,7 @@ import typer
 from interposer_models._commands.run import load_with_progress, speed
 from interposer_tools.options import (
     Dtype,
+    ExpertParallel,
     Kernels,
     Locked,
     PlatformName,
@@ -54,6 +55,7 @@ def chat(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     tensor_parallel: TensorParallel = 1,
+    expert_parallel: ExpertParallel = False,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
@@ -64,7 +66,9 @@ def chat(
     written = None if template is None else template.read_text(encoding="utf-8")
     config = policy(kernel, platform, locked)
     with launched(tensor_parallel, config) as load:
-        lm = load_with_progress(load, model_dir, dtype, quantization, config)
+        lm = load_with_progress(
+            load, model_dir, dtype, quantization, config, expert_parallel=expert_parallel
+        )
         settings = {**lm.suggested, "max_new_tokens": max_new_tokens, "seed": seed}
         if temperature is not None:
             settings["temperature"] = temperature

@@ -17,6 +17,7 @@ import typer
 from interposer_tools.options import (
     AsJson,
     Dtype,
+    ExpertParallel,
     Kernels,
     Locked,
     PlatformName,
@@ -49,6 +50,7 @@ def run(
     quantization: Quantization = None,
     speculate: Speculate = None,
     tensor_parallel: TensorParallel = 1,
+    expert_parallel: ExpertParallel = False,
     offload: Annotated[
         str | None,
         typer.Option(
@@ -71,7 +73,14 @@ def run(
     with launched(tensor_parallel, config) as load:
         started = time.perf_counter()
         lm = load_with_progress(
-            load, model_dir, dtype, quantization, config, speculate, offload=offload
+            load,
+            model_dir,
+            dtype,
+            quantization,
+            config,
+            speculate,
+            offload=offload,
+            expert_parallel=expert_parallel,
         )
         if adapter is not None:
             lm.load_adapter(adapter, adapter)

@@ -170,6 +170,13 @@ class Runner:
         if self.graphs is not None:
             self.graphs.forget()
 
+    def renew(self) -> None:
+        """Capture steps anew, and fix sizes anew, as layers have got new operands."""
+        if self.graphs is not None:
+            self.graphs.forget()
+        if self.compiled is not None:
+            self.compiled.fix_sizes()
+
     def _results(self, batch: StepBatch, plans: Plans) -> Results:
         """Return logits, and hidden states where somebody wants them."""
         logits = self.forward(batch, None, plans)

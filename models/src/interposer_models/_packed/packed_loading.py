@@ -10,11 +10,14 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
 from interposer import CheckpointFile
 from interposer.errors import ConfigError
 from interposer_models._checkpoint.checkpoint import Checkpoint
+from interposer_models._checkpoint.files import with_weights
 from interposer_models._checkpoint.layer_group import LayerGroup, State
-from interposer_models._checkpoint.weights import Keep, Progress, Weights
+from interposer_models._checkpoint.weights import Keep, Moves, Progress, Weights
 from interposer_models._packed.group_states import GroupData, group_states, keep_states
 from interposer_models._packed.layer_states import UnpackableError
 from interposer_models._packed.packed_file import (
@@ -91,11 +94,25 @@ def read(
     Args:
         copies: ``keep`` copies what it is told.
     """
-    scheme, stored = planned.resolver.scheme, checkpoint.stream()
-    tensors = stored if scheme is None else scheme.restored(stored, weights)
+    tensors = _tensors(planned, checkpoint, weights)
     # Files of plugins may lie in memory that cannot be written.
     borrows = copies and isinstance(checkpoint, Checkpoint)
     weights.load(tensors, checkpoint.path, progress, checkpoint.names(), keep, borrows)
+
+
+def relocate(planned: Plan, weights: Weights, moves: Moves) -> tuple[str, ...]:
+    """Read the experts that this rank is to hold, in the manner of ``Weights.relocate``."""
+    checkpoint = with_weights(planned.checkpoint)
+    tensors = _tensors(planned, checkpoint, weights)
+    return weights.relocate(moves, tensors, checkpoint.names(), checkpoint.path)
+
+
+def _tensors(
+    planned: Plan, checkpoint: Checkpoint | CheckpointFile, weights: Weights
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return the tensors of a checkpoint, as the scheme has them."""
+    scheme, stored = planned.resolver.scheme, checkpoint.stream()
+    return stored if scheme is None else scheme.restored(stored, weights)
 
 
 def pack_into(

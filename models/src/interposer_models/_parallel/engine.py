@@ -73,7 +73,11 @@ class RankedEngine(Engine):
 
     def mark(self, error: Exception) -> None:
         """Have an error in the digest, which is to come on every rank."""
-        self.digest = crc32(type(error).__name__.encode(), self.digest)
+        self.mix(type(error).__name__)
+
+    def mix(self, text: str) -> None:
+        """Have in the digest what is to be the same on every rank."""
+        self.digest = crc32(text.encode(), self.digest)
 
     def cancel(self, sequence: Sequence) -> None:
         """End a request early on all ranks; see ``Engine.cancel``."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from interposer import CausalModel, Choice, Ranks, Resolver
 from interposer_models._bench.work import ModelWork
+from interposer_ops.layers.rank_dispatcher import EXCHANGE
 
 _BATCHES = 1, 64
 _CONTEXT = 1024
@@ -168,6 +169,8 @@ def exchanges_of(choices: Iterable[tuple[Choice, list[str]]]) -> tuple[Exchange,
         if request.kind != "communicator":
             continue
         for prefix in set(prefixes):
+            if prefix.rpartition(".")[2] == EXCHANGE:  # of more rows than a decode step has
+                continue
             key, found = (request.name, prefix), int(request.dims["bytes"])
             sizes[key] = min(found, sizes.get(key, found))
     counted: dict[tuple[str, int], int] = {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from interposer import Ranks
 from interposer.errors import ConfigError
 from interposer_models._parallel.alone import Alone
+from interposer_ops.layers.expert_placement import ExpertParallel
 
 if TYPE_CHECKING:
     from interposer_models._parallel.group import Group
@@ -42,17 +44,31 @@ def joined(tensor_parallel: Any) -> Alone | Group:
     return Group(tensor_parallel, Everyone)
 
 
-def described_ranks(tensor_parallel: int | Ranks | None, platform: str) -> Ranks | None:
+def described_ranks(
+    tensor_parallel: int | Ranks | None, platform: str, expert_parallel: Any = None
+) -> Ranks | None:
     """Return the ranks to plan for: as they are given, or so many of one host.
 
     Args:
         platform: name of that of all.
-    Raises: ConfigError: it is no positive integer.
+        expert_parallel: see ``load``.
+    Raises: ConfigError: it is no positive integer, or experts are to be placed on one process.
     """
-    if tensor_parallel is None or isinstance(tensor_parallel, Ranks):
-        return tensor_parallel
-    size = check_number(tensor_parallel)
-    return Ranks(0, size, (0,) * size, (platform,) * size) if size > 1 else None
+    experts = ExpertParallel.of(expert_parallel)
+    ranks = tensor_parallel
+    if isinstance(ranks, int):
+        size = check_number(ranks)
+        ranks = Ranks(0, size, (0,) * size, (platform,) * size) if size > 1 else None
+    elif ranks is not None and not isinstance(ranks, Ranks):
+        check_number(ranks)
+    if experts is None:
+        return ranks
+    if ranks is None:
+        raise ConfigError(
+            f"expert_parallel is {expert_parallel!r}, and one process holds all experts. "
+            "Try: tensor_parallel=2, or more, besides"
+        )
+    return replace(ranks, experts=experts)
 
 
 def check_number(tensor_parallel: object) -> int:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
 
-from interposer import explain
+from interposer import Resolver, explain
 from interposer.errors import ConfigError
 from interposer_models._language_model import LanguageModel
+from interposer_models._packed.packed_loading import relocate
 from interposer_models._parallel.engine import RankedEngine
+from interposer_models._parallel.placed_experts import (
+    NOTE,
+    ExpertLoads,
+    better_placements,
+    load_notes,
+    loads_of,
+    placed_layers,
+)
+from interposer_models._plan import Plan
+from interposer_models._tokenizer import TextTokenizer
 from interposer_models._transfer.receiver import WeightsFrom
 
 
@@ -23,6 +35,23 @@ class RankedLanguageModel(LanguageModel):
     """
 
     engine: RankedEngine
+
+    def __init__(
+        self, engine: RankedEngine, tokenizer: TextTokenizer, plan: Plan, *parts: Any
+    ) -> None:
+        super().__init__(engine, tokenizer, plan, *parts)
+        self._plan = plan
+        self._is_stored = True
+        for layer in placed_layers(engine.model).values():
+            layer.routes.forget()  # what the steps chose that measured the cache
+
+    @property
+    def resolver(self) -> Resolver:
+        """The resolver that made the choices, with a note of how evenly ranks are loaded."""
+        found = super().resolver
+        kept = [note for note in found.notes if not note.startswith(NOTE)]
+        found.notes[:] = [*kept, *load_notes(self.engine.model)]
+        return found
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -77,4 +106,56 @@ class RankedLanguageModel(LanguageModel):
         items = [*(tensors.items() if isinstance(tensors, Mapping) else tensors)]
         update = super().update_weights
         found = self.engine.lead.everywhere("update_weights", (items,), lambda: update(items))
+        self._is_stored = False
         return cast("tuple[str, ...]", found[0])
+
+    def expert_loads(self) -> dict[str, ExpertLoads]:
+        """Return how many rows each expert got since it was placed, by the prefix of its layer.
+
+        Every rank counts the same. Of models whose experts are not placed whole there is none.
+        """
+        return loads_of(self.engine.model)
+
+    def rebalance_experts(self) -> dict[str, ExpertLoads]:
+        """Place experts by their loads on every rank, and count anew; between steps, at any time.
+
+        Each rank reads the experts that it is to hold from the files, whole layers of them where
+        one tensor holds those of a layer. Requests go on: keys and values stay as they are.
+
+        Returns: what was counted until now, with the new placements, of the layers whose ranks have
+            less to do by these; others stay as they are.
+        Raises:
+            ConfigError: the weights are no longer those of the files, or are offloaded, or experts
+                are not placed whole.
+            CheckpointError: the files are no longer complete.
+            RankError: it failed on some ranks only, which are no longer alike.
+        """
+        rebalance = self._rebalance
+        return cast(
+            "dict[str, ExpertLoads]",
+            self.engine.lead.everywhere("rebalance_experts", (), rebalance)[0],
+        )
+
+    def _rebalance(self) -> dict[str, ExpertLoads]:
+        if not placed_layers(self.engine.model):
+            raise ConfigError(
+                "No experts of this model are placed whole. Try: load(..., expert_parallel=True)"
+            )
+        if not self._is_stored or self.weights is None:
+            raise ConfigError(
+                "Experts are read from the files again where they move, and update_weights() gave "
+                f"the model others. Try: load {self.path} anew, or rebalance before the update"
+            )
+        moves = better_placements(self.engine.model)
+        counted = self.expert_loads()
+        if moves:
+            with self._plan.numerics():
+                renewed = relocate(self._plan, self.weights, moves)
+            self._adapters.renew()
+            if renewed:
+                self.engine.runner.renew()
+        self.engine.mix(repr([*moves.values()]))
+        return {
+            layer.prefix: replace(counted[layer.prefix], placement=placement)
+            for layer, placement in moves.items()
+        }

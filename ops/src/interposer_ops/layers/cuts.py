@@ -12,7 +12,7 @@ from interposer import AttentionSpec, Ranks, Site
 
 __all__ = ["Cut", "Slice", "Slices", "heads_cut", "local_spec"]
 
-Kind = Literal["column", "row", "heads", "vocabulary", "expert"]
+Kind = Literal["column", "row", "heads", "vocabulary", "expert", "experts"]
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -23,7 +23,7 @@ class Cut:
     Attributes:
         kind: ``column``: of outputs; ``row``: of inputs, so that results are added up; ``heads``:
             of outputs by heads, of which ranks may hold the same; ``vocabulary``: of a table's
-            rows; ``expert``: of what lies inside each expert.
+            rows; ``expert``: of what lies inside each expert; ``experts``: whole ones.
         whole: the size of the axis.
         ranges: starts and stops of what this rank holds, in order.
     """
@@ -104,12 +104,12 @@ def vocabulary_cut(site: Site, size: int) -> Cut | None:
     if size < ranks.size:
         tell_replicated(site, f"{size} rows are fewer than {ranks.size} ranks")
         return None
-    edges = vocabulary_edges(ranks.size, size)
+    edges = even_edges(ranks.size, size)
     return Cut("vocabulary", size, ((edges[ranks.rank], edges[ranks.rank + 1]),))
 
 
-def vocabulary_edges(count: int, size: int) -> list[int]:
-    """Return where the rows of each of ``count`` ranks begin, and the end of all."""
+def even_edges(count: int, size: int) -> list[int]:
+    """Return where the rows of each of ``count`` ranks begin, as equal as can be, and the end."""
     return [size * rank // count for rank in range(count + 1)]
 
 
@@ -168,11 +168,18 @@ def slices_of_heads(names: Iterable[str], cut: Cut) -> Slices:
 
 def tell_replicated(site: Site, reason: str) -> None:
     """Note that every rank computes all of the layer at ``site``, once for all such layers."""
-    kind = ".".join(part for part in site.prefix.split(".") if not part.isdigit())
-    note = f"every rank computes all of {kind}: {reason}"
-    notes = site.resolver.notes
-    if note not in notes:
-        notes.append(note)
+    tell_once(site, f"every rank computes all of {kind_of(site)}: {reason}")
+
+
+def kind_of(site: Site) -> str:
+    """Return the prefix of a site without the numbers of blocks."""
+    return ".".join(part for part in site.prefix.split(".") if not part.isdigit())
+
+
+def tell_once(site: Site, note: str) -> None:
+    """Note something of the model, once for all layers of which it is true."""
+    if note not in site.resolver.notes:
+        site.resolver.notes.append(note)
 
 
 def _ranks(site: Site) -> Ranks:

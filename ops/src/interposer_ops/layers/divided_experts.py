@@ -1,6 +1,6 @@
 """Routed experts of which each rank computes a share of the elements inside every expert.
 
-The stages of ``ExpertDispatcher`` send rows to other ranks instead; both leave the router whole.
+``PlacedExperts`` are whole ones, of which each rank has some; both leave the router whole.
 
 Dimensions: T tokens, E experts, I intermediate size.
 """
@@ -21,9 +21,10 @@ from interposer_ops.layers._parameter_cuts import (
     sandboxed,
     slices_between,
 )
-from interposer_ops.layers.cuts import Cut, Slice, Slices, even_cut, tell_replicated
+from interposer_ops.layers.cuts import Cut, Slice, Slices, alone, even_cut, tell_replicated
 from interposer_ops.layers.divided_linear import bind_all_reduce
 from interposer_ops.layers.experts import Experts, PlainExperts
+from interposer_ops.layers.placed_experts import place_experts
 
 __all__ = ["share_experts"]
 
@@ -45,7 +46,17 @@ class DividedExperts(Experts):
 
 
 def share_experts(site: Site, spec: ExpertsSpec) -> Experts:
-    """Return the experts at ``site``, cut by I if the scheme stores them so that they can be."""
+    """Return the experts at ``site``, as far as the scheme stores them so that ranks share them.
+
+    They are placed whole where the ranks say how; else, or where they cannot be, cut by I.
+
+    Raises: ConfigError: there are not enough of them to be placed.
+    """
+    ranks: Any = site.resolver.ranks
+    if not alone(site) and ranks.experts is not None:
+        placed = place_experts(site, spec, ranks.experts)
+        if placed is not None:
+            return placed
     cut = even_cut(site, "expert", spec.intermediate_size)
     if cut is not None:
         try:

@@ -28,7 +28,8 @@ __all__ = ["ColumnLinear", "Projection", "RowLinear", "divides"]
 
 
 _FEW_ROWS = 64
-_MANY_ROWS = 1024
+MANY_ROWS = 1024
+"""Rows of a step that is a prompt's; no step has so many sequences."""
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -195,9 +196,11 @@ def bind_all_reduce(site: Site, width: int, dtype: torch.dtype | None = None) ->
     communicator is chosen for each, which may be the same. Where ranks are only described nothing
     can be called.
     """
-    few, many = (_chosen(site, "all_reduce", width, rows, dtype) for rows in (1, _MANY_ROWS))
+    few, many = (
+        chosen_communicator(site, "all_reduce", width, rows, dtype) for rows in (1, MANY_ROWS)
+    )
     if few is None or many is None:
-        return _uncallable
+        return uncallable
     if few is many:
         return few.all_reduce
     limit = _FEW_ROWS * width
@@ -212,9 +215,9 @@ def bind_all_gather(site: Site, sizes: Sequence[int]) -> Reduce:
     """Return what puts ``[T, sizes[rank]]`` of all ranks side by side, ``[T, sum(sizes)]``."""
     ranks = site.resolver.ranks
     assert ranks is not None
-    found = _chosen(site, "all_gather", sizes[ranks.rank], 1, None)
+    found = chosen_communicator(site, "all_gather", sizes[ranks.rank], 1, None)
     if found is None:
-        return _uncallable
+        return uncallable
     communicator = found
 
     def gather(x: Tensor) -> Tensor:
@@ -223,13 +226,15 @@ def bind_all_gather(site: Site, sizes: Sequence[int]) -> Reduce:
     return gather
 
 
-def _chosen(
+def chosen_communicator(
     site: Site, collective: str, width: int, rows: int, dtype: torch.dtype | None
 ) -> Communicator | None:
+    """Return what is chosen for ``[rows, width]`` of a rank; None of ranks that are described."""
     kind = dtype or site.dtype
     num_bytes = rows * width * kind.itemsize
     return site.resolver.communicator(collective, kind, num_bytes, site.prefix)[1]
 
 
-def _uncallable(x: Tensor) -> Tensor:
+def uncallable(*_: object) -> Tensor:
+    """Raise, in place of a collective."""
     raise RuntimeError("the ranks are only described, so that they cannot exchange anything")

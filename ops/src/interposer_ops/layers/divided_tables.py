@@ -22,9 +22,9 @@ from interposer_ops.layers._parameter_cuts import (
 from interposer_ops.layers.cuts import (
     Cut,
     Slices,
+    even_edges,
     tell_replicated,
     vocabulary_cut,
-    vocabulary_edges,
 )
 from interposer_ops.layers.divided_linear import bind_all_gather, bind_all_reduce
 from interposer_ops.layers.embedding import Embedding, LMHead, PlainEmbedding
@@ -66,7 +66,7 @@ class DividedHead(LMHead):
         self.cut, self.slices = cut, slices
         self._create(site, cut.size, hidden_size, tied)
         self.vocab_size = cut.whole
-        edges = vocabulary_edges(ranks.size, cut.whole)
+        edges = even_edges(ranks.size, cut.whole)
         sizes = [stop - start for start, stop in pairwise(edges)]
         self.gather = bind_all_gather(site, sizes)
 

@@ -17,6 +17,7 @@ import typer
 
 from interposer_tools.options import (
     Dtype,
+    ExpertParallel,
     Kernels,
     Locked,
     PlatformName,
@@ -81,6 +82,7 @@ def serve(
     quantization: Quantization = None,
     speculate: Speculate = None,
     tensor_parallel: TensorParallel = 1,
+    expert_parallel: ExpertParallel = False,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
@@ -99,10 +101,9 @@ def serve(
     adapters = _adapters(adapter or (), embed)
     if speculate is not None and embed:
         raise ConfigError(f"--speculate {speculate!r} is given with --embed. Try: one of them")
-    if tensor_parallel > 1 and embed:
-        raise ConfigError(
-            f"--tensor-parallel {tensor_parallel} is given with --embed. Try: without"
-        )
+    if (tensor_parallel > 1 or expert_parallel) and embed:
+        given = "--expert-parallel" if expert_parallel else f"--tensor-parallel {tensor_parallel}"
+        raise ConfigError(f"{given} is given with --embed. Try: without")
     listening = _bound(host, port)  # before minutes are spent on loading
 
     import uvicorn
@@ -123,6 +124,7 @@ def serve(
                 dtype,
                 config=config,
                 quantization=quantization,
+                expert_parallel=expert_parallel,
                 cache_tokens=cache_tokens,
                 max_sequences=max_sequences,
                 prefix_cache=prefix_cache,

@@ -11,6 +11,7 @@ from interposer.errors import ConfigError
 from interposer_tools.options import (
     AsJson,
     Dtype,
+    ExpertParallel,
     Kernels,
     Locked,
     PlatformName,
@@ -43,6 +44,7 @@ def explain(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     tensor_parallel: TensorParallel = 1,
+    expert_parallel: ExpertParallel = False,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
@@ -61,6 +63,7 @@ def explain(
         dtype,
         quantization,
         tensor_parallel if tensor_parallel > 1 else None,
+        expert_parallel or None,
     )
     if why is not None:
         explanation = explanation.why(why)
