@@ -28,6 +28,7 @@ HEADER_BYTES = 2 << 20
 _MAGIC = "interposer"
 _LENGTH_BYTES = 8
 _CAN_MAP = hasattr(mmap, "MAP_PRIVATE")
+_WILL_NEED: int | None = getattr(mmap, "MADV_WILLNEED", None)
 
 
 class PackedFileError(Exception):
@@ -113,6 +114,21 @@ class MappedMemory:
         return torch.frombuffer(
             self._map, dtype=torch.uint8, count=num_bytes, offset=HEADER_BYTES + start
         )
+
+    def advise(self, number: int, start: int = 0, stop: int | None = None) -> None:
+        """Let the system begin to read a part of a memory, and nothing beside its pages.
+
+        Args:
+            start: first byte in the memory; less than 0 is its beginning.
+            stop: byte behind the last one; None, or beyond the end, is the end.
+        """
+        at, num_bytes = self._memories[number]
+        start, stop = max(start, 0), num_bytes if stop is None else min(stop, num_bytes)
+        if _WILL_NEED is None or stop <= start:
+            return
+        first = (HEADER_BYTES + at + start) // mmap.PAGESIZE * mmap.PAGESIZE
+        with suppress(OSError):  # it is read all the same, by and by
+            self._map.madvise(_WILL_NEED, first, HEADER_BYTES + at + stop - first)
 
     def digests(self) -> Iterator[str]:
         """Yield the SHA-256 of each memory."""

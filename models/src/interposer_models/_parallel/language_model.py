@@ -39,7 +39,10 @@ class RankedLanguageModel(LanguageModel):
             communicator.close()
 
     def explanations(self) -> list[dict[str, Any]]:
-        """Return ``interposer.explain(model).to_dict()`` of each rank, in order."""
+        """Return ``interposer.explain(model).to_dict()`` of each rank, in order.
+
+        Raises: RankError: a rank was lost.
+        """
         return self.engine.lead.everywhere("explanation", (), self.explanation)
 
     def explanation(self) -> dict[str, Any]:
