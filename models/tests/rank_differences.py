@@ -48,7 +48,7 @@ def main() -> None:
     same = folder / "same"
     found = {name: refusal(folder / name if rank else same) for name in FILES}
     found["seed"] = refusal(same, seed=rank)
-    found["offload"] = refusal(same, offload="65%" if rank else None)
+    found["offload"] = refusal(same, offload="100%" if rank else None)
     with loaded(same) as lm:
         found["nothing"] = drift(lm, [5, 6])
         found["prompt"] = drift(lm, [5, 6 + rank])

@@ -44,7 +44,7 @@ def told(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
         ("tokenizer", "rank 1 has a tokenizer and defaults with the digest "),
         ("weights", "rank 1 has weights with the digest "),
         ("seed", "rank 1 has seed 1, and rank 0 0"),
-        ("offload", "rank 1 has offload 65%, and rank 0 None"),
+        ("offload", "rank 1 has offload 100%, and rank 0 None"),
         ("prompt", "rank 1 had other requests or computed other tokens than rank 0 before step"),
     ],
 )

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
 from interposer import CheckpointFile
 from interposer.errors import ConfigError
@@ -16,9 +15,10 @@ from interposer_models._checkpoint.layer_group import LayerGroup
 from interposer_models._checkpoint.weights import Progress, Weights
 from interposer_models._offload.device_copies import DeviceCopies, Packet
 from interposer_models._offload.disk import DiskReader, Extents
-from interposer_models._offload.expert_reads import ExpertReads
+from interposer_models._offload.expert_reads import ExpertMemory, ExpertReads
 from interposer_models._offload.placing import BlockSize, OffloadPlan
 from interposer_models._offload.planning import (
+    Mixture,
     Offloading,
     Sizes,
     blocks_of,
@@ -26,6 +26,7 @@ from interposer_models._offload.planning import (
     mixtures,
 )
 from interposer_models._offload.ring import Ring
+from interposer_models._packed.expert_memories import expert_memories
 from interposer_models._packed.filling import (
     REFUSALS,
     MemoryOf,
@@ -61,14 +62,30 @@ class _Members:
             block = found.pop() if len(found) == 1 else None
             self.owner[number] = block, block is not None and mixed.issuperset(group.layers)
         self.memories: dict[tuple[int | None, bool], list[int]] = defaultdict(list)
-        self.held: dict[nn.Module, list[int]] = defaultdict(list)
+        # The group of each layer, and its place among the layers of that.
+        self.places = {
+            layer: (number, place)
+            for number, group in weights.groups()
+            for place, layer in enumerate(group.layers)
+        }
 
-    def note(self, number: int, group: LayerGroup, memories: Iterable[int]) -> None:
-        """Know that a group, and each of its layers, has memories."""
-        found = [*memories]
-        self.memories[self.owner[number]] += found
-        for layer in group.layers:
-            self.held[layer] += found
+    def note(self, group: int, memories: Iterable[int]) -> None:
+        """Know that a group has memories."""
+        self.memories[self.owner[group]] += memories
+
+    def experts(self, mixture: Mixture, states: GroupData) -> dict[int, int | None]:
+        """Return the expert of each memory of a mixture, None where it has shares of all.
+
+        Experts that are layers of their own are its children, and have their numbers as names.
+        """
+        found: dict[int, int | None] = {}
+        for name, layer in mixture.named_modules():
+            if layer in self.places:
+                group, place = self.places[layer]
+                held = expert_memories(states[str(group)][place], mixture.spec.num_experts)
+                first = name.partition(".")[0]
+                found |= dict.fromkeys(held, int(first)) if first.isdigit() else held
+        return found
 
     def of(self, block: int, with_experts: bool) -> list[int]:
         """Return the memories of a block."""
@@ -148,7 +165,7 @@ def _from_disk(
         return memory[number] if reader is None or place is None else reader.memory(*place)
 
     restore(weights, file.facts.states, memory_of)
-    comes = _advise(plan, members, memory, bounds)
+    comes = _advise(plan, members, file, memory)
     for number in range(len(bounds)):
         if number not in comes and number not in places:
             memory.advise(number)
@@ -180,7 +197,7 @@ def _from_host(
         first = len(memories)
         keep_states(states, number, group, hold, device)
         new = range(first, len(memories))
-        members.note(number, group, new)
+        members.note(number, new)
         block, is_mixed = members.owner[number]
         if block is None:
             return
@@ -229,18 +246,19 @@ def _attach(
 
 
 def _advise(
-    plan: OffloadPlan, members: _Members, memory: MappedMemory, bounds: list[tuple[int, int]]
+    plan: OffloadPlan, members: _Members, file: PackedFile, memory: MappedMemory
 ) -> set[int]:
     """Read experts of blocks that are mapped as tokens need them; return all such memories."""
     found: set[int] = set()
+    bounds = file.facts.memories
     for block, place in enumerate(plan.places):
         if place.experts != "mapped":
             continue
         found.update(members.memories[block, True])
         for layer in mixtures(members.blocks[block]):
-            sizes = [(number, bounds[number][1]) for number in members.held[layer]]
-            if sizes:  # else its experts are layers of their own
-                ExpertReads(memory, sizes, layer.spec.num_experts).attach(layer)
+            owned = members.experts(layer, file.facts.states)
+            held = [ExpertMemory(number, bounds[number][1], own) for number, own in owned.items()]
+            ExpertReads(memory, held, layer.spec.num_experts).attach(layer)
     return found
 
 
@@ -255,7 +273,7 @@ def _noted(planned: Plan, weights: Weights, file: PackedFile, memory_of: MemoryO
             return memory_of(memory)
 
         states_of(file.facts.states, number, group, noted)
-        members.note(number, group, used)
+        members.note(number, used)
     return members
 
 

@@ -16,6 +16,8 @@ from interposer_models._offload.placing import BlockSize, OffloadPlan, Source, p
 from interposer_models._offload.settings import Offload
 from interposer_ops.layers.experts import Experts
 
+Mixture = Experts | UngatedExperts
+
 _FITTING = 0.9
 _ROOM = {"disk": 0.6, "host": 0.8}
 
@@ -146,7 +148,7 @@ def blocks_of(model: CausalModel) -> Sequence[nn.Module]:
     return [*model.model.layers] if isinstance(model, CausalLM) else []
 
 
-def mixtures(block: nn.Module) -> list[Experts | UngatedExperts]:
+def mixtures(block: nn.Module) -> list[Mixture]:
     """Return the layers of a block that have experts."""
     return [part for part in block.modules() if isinstance(part, (Experts, UngatedExperts))]
 

@@ -25,12 +25,15 @@ from interposer_models._packed.packed_file import BeingWrittenError, Facts, Pack
 from interposer_models._packed.shelf import LEAST_BYTES
 from interposer_models._plan import Plan
 
-_DIVIDED = "each rank holds shares of its own, and files hold whole models"
 _log = logging.getLogger("interposer")
 
 
 class _SmallError(PackedFileError):
     """A checkpoint is too small for a file to be worth while, of which nobody needs to know."""
+
+
+class _DividedError(PackedFileError):
+    """Several ranks have the model, which is no fault that anybody should mend."""
 
 
 def load_weights(
@@ -59,8 +62,11 @@ def load_weights(
             return
         if wanted == "on":
             raise ConfigError(f"packed='on' was asked for, but {refusal}") from refusal
-        if not isinstance(refusal, _SmallError):
-            _tell(planned, f"packed weights: none, {refusal}")
+        note = f"packed weights: none, {refusal}"
+        if isinstance(refusal, _DividedError):
+            planned.resolver.notes.append(note)
+        elif not isinstance(refusal, _SmallError):
+            _tell(planned, note)
     read(planned, checkpoint, weights, progress)
 
 
@@ -75,7 +81,7 @@ def _map(
         UnpackableError: a layer holds what no file can.
     """
     if planned.resolver.ranks is not None:
-        raise PackedFileError(_DIVIDED)
+        raise _DividedError("each rank holds shares of its own, and files hold whole models")
     shelf = shelf_of(planned, checkpoint)
     found = shelf.find()
     if found is not None:
