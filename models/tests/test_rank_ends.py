@@ -15,15 +15,22 @@ import pytest
 from tests.forks import forks
 
 STDLIB = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
-# It tells the ids of the processes, and then generates until it is ended.
+# It tells the ids of the processes, and then generates until it is ended, in a thread where asked.
 PROGRAM = """
-import os, signal, sys
+import asyncio, os, signal, sys
 from interposer import Config
 from interposer.errors import InterposerError
-from interposer_models import launched
+from interposer_models import AsyncLanguageModel, launched
 from interposer_models._parallel import launcher
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+async def serve(lm):
+    async with AsyncLanguageModel(lm) as front:
+        while True:
+            try:
+                await front.generate([[1, 2, 3]], max_new_tokens=300, ignore_eos=True)
+            except InterposerError:  # as a server, which answers each client for itself
+                await asyncio.sleep(0.01)
 try:
     with launched(2, timeout_seconds=float(sys.argv[2])) as load:
         lm = load(sys.argv[1], cache_tokens=512, max_sequences=1, config=Config(platform="cpu"))
@@ -31,6 +38,8 @@ try:
         asked = [open(f"/proc/{child}/cmdline").read() for child in children]
         ranks = [c for c, a in zip(children, asked) if "_parallel.process" in a]
         print(os.getpid(), *ranks, flush=True)
+        if sys.argv[3] == "thread":
+            asyncio.run(serve(lm))
         while True:
             lm.generate([[1, 2, 3]], max_new_tokens=300, ignore_eos=True)
 except InterposerError as error:
@@ -40,9 +49,11 @@ pytestmark = pytest.mark.skipif("not os.path.isdir('/proc/self')", reason="needs
 
 
 @contextmanager
-def generating(timeout_seconds: float) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
+def generating(
+    timeout_seconds: float, where: str = "main"
+) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
     """Start two ranks, and give the client of rank 0's process, its id and that of rank 1."""
-    command = forks().command("-c", PROGRAM, STDLIB, str(timeout_seconds))
+    command = forks().command("-c", PROGRAM, STDLIB, str(timeout_seconds), where)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -113,3 +124,13 @@ def test_all_ranks_end_with_the_reason(what: Callable[[int, int], None], said: s
     assert process.returncode
     assert re.search(said, told)
     assert shared_memory() <= before
+
+
+def test_a_rank_that_hangs_ends_a_program_whose_steps_are_in_a_thread() -> None:
+    with generating(3.0, "thread") as (process, leader, follower):
+        time.sleep(0.2)
+        stop_follower(leader, follower)
+        assert ended(leader, follower)
+        _, told = process.communicate(timeout=30)
+    assert process.returncode
+    assert re.search(r"error: Rank 0: .*rank 1 (hangs|did not come)", told)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from interposer import Planned, Resolver, Verdict
+from interposer import Planned, Resolver, Verdict, explain
 from interposer.errors import ConfigError, RequestError
 from interposer_models._adapters.adapters import Adapters
 from interposer_models._adapters.files import Adapter
@@ -63,6 +63,10 @@ class LanguageModel:
             kept = (note for note in notes if not note.startswith(_PREFIXES))
             notes[:] = [*kept, f"{_PREFIXES}{counts}"]
         return self._resolver
+
+    def explanations(self) -> list[dict[str, Any]]:
+        """Return ``interposer.explain(model).to_dict()`` of each process that computes it."""
+        return [explain(self).to_dict()]
 
     @property
     def suggested(self) -> dict[str, Any]:

@@ -62,6 +62,7 @@ from interposer_models._language_model import LanguageModel
 from interposer_models._offload.loading import load_offloaded
 from interposer_models._offload.planning import offloading
 from interposer_models._online_quantization import quantization_settings
+from interposer_models._parallel.cut_notes import cut_notes
 from interposer_models._parallel.estimate import estimated
 from interposer_models._parallel.facts import facts_of
 from interposer_models._parallel.joining import described_ranks, joined
@@ -131,8 +132,10 @@ def plan(
         resolver.notes.append(note)
     dequantize_once(model, site, placement)
     resolver.check_places()
-    offloads = offloading(offload, model, placement, resolver.notes, config.packed)
+    offloads = offloading(offload, model, placement, resolver.notes, config.packed, ranks)
     resolver.notes += estimated(model, resolver)
+    if ranks is not None and ranks.group is None:
+        resolver.notes += cut_notes(model)
     # Tokens are drawn outside of the graph: how, changes with every request.
     graphs = judge_graphs(resolver, placement, frozenset({_SAMPLER}))
     compiled = judge_compiler(config, placement, graphs, [c for c, _ in resolver.choices.values()])
@@ -246,6 +249,8 @@ def load(
         )
         for note in planned.resolver.notes:
             _log.warning("%s: %s", path, note)
+        if group.ranks is not None:  # cuts are as they should be, of which nobody is warned
+            planned.resolver.notes += cut_notes(planned.model)
         if shared is not None:
             shared.check(planned.placement.platform)
         states = state_bytes(planned, max_sequences, shared)
@@ -265,8 +270,8 @@ def load(
         if required and planned.graphs is not None and not planned.graphs:
             raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
     given = {"cache_tokens": cache_tokens, "prefix_cache": shared, "speculation": guesses}
-    facts = facts_of(planned, **sizes, **given, expert_parallel=expert_parallel)
-    group.agree(facts | {"adapters": sorted(read)})
+    own = {**given, "expert_parallel": expert_parallel, "offload": offload}
+    group.agree(facts_of(planned, **sizes, **own, adapters=sorted(read)))
     with group.together("meeting"):
         for communicator in planned.resolver.communicators.values():
             communicator.open()

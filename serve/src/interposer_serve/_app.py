@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
@@ -110,7 +109,7 @@ def application(
         return JSONResponse(entry(asked))
 
     async def explanation(_request: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(endpoints.explanation))
+        return JSONResponse(await endpoints.explanation())
 
     routes = [
         *endpoints.routes,

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-import interposer
 from interposer.errors import InterposerError, RequestError
 from interposer_models import (
     AsyncLanguageModel,
@@ -87,9 +86,13 @@ class TextEndpoints:
         """The reason why requests would fail; empty where they would not."""
         return self._model.trouble
 
-    def explanation(self) -> dict[str, Any]:
-        """Return what the model was built from, and why."""
-        return interposer.explain(self._lm).to_dict()
+    async def explanation(self) -> dict[str, Any]:
+        """Return what the model was built from, and why.
+
+        Where several processes compute it, that is of the first one, with ``ranks`` of them all.
+        """
+        found = await self._model.call(self._lm.explanations)
+        return {**found[0], "ranks": found} if len(found) > 1 else found[0]
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -49,9 +49,10 @@ class VectorEndpoints:
         """The reason why requests would fail: there is none that would last."""
         return ""
 
-    def explanation(self) -> dict[str, Any]:
+    async def explanation(self) -> dict[str, Any]:
         """Return what the model runs on, and why."""
-        return interposer.explain(self._encoder.adapted).to_dict()
+        found = await asyncio.to_thread(interposer.explain, self._encoder.adapted)
+        return found.to_dict()
 
     async def embed(self, request: Request) -> Response:
         """``/v1/embeddings``."""

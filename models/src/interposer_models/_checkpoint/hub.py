@@ -14,7 +14,7 @@ from typing import NamedTuple
 from interposer.errors import CheckpointError, foreign_errors
 
 # What else is there is for other programs, or the same in other forms.
-_DESCRIPTION = (
+DESCRIPTION = (
     "config.json",
     "generation_config.json",
     "hf_quant_config.json",
@@ -36,6 +36,8 @@ _DESCRIPTION = (
     "config_sentence_transformers.json",
     "*_Pooling/config.json",
 )
+"""Patterns of the files of a model that are no weights."""
+
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 
@@ -70,7 +72,7 @@ class HubModel(NamedTuple):
 
         Raises: CheckpointError: it is not there, may not be read, or cannot be fetched.
         """
-        return self._fetched(_DESCRIPTION, self.revision)
+        return self._fetched(DESCRIPTION, self.revision)
 
     def weights(self, folder: Path, files: Collection[str]) -> None:
         """Add ``files`` to ``folder``, which ``description`` returned.

@@ -143,13 +143,20 @@ def bench(
         peak_memory_bytes=peak,
         roofs=roofs,
         rows=judged_rows(kinds, runs, work, roofs),
-        notes=(*sizes.notes, *(("prompts are computed whole: none extends another",) * whole)),
+        notes=(*sizes.notes, *_notes(whole, tensor_parallel)),
     )
     if svg is not None:
         svg.write_text(drawn(found), encoding="utf-8")
     print(found.to_json() if as_json else found.llama_bench() if llama_bench else found)
     if plot and not as_json:
         print(f"\n{bars(found)}")
+
+
+def _notes(whole: bool, ranks: int) -> Iterator[str]:
+    if whole:
+        yield "prompts are computed whole: none extends another"
+    if ranks > 1:
+        yield f"{ranks} ranks: weights, memory and ceilings are those of rank 0"
 
 
 @contextmanager

@@ -11,17 +11,34 @@ import torch
 from interposer import CheckpointFile
 from interposer.errors import ConfigError
 from interposer_models._checkpoint.checkpoint import Checkpoint
-from interposer_models._checkpoint.layer_group import LayerGroup, State
+from interposer_models._checkpoint.layer_group import LayerGroup
 from interposer_models._checkpoint.weights import Progress, Weights
 from interposer_models._offload.device_copies import DeviceCopies, Packet
 from interposer_models._offload.disk import DiskReader, Extents
+from interposer_models._offload.expert_reads import ExpertMemory, ExpertReads
 from interposer_models._offload.placing import BlockSize, OffloadPlan
-from interposer_models._offload.planning import Offloading, Sizes, blocks_of, expert_layers
+from interposer_models._offload.planning import (
+    Mixture,
+    Offloading,
+    Sizes,
+    blocks_of,
+    expert_layers,
+    mixtures,
+)
 from interposer_models._offload.ring import Ring
-from interposer_models._packed.group_states import GroupData, group_states, keep_states
-from interposer_models._packed.layer_states import UnpackableError
-from interposer_models._packed.packed_file import PackedFile, PackedFileError
-from interposer_models._packed.packed_loading import load_weights, packed_file, read
+from interposer_models._packed.expert_memories import expert_memories
+from interposer_models._packed.filling import (
+    REFUSALS,
+    MemoryOf,
+    attempted,
+    packed_file,
+    read,
+    restore,
+    states_of,
+)
+from interposer_models._packed.group_states import GroupData, keep_states
+from interposer_models._packed.packed_file import MappedMemory, PackedFile
+from interposer_models._packed.packed_loading import load_weights
 from interposer_models._plan import Plan
 
 _NOTE = "offload: "
@@ -29,8 +46,6 @@ _FIXED = (
     "offloaded weights cannot be exchanged: buffers hold them for the time of their block. "
     "Try: load the new checkpoint, or load(..., offload=False)"
 )
-
-MemoryOf = Callable[[int], torch.Tensor]
 
 
 class _Members:
@@ -47,10 +62,30 @@ class _Members:
             block = found.pop() if len(found) == 1 else None
             self.owner[number] = block, block is not None and mixed.issuperset(group.layers)
         self.memories: dict[tuple[int | None, bool], list[int]] = defaultdict(list)
+        # The group of each layer, and its place among the layers of that.
+        self.places = {
+            layer: (number, place)
+            for number, group in weights.groups()
+            for place, layer in enumerate(group.layers)
+        }
 
     def note(self, group: int, memories: Iterable[int]) -> None:
         """Know that a group has memories."""
         self.memories[self.owner[group]] += memories
+
+    def experts(self, mixture: Mixture, states: GroupData) -> dict[int, int | None]:
+        """Return the expert of each memory of a mixture, None where it has shares of all.
+
+        Experts that are layers of their own are its children, and have their numbers as names.
+        """
+        found: dict[int, int | None] = {}
+        for name, layer in mixture.named_modules():
+            if layer in self.places:
+                group, place = self.places[layer]
+                held = expert_memories(states[str(group)][place], mixture.spec.num_experts)
+                first = name.partition(".")[0]
+                found |= dict.fromkeys(held, int(first)) if first.isdigit() else held
+        return found
 
     def of(self, block: int, with_experts: bool) -> list[int]:
         """Return the memories of a block."""
@@ -88,21 +123,17 @@ def load_offloaded(
         load_weights(planned, checkpoint, weights, progress)
         return
     fill = _from_disk if decided.source == "disk" else _from_host
-    done = 0
 
-    def advance(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        progress(num_bytes)
-
-    try:
+    def filled(advance: Progress) -> None:
         fill(planned, decided, checkpoint, weights, advance)
-    except (PackedFileError, UnpackableError, ConfigError) as error:
-        if not decided.is_automatic:
-            raise ConfigError(f"offload was asked for, but {error}") from error
-        progress(-done)  # it begins again
-        _renote(planned, [f"{_NOTE}none, {error}"])
-        load_weights(planned, checkpoint, weights, progress)
+
+    refusal = attempted(filled, progress, (*REFUSALS, ConfigError))
+    if refusal is None:
+        return
+    if not decided.is_automatic:
+        raise ConfigError(f"offload was asked for, but {refusal}") from refusal
+    _renote(planned, [f"{_NOTE}none, {refusal}"])
+    load_weights(planned, checkpoint, weights, progress)
 
 
 def _from_disk(
@@ -121,22 +152,24 @@ def _from_disk(
         Extents({number: bounds[number] for number in _moved(plan, members, block)})
         for block in plan.streamed
     ]
-    if not parts:
-        _restore(weights, file, memory.__getitem__)
-    else:
-        reader = DiskReader(file.path, parts, plan.num_buffers)
-        places = {
-            number: (position % plan.num_buffers, at, bounds[number][1])
-            for position, extents in enumerate(parts)
-            for number, at in extents.places.items()
-            if bounds[number][1]
-        }
+    reader = DiskReader(file.path, parts, plan.num_buffers) if parts else None
+    places = {
+        number: (position % plan.num_buffers, at, bounds[number][1])
+        for position, extents in enumerate(parts)
+        for number, at in extents.places.items()
+        if bounds[number][1]
+    }
 
-        def memory_of(number: int) -> torch.Tensor:
-            place = places.get(number)
-            return memory[number] if place is None else reader.memory(*place)
+    def memory_of(number: int) -> torch.Tensor:
+        place = places.get(number)
+        return memory[number] if reader is None or place is None else reader.memory(*place)
 
-        _restore(weights, file, memory_of)
+    restore(weights, file.facts.states, memory_of)
+    comes = _advise(plan, members, file, memory)
+    for number in range(len(bounds)):
+        if number not in comes and number not in places:
+            memory.advise(number)
+    if reader is not None:
         _attach(plan, members, reader, weights)
     _renote(planned, plan.notes() if plan.offloads else [])
 
@@ -194,7 +227,7 @@ def _from_host(
             held |= {n: copies.memory(buffer, at, bytes_of[n]) for n, at in each.places.items()}
     held |= memories
 
-    weights.restore(lambda number, group: group_states(states, number, group, held.__getitem__))
+    restore(weights, states, held.__getitem__)
     if packets:
         _attach(plan, members, copies, weights)
 
@@ -212,6 +245,23 @@ def _attach(
     weights.fixed = _FIXED
 
 
+def _advise(
+    plan: OffloadPlan, members: _Members, file: PackedFile, memory: MappedMemory
+) -> set[int]:
+    """Read experts of blocks that are mapped as tokens need them; return all such memories."""
+    found: set[int] = set()
+    bounds = file.facts.memories
+    for block, place in enumerate(plan.places):
+        if place.experts != "mapped":
+            continue
+        found.update(members.memories[block, True])
+        for layer in mixtures(members.blocks[block]):
+            owned = members.experts(layer, file.facts.states)
+            held = [ExpertMemory(number, bounds[number][1], own) for number, own in owned.items()]
+            ExpertReads(memory, held, layer.spec.num_experts).attach(layer)
+    return found
+
+
 def _noted(planned: Plan, weights: Weights, file: PackedFile, memory_of: MemoryOf) -> _Members:
     """Return which memories of a packed file each block has."""
     members = _Members(planned, weights)
@@ -222,20 +272,9 @@ def _noted(planned: Plan, weights: Weights, file: PackedFile, memory_of: MemoryO
             used[memory] = None
             return memory_of(memory)
 
-        _states(file, number, group, noted)
+        states_of(file.facts.states, number, group, noted)
         members.note(number, used)
     return members
-
-
-def _restore(weights: Weights, file: PackedFile, memory_of: MemoryOf) -> None:
-    weights.restore(lambda number, group: _states(file, number, group, memory_of))
-
-
-def _states(file: PackedFile, number: int, group: LayerGroup, memory_of: MemoryOf) -> list[State]:
-    try:
-        return group_states(file.facts.states, number, group, memory_of)
-    except (KeyError, ValueError, TypeError) as error:
-        raise PackedFileError(f"it does not fit the model: {error}") from error
 
 
 def _renote(planned: Plan, lines: list[str]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from interposer import CausalModel, Placement, Verdict
+from interposer import CausalModel, Placement, Ranks, Verdict
 from interposer.errors import ConfigError
 from interposer_models._decoder.decoder import CausalLM
 from interposer_models._decoder.ungated_experts import UngatedExperts
@@ -15,6 +15,8 @@ from interposer_models._engine.cache_budget import is_host
 from interposer_models._offload.placing import BlockSize, OffloadPlan, Source, placed
 from interposer_models._offload.settings import Offload
 from interposer_ops.layers.experts import Experts
+
+Mixture = Experts | UngatedExperts
 
 _FITTING = 0.9
 _ROOM = {"disk": 0.6, "host": 0.8}
@@ -90,6 +92,7 @@ def offloading(
     placement: Placement,
     notes: list[str],
     packed: str,
+    ranks: Ranks | None = None,
 ) -> Offloading | None:
     """Return what is offloaded of a model; None where all of it is resident.
 
@@ -99,6 +102,7 @@ def offloading(
     Args:
         notes: gets what lies where and why.
         packed: of the ``Config``.
+        ranks: that hold shares of the model; those of one host find an equal part of it free.
     Raises: ConfigError: offload is asked for and cannot be, or the budget is too small.
     """
     settings = Offload.of(asked)
@@ -108,6 +112,8 @@ def offloading(
     if settings is not None and isinstance(way, Verdict):
         raise ConfigError(f"offload was asked for, but {way.reason}")
     free_bytes = _free_bytes(placement, asks=settings is not None or is_host(placement.platform))
+    if ranks is not None and is_host(placement.platform):
+        free_bytes //= _neighbours(ranks)
     sizes = _sizes(model)
     exceeds = bool(free_bytes) and sizes.num_bytes > _FITTING * free_bytes
     if settings is None and not exceeds:
@@ -142,10 +148,14 @@ def blocks_of(model: CausalModel) -> Sequence[nn.Module]:
     return [*model.model.layers] if isinstance(model, CausalLM) else []
 
 
+def mixtures(block: nn.Module) -> list[Mixture]:
+    """Return the layers of a block that have experts."""
+    return [part for part in block.modules() if isinstance(part, (Experts, UngatedExperts))]
+
+
 def expert_layers(block: nn.Module) -> set[nn.Module]:
     """Return the layers of a block that only some tokens visit."""
-    experts = (part for part in block.modules() if isinstance(part, (Experts, UngatedExperts)))
-    return {layer for part in experts for layer in part.modules()}
+    return {layer for part in mixtures(block) for layer in part.modules()}
 
 
 def _way(model: CausalModel, placement: Placement, packed: str) -> tuple[Source, bool] | Verdict:
@@ -179,6 +189,12 @@ def _free_bytes(placement: Placement, asks: bool) -> int:
     if placement.described or not asks:
         return capability.memory_bytes
     return placement.platform.memory(placement.device.torch_device).free_bytes
+
+
+def _neighbours(ranks: Ranks) -> int:
+    """Return how many ranks have the platform and the host of this one, itself among them."""
+    places = [*zip(ranks.hosts, ranks.platforms, strict=True)]
+    return places.count(places[ranks.rank])
 
 
 def _sizes(model: CausalModel) -> Sizes:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,8 @@ HEADER_BYTES = 2 << 20
 _MAGIC = "interposer"
 _LENGTH_BYTES = 8
 _CAN_MAP = hasattr(mmap, "MAP_PRIVATE")
+_WILL_NEED: int | None = getattr(mmap, "MADV_WILLNEED", None)
+_ADVICE_BYTES = 128 << 10  # Linux reads no more for one advice than it would read ahead
 
 
 class PackedFileError(Exception):
@@ -83,6 +85,14 @@ def write_header(file: int, facts: Facts, num_bytes: int) -> None:
     os.pwrite(file, room.to_bytes(_LENGTH_BYTES, "little") + encoded.ljust(room), 0)
 
 
+def _read_header(path: Path) -> None:
+    """Have the header in memory, and nothing behind it, which a fault there would read as well."""
+    with path.open("rb") as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            os.pread(file.fileno(), HEADER_BYTES, 0)
+
+
 class MappedMemory:
     """The memories of an open file as tensors, whose pages all processes share.
 
@@ -114,6 +124,43 @@ class MappedMemory:
             self._map, dtype=torch.uint8, count=num_bytes, offset=HEADER_BYTES + start
         )
 
+    def advise(self, number: int, start: int = 0, stop: int | None = None) -> None:
+        """Let the system begin to read a part of a memory, and nothing beside its pages.
+
+        Args:
+            start: first byte in the memory; less than 0 is its beginning.
+            stop: byte behind the last one; None, or beyond the end, is the end.
+        """
+        at, num_bytes = self._memories[number]
+        start, stop = max(start, 0), num_bytes if stop is None else min(stop, num_bytes)
+        if _WILL_NEED is None or stop <= start:
+            return
+        first = (HEADER_BYTES + at + start) // mmap.PAGESIZE * mmap.PAGESIZE
+        last = HEADER_BYTES + at + stop
+        with suppress(OSError):  # it is read all the same, by and by
+            for begin in range(first, last, _ADVICE_BYTES):
+                self._map.madvise(_WILL_NEED, begin, min(_ADVICE_BYTES, last - begin))
+
+    def scatter(self, numbers: Iterable[int]) -> None:
+        """Let the system read single pages of memories where it was not advised.
+
+        By its own rules it would read what lies around them, as far as ``read_ahead_kb`` says.
+        """
+        spans: list[list[int]] = []  # memories that follow each other share pages
+        for at, num_bytes in sorted(self._memories[number] for number in numbers):
+            if spans and at < spans[-1][1] + mmap.PAGESIZE:
+                spans[-1][1] = at + num_bytes
+            else:
+                spans.append([at, at + num_bytes])
+        for begin, end in spans:
+            first = -(-(HEADER_BYTES + begin) // mmap.PAGESIZE) * mmap.PAGESIZE
+            size = (HEADER_BYTES + end) // mmap.PAGESIZE * mmap.PAGESIZE - first
+            for advice in ("MADV_NOHUGEPAGE", "MADV_RANDOM"):
+                known: int | None = getattr(mmap, advice, None)
+                if known is not None and size > 0:
+                    with suppress(OSError):
+                        self._map.madvise(known, first, size)
+
     def digests(self) -> Iterator[str]:
         """Yield the SHA-256 of each memory."""
         with memoryview(self._map) as whole:
@@ -137,6 +184,7 @@ class PackedFile:
         Raises: PackedFileError: it is cut off, corrupt, or of another format.
         """
         try:
+            _read_header(path)
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
             size = path.stat().st_size - HEADER_BYTES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Mapping
@@ -15,11 +14,10 @@ from interposer import CheckpointFile, Verdict
 from interposer.records import Kernel
 from interposer.tooling import checksum
 from interposer_models._checkpoint.checkpoint import Checkpoint
+from interposer_models._checkpoint.file_digest import sampled_digest
 from interposer_models._engine.cache_budget import is_host
 from interposer_models._plan import Plan
 
-_SAMPLES = 32
-_SAMPLE_BYTES = 4096
 _PARTS = ("interposer-models", "interposer-ops", "interposer-quantization")
 
 
@@ -68,6 +66,8 @@ def packed_key(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> Packed
         "level": " ".join([capability.architecture, sys.byteorder, *sorted(capability.features)]),
         "numerics": f"{config.float32} {config.reduce_in_16_bits} {config.dequantize}",
     }
+    if (ranks := planned.resolver.ranks) is not None:
+        asked["share"] = f"{ranks.rank} of {ranks.size}"
     registry, made_by = planned.resolver.registry, {"torch": str(torch.__version__)}
     used = {*_PARTS}
     for choice, prefixes in planned.resolver.choices.values():
@@ -103,17 +103,9 @@ def _identity(checkpoint: Checkpoint | CheckpointFile) -> str:
 
 
 def _file_identity(path: Path) -> str:
-    """Return name, size, time of change, and a digest of the beginning and of samples.
-
-    A digest of it all would take as long as loading it.
-    """
+    """Return name, size, time of change, and a digest of samples."""
     facts = path.stat()
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for number in range(_SAMPLES):
-            file.seek(facts.st_size * number // _SAMPLES)
-            digest.update(file.read(_SAMPLE_BYTES))
-    return f"{path.name}, {facts.st_size} bytes, {facts.st_mtime_ns}, {digest.hexdigest()[:16]}"
+    return f"{path.name}, {facts.st_size} bytes, {facts.st_mtime_ns}, {sampled_digest(path)}"
 
 
 def _plain(value: object) -> object:

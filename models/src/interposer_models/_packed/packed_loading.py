@@ -7,35 +7,33 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 from pathlib import Path
-
-import torch
 
 from interposer import CheckpointFile
 from interposer.errors import ConfigError
 from interposer_models._checkpoint.checkpoint import Checkpoint
-from interposer_models._checkpoint.files import with_weights
-from interposer_models._checkpoint.layer_group import LayerGroup, State
-from interposer_models._checkpoint.weights import Keep, Moves, Progress, Weights
-from interposer_models._packed.group_states import GroupData, group_states, keep_states
-from interposer_models._packed.layer_states import UnpackableError
-from interposer_models._packed.packed_file import (
-    BeingWrittenError,
-    Facts,
-    MappedMemory,
-    PackedFile,
-    PackedFileError,
+from interposer_models._checkpoint.weights import Progress, Weights
+from interposer_models._packed.filling import (
+    PAUSE_SECONDS,
+    attempted,
+    pack_into,
+    read,
+    restore,
+    shelf_of,
 )
-from interposer_models._packed.packed_key import judge_layouts, packed_key
-from interposer_models._packed.packed_writer import PackedWriter
-from interposer_models._packed.shelf import LEAST_BYTES, Shelf
+from interposer_models._packed.packed_file import BeingWrittenError, Facts, PackedFileError
+from interposer_models._packed.shelf import LEAST_BYTES
 from interposer_models._plan import Plan
-from interposer_ops.devices import host_memory
 
-_PAUSE_SECONDS = 0.05
-_DIVIDED = "each rank holds shares of its own, and files hold whole models"
 _log = logging.getLogger("interposer")
+
+
+class _SmallError(PackedFileError):
+    """A checkpoint is too small for a file to be worth while, of which nobody needs to know."""
+
+
+class _DividedError(PackedFileError):
+    """Several ranks have the model, which is no fault that anybody should mend."""
 
 
 def load_weights(
@@ -51,151 +49,44 @@ def load_weights(
         ConfigError: ``packed`` is ``"on"``, and no packed weights can be used.
     """
     wanted = planned.resolver.config.packed
-    done = 0
 
-    def advance(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        progress(num_bytes)
+    def mapped(advance: Progress) -> None:
+        _map(planned, checkpoint, weights, advance)
 
-    if wanted == "off":
-        read(planned, checkpoint, weights, progress)
-        return
-    divided = planned.resolver.ranks is not None
-    while True:
-        try:
-            refused = _DIVIDED if divided else _mapped(planned, checkpoint, weights, advance)
-        except BeingWrittenError as error:
-            if wanted == "on":
-                time.sleep(_PAUSE_SECONDS)
-                continue
-            refused = str(error)
-        break
-    if refused is None:
-        return
-    if wanted == "on":
-        raise ConfigError(f"packed='on' was asked for, but {refused}")
-    if refused:
-        _tell(planned, f"packed weights: none, {refused}")
-    progress(-done)  # it begins again
+    if wanted != "off":
+        refusal = attempted(mapped, progress)
+        while wanted == "on" and isinstance(refusal, BeingWrittenError):
+            time.sleep(PAUSE_SECONDS)
+            refusal = attempted(mapped, progress)
+        if refusal is None:
+            return
+        if wanted == "on":
+            raise ConfigError(f"packed='on' was asked for, but {refusal}") from refusal
+        note = f"packed weights: none, {refusal}"
+        if isinstance(refusal, _DividedError):
+            planned.resolver.notes.append(note)
+        elif not isinstance(refusal, _SmallError):
+            _tell(planned, note)
     read(planned, checkpoint, weights, progress)
 
 
-def read(
-    planned: Plan,
-    checkpoint: Checkpoint | CheckpointFile,
-    weights: Weights,
-    progress: Progress,
-    keep: Keep | None = None,
-    copies: bool = True,
+def _map(
+    planned: Plan, checkpoint: Checkpoint | CheckpointFile, weights: Weights, progress: Progress
 ) -> None:
-    """Read the weights of a checkpoint, in the manner of ``Weights.load``.
-
-    Args:
-        copies: ``keep`` copies what it is told.
-    """
-    tensors = _tensors(planned, checkpoint, weights)
-    # Files of plugins may lie in memory that cannot be written.
-    borrows = copies and isinstance(checkpoint, Checkpoint)
-    weights.load(tensors, checkpoint.path, progress, checkpoint.names(), keep, borrows)
-
-
-def relocate(planned: Plan, weights: Weights, moves: Moves) -> tuple[str, ...]:
-    """Read the experts that this rank is to hold, in the manner of ``Weights.relocate``."""
-    checkpoint = with_weights(planned.checkpoint)
-    tensors = _tensors(planned, checkpoint, weights)
-    return weights.relocate(moves, tensors, checkpoint.names(), checkpoint.path)
-
-
-def _tensors(
-    planned: Plan, checkpoint: Checkpoint | CheckpointFile, weights: Weights
-) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the tensors of a checkpoint, as the scheme has them."""
-    scheme, stored = planned.resolver.scheme, checkpoint.stream()
-    return stored if scheme is None else scheme.restored(stored, weights)
-
-
-def pack_into(
-    writer: PackedWriter,
-    shelf: Shelf,
-    planned: Plan,
-    checkpoint: Checkpoint | CheckpointFile,
-    weights: Weights,
-    progress: Progress,
-) -> Facts:
-    """Read the weights of a checkpoint and hold them in a file alone.
-
-    Returns: what the file is to say of itself.
-    Raises:
-        CheckpointError: as ``Weights.load``.
-        PackedFileError: the file cannot be written.
-        UnpackableError: a layer holds what no file can.
-    """
-    states: GroupData = {}
-
-    def keep(number: int, group: LayerGroup) -> None:
-        keep_states(states, number, group, writer.keep)
-
-    with host_memory.placed(writer.place):
-        read(planned, checkpoint, weights, progress, keep)
-    return Facts(shelf.key.asked, shelf.key.made_by, states, writer.memories)
-
-
-def packed_file(
-    planned: Plan, checkpoint: Checkpoint | CheckpointFile, weights: Weights, progress: Progress
-) -> PackedFile:
-    """Return the packed weights of a plan, written and published before if there are none.
-
-    The model is on the meta device, as it was.
+    """Fill the model with what is mapped, and publish it in a thread where it is new.
 
     Raises:
         CheckpointError: as ``Weights.load``.
-        PackedFileError: the model has no packed form, or it cannot be written.
+        PackedFileError: that cannot be; as a BeingWrittenError, another process packs it now.
         UnpackableError: a layer holds what no file can.
     """
-    if not (verdict := judge_layouts(planned)):
-        raise PackedFileError(verdict.reason)
-    key = packed_key(planned, checkpoint)
-    shelf = Shelf.of(key, checkpoint, planned.resolver.config)
-    if (found := shelf.find()) is not None:
-        progress(checkpoint.num_bytes)
-        return found
-    if refused := shelf.judge_room(checkpoint.num_bytes):
-        raise PackedFileError(refused)
-    while True:
-        try:
-            writer = shelf.writer(shelf.kept)
-            break
-        except BeingWrittenError:
-            time.sleep(_PAUSE_SECONDS)
-    try:
-        if (found := shelf.find()) is None:  # another process may have written it meanwhile
-            facts = pack_into(writer, shelf, planned, checkpoint, weights, progress)
-            writer.publish(facts)
-            shelf.evict(writer.path)
-            found = PackedFile(writer.path, facts)
-    finally:
-        writer.close()
-    return found
-
-
-def _mapped(
-    planned: Plan, checkpoint: Checkpoint | CheckpointFile, weights: Weights, progress: Progress
-) -> str | None:
-    """Fill the model with what is mapped; return why that cannot be, None where it was.
-
-    An empty text says no more than that the checkpoint is small.
-
-    Raises: BeingWrittenError: another process packs it now.
-    """
-    if not (verdict := judge_layouts(planned)):
-        return verdict.reason
-    config = planned.resolver.config
-    shelf = Shelf.of(packed_key(planned, checkpoint), checkpoint, config)
+    if planned.resolver.ranks is not None:
+        raise _DividedError("each rank holds shares of its own, and files hold whole models")
+    shelf = shelf_of(planned, checkpoint)
     found = shelf.find()
     if found is not None:
         try:
-            _restore(weights, found.facts, found.memory())
+            restore(weights, found.facts.states, found.memory().__getitem__)
         except PackedFileError as error:
             shelf.refused.append(f"{found.path}: {error}")
             found = None
@@ -205,36 +96,20 @@ def _mapped(
     if found is not None:
         _note(planned, found.facts, found.path)
         progress(num_bytes)
-        return None
-    if num_bytes < LEAST_BYTES and config.packed == "auto":
-        return ""
+        return
+    if num_bytes < LEAST_BYTES and planned.resolver.config.packed == "auto":
+        raise _SmallError(f"it has {num_bytes} bytes, fewer than {LEAST_BYTES}")
     if refused := shelf.judge_room(num_bytes):
-        return refused
-    writer: PackedWriter | None = None
+        raise PackedFileError(refused)
+    writer = shelf.writer(shelf.kept)
     try:
-        writer = shelf.writer(shelf.kept)
         facts = pack_into(writer, shelf, planned, checkpoint, weights, progress)
-        _restore(weights, facts, writer.memory())
-    except BaseException as error:
-        if writer is not None:
-            writer.close()
-        refusals = PackedFileError | UnpackableError
-        if isinstance(error, BeingWrittenError) or not isinstance(error, refusals):
-            raise
-        return str(error)
+        restore(weights, facts.states, writer.memory().__getitem__)
+    except BaseException:
+        writer.close()
+        raise
     _note(planned, facts, writer.path)
     shelf.publish_soon(writer, facts)
-    return None
-
-
-def _restore(weights: Weights, facts: Facts, memory: MappedMemory) -> None:
-    def states_of(number: int, group: LayerGroup) -> Iterable[State]:
-        return group_states(facts.states, number, group, memory.__getitem__)
-
-    try:
-        weights.restore(states_of)
-    except (KeyError, ValueError, TypeError) as error:
-        raise PackedFileError(f"it does not fit the model: {error}") from error
 
 
 def _note(planned: Plan, facts: Facts, path: Path) -> None:

@@ -15,11 +15,9 @@ from interposer.errors import ConfigError
 from interposer_models._checkpoint.files import open_checkpoint, with_weights
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._loader import plan
-from interposer_models._packed.layer_states import UnpackableError
+from interposer_models._packed.filling import REFUSALS, pack_into, shelf_of
 from interposer_models._packed.packed_file import PackedFile, PackedFileError
-from interposer_models._packed.packed_key import judge_layouts, packed_key
-from interposer_models._packed.packed_loading import pack_into
-from interposer_models._packed.shelf import Shelf, files_in, folder_beside
+from interposer_models._packed.shelf import files_in, folder_beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +55,6 @@ def pack(
     start = time.perf_counter()
     planned = plan(path, dtype, platform, config, quantization=quantization)
     checkpoint = with_weights(planned.checkpoint)
-    if not (verdict := judge_layouts(planned)):
-        raise ConfigError(f"{path} cannot be packed: {verdict.reason}")
-    shelf = Shelf.of(packed_key(planned, checkpoint), checkpoint, planned.resolver.config)
     weights = Weights(planned.model, planned.placement.device.torch_device)
     total, done = checkpoint.num_bytes, 0
 
@@ -70,6 +65,7 @@ def pack(
             progress(done, total)
 
     try:
+        shelf = shelf_of(planned, checkpoint)
         writer = shelf.writer(shelf.beside if output is None else Path(output))
         try:
             with planned.numerics():
@@ -77,7 +73,7 @@ def pack(
             writer.publish(facts)
         finally:
             writer.close()
-    except (PackedFileError, UnpackableError) as error:
+    except REFUSALS as error:
         raise ConfigError(f"{path} cannot be packed: {error}") from error
     num_bytes = sum(size for _, size in facts.memories)
     return Packed(writer.path, num_bytes, time.perf_counter() - start)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from hashlib import sha256
 from importlib.metadata import version
-from typing import Any
 
 import torch
 
 from interposer_models._checkpoint.checkpoint import Checkpoint
+from interposer_models._checkpoint.file_digest import sampled_digest
+from interposer_models._checkpoint.hub import DESCRIPTION
 from interposer_models._plan import Plan
 
 _DISTRIBUTIONS = ("interposer", "interposer-ops", "interposer-models")
@@ -27,6 +28,7 @@ def facts_of(planned: Plan, **options: object) -> dict[str, object]:
         "torch": torch.__version__,
         "a checkpoint with the digest": _digest(config),
         "weights with the digest": _digest(_weights(planned)),
+        "a tokenizer and defaults with the digest": _digest(_descriptions(planned)),
         "dtype": str(planned.dtype).removeprefix("torch."),
         "page size": planned.page_size,
         "seed": planned.resolver.config.seed,
@@ -35,14 +37,23 @@ def facts_of(planned: Plan, **options: object) -> dict[str, object]:
     return facts
 
 
-def _weights(planned: Plan) -> str:
-    """Return the names and bytes of the files of weights, as far as they are here."""
+def _weights(planned: Plan) -> list[tuple[str, int, str]]:
+    """Return names, bytes and samples of the files of weights, as far as they are here."""
     path = planned.path
+    if isinstance(planned.checkpoint, Checkpoint):
+        files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.bin"))
+    else:
+        files = [path]
+    return [(file.name, file.stat().st_size, sampled_digest(file)) for file in files]
+
+
+def _descriptions(planned: Plan) -> list[tuple[str, str]]:
+    """Return names and digests of the other files, of which tokens and their end depend."""
     if not isinstance(planned.checkpoint, Checkpoint):
-        return str(path.stat().st_size)
-    files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.bin"))
-    return str([(file.name, file.stat().st_size) for file in files])
+        return []
+    found = {file for pattern in DESCRIPTION for file in planned.path.glob(pattern)}
+    return [(file.name, sha256(file.read_bytes()).hexdigest()) for file in sorted(found)]
 
 
-def _digest(text: Any) -> str:
-    return sha256(str(text).encode()).hexdigest()[:12]
+def _digest(value: object) -> str:
+    return sha256(str(value).encode()).hexdigest()[:12]

@@ -12,7 +12,7 @@ import torch
 from interposer import Resolver, explain
 from interposer.errors import ConfigError
 from interposer_models._language_model import LanguageModel
-from interposer_models._packed.packed_loading import relocate
+from interposer_models._packed.filling import relocate
 from interposer_models._parallel.engine import RankedEngine
 from interposer_models._parallel.placed_experts import (
     NOTE,
@@ -68,7 +68,10 @@ class RankedLanguageModel(LanguageModel):
             communicator.close()
 
     def explanations(self) -> list[dict[str, Any]]:
-        """Return ``interposer.explain(model).to_dict()`` of each rank, in order."""
+        """Return ``interposer.explain(model).to_dict()`` of each rank, in order.
+
+        Raises: RankError: a rank was lost.
+        """
         return self.engine.lead.everywhere("explanation", (), self.explanation)
 
     def explanation(self) -> dict[str, Any]:

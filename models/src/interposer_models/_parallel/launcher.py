@@ -42,8 +42,9 @@ _PROGRAM = "from interposer_models._parallel.process import main; main()"
 class Launched:
     """Processes that follow this one, within a ``with`` block.
 
-    A follower that ends before it is told to interrupts the main thread, as Ctrl-C does, and the
-    block raises why. A main thread that does not come to that within 10 s ends with the process.
+    A follower that ends before it is told to, or answers nothing to another thread, interrupts the
+    main thread, as Ctrl-C does, and the block raises why. A main thread that does not come to that
+    within 10 s ends with the process.
     """
 
     def __init__(
@@ -65,9 +66,7 @@ class Launched:
             )
         self._size, self._config = size, config
         self._timeout_seconds = timeout_seconds
-        self._losses = Losses()
-        self._lock = threading.Lock()
-        self._closed = False
+        self._losses = Losses(self._end)
         self._followers: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._stack = ExitStack()
@@ -162,23 +161,26 @@ class Launched:
         """Wait for the end of a follower, and end everything if nobody wanted it."""
         code = process.wait()
         reader.join(1.0)
-        with self._lock:
-            if self._closed or self._losses.first is not None:
-                return
-            said = "".join(f"\n  {line}" for line in lines)
-            told = f" The end of what it printed:{said}" if said else ""
-            self._losses.tell(RankError(0, f"rank {rank} {ended(code)}.{told}", [rank]))
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        time.sleep(_GRACE_SECONDS)
-        if not self._closed:
+        said = "".join(f"\n  {line}" for line in lines)
+        told = f" The end of what it printed:{said}" if said else ""
+        self._losses.tell(RankError(0, f"rank {rank} {ended(code)}.{told}", [rank]))
+
+    def _end(self) -> None:
+        """Interrupt the main thread, which ends the block, and at last the process."""
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        late = threading.Timer(_GRACE_SECONDS, self._end_late)
+        late.daemon = True
+        late.start()
+
+    def _end_late(self) -> None:
+        if not self._losses.closed:
             sys.stderr.write(f"error: {self._losses.first}\n")
             sys.stderr.flush()
             self._kill()
             os._exit(1)
 
     def _close(self) -> None:
-        with self._lock:
-            self._closed = True
+        self._losses.close()
         for channel in self._channels:
             channel.close()  # upon which a follower ends
         end = time.monotonic() + (_CLOSE_SECONDS if self._losses.first is None else 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from threading import Event
+from threading import Event, Lock, current_thread, main_thread
 from typing import Any, TypeVar
 
 from interposer.errors import RankError, described
@@ -20,21 +20,39 @@ _GRACE_SECONDS = 2.0
 
 
 class Losses:
-    """The ends of followers, as their watcher knows them.
+    """The loss of a follower that had not been told to end: of the first one, as nothing follows.
 
     Attributes:
-        known: set with the first one.
+        first: the error; None while all are there.
+        known: set with it.
+        closed: followers may end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, end: Callable[[], None]) -> None:
+        """Know of none.
+
+        Args:
+            end: called once, so that the process ends.
+        """
         self.first: RankError | None = None
         self.known = Event()
+        self.closed = False
+        self._end = end
+        self._lock = Lock()
 
     def tell(self, error: RankError) -> None:
-        """Keep the first one."""
-        if self.first is None:
+        """Keep the first one, and end the process for it."""
+        with self._lock:
+            if self.closed or self.first is not None:
+                return
             self.first = error
-        self.known.set()
+            self.known.set()
+            self._end()
+
+    def close(self) -> None:
+        """Let followers end from now on."""
+        with self._lock:
+            self.closed = True
 
 
 class Leader:
@@ -100,8 +118,13 @@ class Leader:
         return flag
 
     def reason(self, error: RankError) -> RankError:
-        """Return why a follower ended, where one did within a moment; else the error."""
+        """Return why a follower ended, where one did within a moment; else the error.
+
+        Nothing is computed afterwards, of which the main thread is told, where it is another one.
+        """
         self._losses.known.wait(_GRACE_SECONDS)
+        if current_thread() is not main_thread():
+            self._losses.tell(error)
         return self._losses.first or error
 
     def close(self) -> None:

@@ -1,0 +1,179 @@
+"""The command serves a model of two processes: its answers are those of one, and all end together.
+
+One server answers all tests but the last one, in their order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serve.tests.conftest import NAME, Answer, Served, events, eventually
+
+from interposer_models import LanguageModel
+
+pytestmark = [
+    pytest.mark.skipif("not os.path.isdir('/proc/self')", reason="needs /proc"),
+]
+PROMPTS = ["import os", "def f(", "class A:\n    def", "return [x for"]
+
+
+@dataclass(frozen=True)
+class Ranks(Served):
+    """A server of two processes, by their ids."""
+
+    process: subprocess.Popen[str]
+    follower: int
+
+
+def lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def shared_memory() -> set[str]:
+    """Return the names in /dev/shm; what has none goes with the processes."""
+    return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+@contextmanager
+def started(folder: Path, offline: LanguageModel, *options: str) -> Iterator[Ranks]:
+    asked = [sys.executable, "-m", "interposer_tools", "serve", str(folder), "--port=0"]
+    asked += ["--tensor-parallel=2", "--dtype=float32", "--cache-tokens=2048", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(asked, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        told = ""
+        try:
+            while not (found := re.search(r"at http://127.0.0.1:(\d+), Ctrl-C ends it", told)):
+                line = process.stderr.readline()
+                assert line, told
+                told += line
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            (follower,) = (c for c in children if "_parallel.process" in command_of(c))
+            yield Ranks(int(found[1]), offline, process, int(follower))
+        finally:
+            process.kill()
+
+
+def command_of(pid: str) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+@pytest.fixture(scope="module")
+def server(chat_folder: Path, offline: LanguageModel) -> Iterator[Ranks]:
+    with started(chat_folder, offline, "--prefix-cache") as found:
+        yield found
+
+
+def generated(offline: LanguageModel, prompt: str, **settings: Any) -> str:
+    """Return what one process says."""
+    return offline.generate(prompt, **settings)[0].text
+
+
+def test_completions_are_those_of_one_process(server: Ranks, offline: LanguageModel) -> None:
+    asked: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 5}
+
+    def complete(prompt: str) -> Answer:
+        return server.complete(prompt=prompt, **asked)
+
+    with ThreadPoolExecutor(len(PROMPTS)) as clients:
+        answers = [*clients.map(complete, PROMPTS)]
+    expected = [
+        generated(offline, prompt, max_new_tokens=24, temperature=0.8, seed=5) for prompt in PROMPTS
+    ]
+    assert [answer.body["choices"][0]["text"] for answer in answers] == expected
+    refused = server.complete(prompt=[10**6])
+    assert (refused.status, refused.error["type"]) == (400, "invalid_request_error")
+
+
+def test_chats_and_streams_are_those_of_one_process(server: Ranks, offline: LanguageModel) -> None:
+    prompt = offline.chat_prompt([{"role": "user", "content": "import os"}])
+    expected = offline.generate([prompt], max_new_tokens=16)[0].text
+    asked: dict[str, Any] = {"max_tokens": 16, "temperature": 0}
+    assert server.chat(**asked).body["choices"][0]["message"]["content"] == expected
+    content = server.chat(**asked, stream=True).body
+    deltas = [event["choices"][0]["delta"].get("content") or "" for event in events(content)]
+    assert len(deltas) > 1
+    assert "".join(deltas) == expected
+
+
+def test_both_ranks_tell_what_they_chose(server: Ranks) -> None:
+    told = server.ask("/explanation").body
+    first, second = told.pop("ranks")
+    assert first == told
+    assert first["choices"] == second["choices"]
+    assert any(note.startswith("cut by heads: model.layers.self_attn") for note in first["notes"])
+
+
+def test_a_client_that_leaves_ends_its_answer_on_both_ranks(
+    server: Ranks, offline: LanguageModel
+) -> None:
+    body = {"model": NAME, "prompt": "import os", "max_tokens": 400, "temperature": 0}
+    body |= {"stream": True, "ignore_eos": True}
+    with server.connect("/v1/completions", body) as connection:
+        assert b"data:" in connection.recv(1 << 16) + connection.recv(1 << 16)
+    eventually(lambda: 'interposer_generations_total{end="left"} 1.0' in metrics(server))
+    eventually(lambda: server.metric("interposer_sequences_running") == 0)
+    assert server.metric("interposer_generated_tokens_total") > 0
+    # Ranks that differed would raise at the next step.
+    text = server.complete(max_tokens=12, temperature=0).body["choices"][0]["text"]
+    assert text == generated(offline, "import os", max_new_tokens=12)
+
+
+def metrics(server: Ranks) -> str:
+    found: str = server.ask("/metrics").body
+    return found
+
+
+def test_an_answer_that_runs_is_ended_before_both_ranks_are(
+    server: Ranks, offline: LanguageModel
+) -> None:
+    before = shared_memory()
+    body = {"model": NAME, "prompt": "def f(", "max_tokens": 300, "temperature": 0}
+    body |= {"stream": True, "ignore_eos": True}
+    with server.connect("/v1/completions", body) as connection:
+        content = connection.recv(1 << 16)
+        server.process.send_signal(signal.SIGTERM)
+        while part := connection.recv(1 << 16):
+            content += part
+    found = re.findall(r"^data: (\{.*\})\r?$", content.decode(), re.MULTILINE)
+    text = "".join(json.loads(event)["choices"][0]["text"] for event in found)
+    assert "data: [DONE]" in content.decode()
+    assert text == generated(offline, "def f(", max_new_tokens=300, ignore_eos=True)
+    assert server.process.wait(20) == -signal.SIGTERM
+    eventually(lambda: not lives(server.follower))
+    assert shared_memory() <= before
+
+
+def test_a_rank_that_is_killed_ends_the_server_with_the_reason(
+    chat_folder: Path, offline: LanguageModel
+) -> None:
+    before = shared_memory()
+    with started(chat_folder, offline) as server:
+        body = {"model": NAME, "prompt": "def f(", "max_tokens": 1000, "ignore_eos": True}
+        with server.connect("/v1/completions", body):
+            eventually(lambda: server.metric("interposer_sequences_running") == 1)
+            began = time.monotonic()
+            os.kill(server.follower, signal.SIGKILL)
+            _, told = server.process.communicate(timeout=30)
+        assert time.monotonic() - began < 15
+    assert server.process.returncode == 1
+    assert re.search(r"error: Rank 0: rank 1 was ended by SIGKILL", told)
+    assert not lives(server.follower)
+    assert shared_memory() <= before
