@@ -261,17 +261,16 @@ def load(
         if read:
             planned.resolver.notes.append(str(room))
         if cache_tokens is not None:
-            free_bytes = planned.placement.platform.memory(
-                planned.placement.device.torch_device
-            ).free_bytes
-            free_bytes -= room.num_bytes
+            here = planned.placement
+            memory = here.platform.memory(here.device.torch_device)
+            free_bytes = memory.free_bytes - room.num_bytes
             check_cache("load", free_bytes, cache_shape(planned, **sizes), cache_tokens, states)
         required = planned.resolver.config.graphs == "on"
         if required and planned.graphs is not None and not planned.graphs:
             raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
     given = {"cache_tokens": cache_tokens, "prefix_cache": shared, "speculation": guesses}
-    own = {**given, "expert_parallel": expert_parallel, "offload": offload}
-    group.agree(facts_of(planned, **sizes, **own, adapters=sorted(read)))
+    given |= {"expert_parallel": expert_parallel, "offload": offload}
+    group.agree(facts_of(planned, **sizes, **given, adapters=sorted(read)))
     with group.together("meeting"):
         for communicator in planned.resolver.communicators.values():
             communicator.open()
