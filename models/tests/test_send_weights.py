@@ -24,7 +24,7 @@ from torch import distributed
 
 from interposer.errors import CheckpointError, ConfigError, RankError
 from interposer_models import AsyncLanguageModel, WeightsFrom, load, send_weights
-from interposer_models._transfer.channel import device_of
+from interposer_models._transfer.links import device_of
 from interposer_models._transfer.receiver import offer_of
 
 # All share the processes.
@@ -260,7 +260,9 @@ def test_tensors_of_any_form_arrive_as_they_were(
 ) -> None:
     call = f"send_weights(noise({seed}), bucket_bytes={bucket_bytes})"
     with group.sending(call) as answers, offer_of(WeightsFrom()) as offer:
-        for (name, tensor), (wanted_name, wanted) in zip(offer, noise(seed), strict=True):
+        for (name, tensor), (wanted_name, wanted) in zip(
+            offer.given(lambda *_: None), noise(seed), strict=True
+        ):
             assert name == wanted_name
             assert (tensor.shape, tensor.dtype) == (wanted.shape, wanted.dtype)
             codes = [each.contiguous().view(-1).view(torch.uint8) for each in (tensor, wanted)]

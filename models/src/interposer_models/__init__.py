@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from interposer_models._speculation.settings import Speculation
     from interposer_models._stream import Completion, Delta, Stream
     from interposer_models._tokenizer import TextTokenizer
+    from interposer_models._transfer.meeting import Meeting
     from interposer_models._transfer.receiver import WeightsFrom
     from interposer_models._transfer.sender import send_weights
 
@@ -46,6 +47,7 @@ __all__ = [
     "Encoder",
     "Generation",
     "LanguageModel",
+    "Meeting",
     "Packed",
     "Place",
     "Plan",
@@ -93,6 +95,7 @@ __getattr__ = lazy_attributes(
         "interposer_models._speculation.settings": "Speculation",
         "interposer_models._stream": "Completion Delta Stream",
         "interposer_models._tokenizer": "TextTokenizer",
+        "interposer_models._transfer.meeting": "Meeting",
         "interposer_models._transfer.receiver": "WeightsFrom",
         "interposer_models._transfer.sender": "send_weights",
     },

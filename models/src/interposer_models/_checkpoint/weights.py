@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,7 +11,8 @@ from torch import nn
 from interposer import PluggableLayer
 from interposer.errors import CheckpointError, ConfigError
 from interposer_models._checkpoint.layer_group import Filling, LayerGroup, State, groups_of
-from interposer_models._checkpoint.offer import Offer
+from interposer_models._checkpoint.offer import Offer, Room
+from interposer_models._checkpoint.row_room import RowRoom
 from interposer_models._checkpoint.tensor_places import absent_biases, held_elsewhere, places_of
 from interposer_models._checkpoint.weight_update import GroupUpdate
 from interposer_ops.devices import host_memory
@@ -190,7 +191,29 @@ class Weights:
         fillings: dict[LayerGroup, Filling] = {}
         updates: dict[LayerGroup, GroupUpdate] = {}
         tied: set[str] = set()
-        for stored, tensor in tensors:
+
+        def filling_of(group: LayerGroup) -> Filling:
+            if group not in fillings:
+                # The only one of its group is finalized before another one is asked for.
+                fillings[group] = Filling(group, self.device, len(group.places) == 1)
+            return fillings[group]
+
+        def room_for(stored: str, shape: Sequence[int], dtype: torch.dtype) -> Room | None:
+            name = self._renamed(stored) or stored
+            group = self._owners.get(name)
+            # A tensor without a room comes whole, and what is wrong with it is told then.
+            if group is None or group in updates or not group.places[name].takes_rows(shape, dtype):
+                return None
+            return filling_of(group).room(name)
+
+        for stored, tensor in tensors.given(room_for):
+            if isinstance(tensor, RowRoom):
+                filling = tensor.filling
+                filling.fill(self._renamed(stored) or stored)
+                if not filling.missing:
+                    group = filling.group
+                    updates[group] = GroupUpdate.of(group, group.finalized(fillings.pop(group)))
+                continue
             if not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(path, f"{stored!r} is {type(tensor).__name__}, not a tensor")
             name = self._renamed(stored) or stored
@@ -200,12 +223,9 @@ class Weights:
                 continue
             if group in updates:
                 raise CheckpointError(path, f"holds the tensor {name!r} twice")
-            filling = fillings.get(group)
-            if filling is None:
+            if group not in fillings:
                 _check_form(group, name, tensor, path)
-                # The only one of its group is finalized before another one is asked for.
-                is_alone = len(group.places) == 1
-                filling = fillings[group] = Filling(group, self.device, is_alone)
+            filling = filling_of(group)
             filling.put(name, tensor.detach(), path, tensors.gives(tensor))
             if not filling.missing:
                 updates[group] = GroupUpdate.of(group, group.finalized(fillings.pop(group)))

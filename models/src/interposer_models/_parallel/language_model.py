@@ -12,6 +12,7 @@ from interposer import explain
 from interposer.errors import ConfigError
 from interposer_models._language_model import LanguageModel
 from interposer_models._parallel.engine import RankedEngine
+from interposer_models._transfer.meeting import Meeting
 from interposer_models._transfer.receiver import WeightsFrom
 
 
@@ -67,14 +68,27 @@ class RankedLanguageModel(LanguageModel):
     ) -> tuple[str, ...]:
         """Exchange weights on every rank; see ``LanguageModel.update_weights``.
 
-        Raises: ConfigError: they are to come from a trainer.
+        From a trainer, each rank receives what all others do, and keeps its share. So all of them
+        are in the trainer's group.
+
+        Raises: ConfigError: ranks that follow this one cannot be in the group.
         """
-        if isinstance(tensors, WeightsFrom):
+        lead, update = self.engine.lead, super().update_weights
+        given: Any = tensors
+        if not isinstance(tensors, WeightsFrom):
+            given = [*(tensors.items() if isinstance(tensors, Mapping) else tensors)]
+        elif not (lead.is_one_program or isinstance(tensors.group, Meeting)):
             raise ConfigError(
-                "A trainer sends to models of one process, and this one has several. "
-                "Try: update_weights(tensors) with whole tensors"
+                "The process groups of this program do not hold the ranks that follow it. "
+                "Try: WeightsFrom(Meeting(address, rank, size)), and the same address in "
+                "send_weights"
             )
-        items = [*(tensors.items() if isinstance(tensors, Mapping) else tensors)]
-        update = super().update_weights
-        found = self.engine.lead.everywhere("update_weights", (items,), lambda: update(items))
+
+        def take() -> tuple[str, ...]:
+            ranks = self._resolver.ranks
+            if not isinstance(given, WeightsFrom):
+                return update(given)
+            return update(given.at(0 if ranks is None else ranks.rank))
+
+        found = lead.everywhere("update_weights", (given,), take)
         return cast("tuple[str, ...]", found[0])
