@@ -48,6 +48,11 @@ class Meeting:
                 f"processes come. Try: a rank from 0 to {self.size - 1}, of a model that of its "
                 "first rank"
             )
+        if not self.address.startswith(("tcp://", "file://")):
+            raise ConfigError(
+                f"{self.address!r} is no address to meet at. "
+                "Try: 'tcp://host:port' or 'file:///path'"
+            )
         if self not in _MET:
             _MET[self] = _Met(self, timedelta(seconds=timeout_seconds))
         return _MET[self]
@@ -69,12 +74,7 @@ class _Met:
             self._group = distributed.ProcessGroupGloo(  # type: ignore[attr-defined]
                 store, self.rank, self.size, timeout
             )
-        except ValueError as error:
-            raise ConfigError(
-                f"{meeting.address!r} is no address to meet at: {error}. "
-                "Try: 'tcp://host:port' or 'file:///path'"
-            ) from error
-        except RuntimeError as error:  # of torch
+        except (RuntimeError, ValueError, OSError) as error:  # of torch
             reason = str(error).splitlines()[0]
             raise RankError(
                 self.rank,
@@ -84,13 +84,10 @@ class _Met:
             ) from error
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        options = distributed.BroadcastOptions()  # type: ignore[attr-defined]
-        options.rootRank, options.rootTensor = source, 0
-        return self._group.broadcast([tensor], options)  # type: ignore[no-any-return]
+        return self._group.broadcast(tensor, source)  # type: ignore[no-any-return]
 
     def gather(self, found: list[torch.Tensor], own: torch.Tensor) -> Work:
-        options = distributed.AllgatherOptions()  # type: ignore[attr-defined]
-        return self._group.allgather([found], [own], options)  # type: ignore[no-any-return]
+        return self._group.allgather(found, own)  # type: ignore[no-any-return]
 
     def break_up(self) -> None:
         _MET.pop(self._meeting, None)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
+from typing import Self
 
 import torch
 from torch import distributed
@@ -16,6 +17,8 @@ from interposer_models._transfer.channel import Channel, Posted
 from interposer_models._transfer.header import HEADER_BYTES, Header, Piece
 from interposer_models._transfer.meeting import Meeting
 from interposer_ops.devices import host_memory
+
+_TRANSFER_THREADS = 2
 
 Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -79,8 +82,17 @@ class Reception(Offer):
         self._buckets = self._coming()
         self._given: torch.Tensor | None = None
         self._rooms: Rooms = _no_room
+        self._threads = 1  # outside
         self._begun: tuple[Piece, Room] | None = None  # the last piece of a tensor that goes on
         self._stage = "ready"  # the next one to vote on; "" where nobody listens any more
+
+    def __enter__(self) -> Self:
+        """Leave cores to the transfer, which one thread takes here, and one of a trainer beside."""
+        self._threads = torch.get_num_threads()
+        if self._channel.device.type == "cpu":
+            # Threads that share out a weight wait for the last one, and spin where others work.
+            torch.set_num_threads(max(1, self._threads - _TRANSFER_THREADS))
+        return self
 
     def __exit__(
         self,
@@ -89,6 +101,7 @@ class Reception(Offer):
         traceback: TracebackType | None,
     ) -> None:
         """Tell the others of the end."""
+        torch.set_num_threads(self._threads)
         if error is None:
             try:
                 self._vote()
