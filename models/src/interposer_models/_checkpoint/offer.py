@@ -29,7 +29,12 @@ class Offer:
     """New weights whose giver lets the model decide alone. Open while they are exchanged.
 
     A subclass is told how the exchange ends, and can prevent it as long as nothing is changed.
+
+    Attributes:
+        keeps_memory: that of the present weights is kept for the next exchange.
     """
+
+    keeps_memory: bool = False
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor | Room]]) -> None:
         self._tensors = tensors

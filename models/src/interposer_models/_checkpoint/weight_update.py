@@ -16,7 +16,7 @@ from interposer_ops.quantized_linear import CodedProduct
 Pair = tuple[torch.Tensor, torch.Tensor]
 Memories = tuple[torch.UntypedStorage, torch.UntypedStorage, int]
 
-_LEAST_BYTES = 1 << 20
+_LEAST_BYTES = 1 << 16
 # Not documented: without it, all is copied.
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 

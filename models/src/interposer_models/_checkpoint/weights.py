@@ -13,6 +13,7 @@ from interposer.errors import CheckpointError, ConfigError
 from interposer_models._checkpoint.layer_group import Filling, LayerGroup, State, groups_of
 from interposer_models._checkpoint.offer import Offer, Room
 from interposer_models._checkpoint.row_room import RowRoom
+from interposer_models._checkpoint.spare_memory import SpareMemory
 from interposer_models._checkpoint.tensor_places import absent_biases, held_elsewhere, places_of
 from interposer_models._checkpoint.weight_update import GroupUpdate
 from interposer_ops.devices import host_memory
@@ -49,6 +50,7 @@ class Weights:
         self._elsewhere = held_elsewhere(layers)
         self._absent = absent_biases(layers) - places.keys()
         self._groups = groups_of(layers, places)
+        self._spare = SpareMemory()
         self._owners = {name: group for group in self._groups for name in group.places}
 
     def __contains__(self, stored: object) -> bool:
@@ -181,7 +183,7 @@ class Weights:
         """
         if self.fixed:
             raise ConfigError(self.fixed)
-        with host_memory.reused():
+        with self._spare.used(keeps=tensors.keeps_memory):
             prefixes = self._update(tensors, path)
         host_memory.trim()
         return prefixes
@@ -245,6 +247,8 @@ class Weights:
             raise CheckpointError(path, "holds no tensor of the model", "is its iterator used up?")
         tensors.agree()
         _apply(list(updates.values()))
+        if tensors.keeps_memory:
+            self._spare.put(old for each in updates.values() for _, old, _ in each.memories)
         renewed = [update for update in updates.values() if update.pairs is None]
         return tuple(layer.prefix for update in renewed for layer in update.group.layers)
 

@@ -33,11 +33,15 @@ class WeightsFrom:
         group: of torch.distributed; None is the default one. Or a ``Meeting``.
         source: the rank of the trainer in the group.
         timeout_seconds: within which the others come, and each bucket does.
+        keeps_memory: the memory of weights that are replaced, and that in which others were
+            received, is kept for the next ones. So the model takes as much from then on as it does
+            in each exchange: more than twice that of its weights. On the host only.
     """
 
     group: distributed.ProcessGroup | Meeting | None = None
     source: int = 0
     timeout_seconds: float = 300.0
+    keeps_memory: bool = False
 
     def at(self, rank: int) -> WeightsFrom:
         """Return what a rank of a model that several processes compute takes part in."""
@@ -80,6 +84,7 @@ class Reception(Offer):
         super().__init__(())
         self._channel = Channel(given.group, given.source, given.timeout_seconds)
         self._buckets = self._coming()
+        self.keeps_memory = given.keeps_memory
         self._given: torch.Tensor | None = None
         self._rooms: Rooms = _no_room
         self._threads = 1  # outside
