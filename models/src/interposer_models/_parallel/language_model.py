@@ -13,7 +13,7 @@ from interposer.errors import ConfigError
 from interposer_models._language_model import LanguageModel
 from interposer_models._parallel.engine import RankedEngine
 from interposer_models._transfer.meeting import Meeting
-from interposer_models._transfer.receiver import WeightsFrom
+from interposer_models._transfer.receiver import WeightsFrom, at_rank
 
 
 class RankedLanguageModel(LanguageModel):
@@ -88,7 +88,7 @@ class RankedLanguageModel(LanguageModel):
             ranks = self._resolver.ranks
             if not isinstance(given, WeightsFrom):
                 return update(given)
-            return update(given.at(0 if ranks is None else ranks.rank))
+            return update(at_rank(given, 0 if ranks is None else ranks.rank))
 
         found = lead.everywhere("update_weights", (given,), take)
         return cast("tuple[str, ...]", found[0])

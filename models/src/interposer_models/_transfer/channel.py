@@ -14,7 +14,7 @@ from torch import distributed
 
 from interposer.errors import ConfigError, RankError
 from interposer_models._transfer.links import GroupLink, Link, Work
-from interposer_models._transfer.meeting import Meeting
+from interposer_models._transfer.meeting import Meeting, linked
 
 FORMAT = "interposer-weights-2"
 _VOTE_BYTES = 4096
@@ -56,7 +56,7 @@ class Channel:
             RankError: the others did not come to a meeting.
         """
         self._link: Link = (
-            group.link(timeout_seconds) if isinstance(group, Meeting) else GroupLink(group)
+            linked(group, timeout_seconds) if isinstance(group, Meeting) else GroupLink(group)
         )
         self.rank, self.size = self._link.rank, self._link.size
         if self.rank < 0 or self.size < 2:

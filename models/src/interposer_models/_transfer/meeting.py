@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -31,31 +31,28 @@ class Meeting:
     rank: int
     size: int
 
-    def at(self, offset: int) -> Meeting:
-        """Return the same meeting for the process that has a higher rank by ``offset``."""
-        return replace(self, rank=self.rank + offset)
 
-    def link(self, timeout_seconds: float) -> Link:
-        """Return the connections to the others, once all have come.
+def linked(meeting: Meeting, timeout_seconds: float) -> Link:
+    """Return the connections to the others, once all have come.
 
-        Raises:
-            ConfigError: there is no such rank, or the address is none.
-            RankError: they did not come in time.
-        """
-        if not 0 <= self.rank < self.size:
-            raise ConfigError(
-                f"The rank of this process at {self.address} is {self.rank}, and {self.size} "
-                f"processes come. Try: a rank from 0 to {self.size - 1}, of a model that of its "
-                "first rank"
-            )
-        if not self.address.startswith(("tcp://", "file://")):
-            raise ConfigError(
-                f"{self.address!r} is no address to meet at. "
-                "Try: 'tcp://host:port' or 'file:///path'"
-            )
-        if self not in _MET:
-            _MET[self] = _Met(self, timedelta(seconds=timeout_seconds))
-        return _MET[self]
+    Raises:
+        ConfigError: there is no such rank, or the address is none.
+        RankError: they did not come in time.
+    """
+    if not 0 <= meeting.rank < meeting.size:
+        raise ConfigError(
+            f"The rank of this process at {meeting.address} is {meeting.rank}, and {meeting.size} "
+            f"processes come. Try: a rank from 0 to {meeting.size - 1}, of a model that of its "
+            "first rank"
+        )
+    if not meeting.address.startswith(("tcp://", "file://")):
+        raise ConfigError(
+            f"{meeting.address!r} is no address to meet at. "
+            "Try: 'tcp://host:port' or 'file:///path'"
+        )
+    if meeting not in _MET:
+        _MET[meeting] = _Met(meeting, timedelta(seconds=timeout_seconds))
+    return _MET[meeting]
 
 
 class _Met:

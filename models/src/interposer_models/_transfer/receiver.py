@@ -43,11 +43,12 @@ class WeightsFrom:
     timeout_seconds: float = 300.0
     keeps_memory: bool = False
 
-    def at(self, rank: int) -> WeightsFrom:
-        """Return what a rank of a model that several processes compute takes part in."""
-        if isinstance(self.group, Meeting):
-            return replace(self, group=self.group.at(rank))
-        return self
+
+def at_rank(given: WeightsFrom, rank: int) -> WeightsFrom:
+    """Return what a rank of a model that several processes compute takes part in."""
+    if isinstance(given.group, Meeting):
+        return replace(given, group=replace(given.group, rank=given.group.rank + rank))
+    return given
 
 
 def offer_of(tensors: Tensors | WeightsFrom) -> Offer:

@@ -180,12 +180,12 @@ def _can_share() -> bool:
 
 def _mapped(count: int, dtype: torch.dtype) -> Tensor:
     num_bytes, spare = count * dtype.itemsize, _spare.get()
-    found = None if spare is None else spare.take(num_bytes)
+    found = None if spare is None else spare._take(num_bytes)
     memory, start = found or _new_map(num_bytes)
     # The tensor keeps the object that it was made from, and that the mapping, which ends with it.
     kept = memoryview(memory)
     if spare is not None:
-        weakref.finalize(kept, spare.put, num_bytes, (memory, start)).atexit = False
+        weakref.finalize(kept, spare._put, num_bytes, (memory, start)).atexit = False
     return torch.frombuffer(kept, dtype=dtype, count=count, offset=start)
 
 
@@ -265,16 +265,14 @@ class Spare:
         self._maps: defaultdict[int, list[_Map]] = defaultdict(list)
         self._free_bytes = most_bytes
 
-    def take(self, num_bytes: int) -> _Map | None:
-        """Return a map for so many bytes, if there is one."""
+    def _take(self, num_bytes: int) -> _Map | None:
         maps = self._maps.get(num_bytes)
         if not maps:
             return None
         self._free_bytes += num_bytes
         return maps.pop()
 
-    def put(self, num_bytes: int, map: _Map) -> None:
-        """Keep a map that no tensor has any more, if there is room."""
+    def _put(self, num_bytes: int, map: _Map) -> None:
         if num_bytes <= self._free_bytes:
             self._free_bytes -= num_bytes
             self._maps[num_bytes].append(map)
