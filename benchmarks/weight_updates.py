@@ -3,9 +3,12 @@
     python benchmarks/weight_updates.py MODEL_DIR [--quantization none int8] [--rounds 5]
 
 A second process holds the tensors of the checkpoint and sends them with ``send_weights`` over gloo.
-``update_s`` is the time of ``update_weights`` that receives them, ``plain_s`` that of broadcasts of
-as many bytes, of the same bucket size, one after another, over the same group. Both take turns, and
-figures are medians of the rounds, the ratio that of ratios within a round. The goal is below 2.
+``update_s`` is the time of ``update_weights`` that receives them. Plain broadcasts over the same
+group take turns with it, of as many bytes, one after another: ``tensors_s`` of each tensor from
+its own memory to other memory of its own, which is the time that the bytes take; ``cached_s`` of
+one bucket again and again, which stays in a cache, as weights cannot. Figures are
+medians of the rounds behind a first one, ratios those of ratios within a round. The goal is below
+2. With ``keeps_memory`` the memory of weights that are replaced is kept for the next ones.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,6 +29,7 @@ from torch import distributed
 
 from interposer import Config
 from interposer_models import Checkpoint, WeightsFrom, load, send_weights
+from interposer_models._transfer.sender import BUCKET_BYTES
 
 MIB = 2**20
 
@@ -35,29 +40,38 @@ def join(store: Path, rank: int) -> None:
     )
 
 
-def plain_seconds(num_bytes: int, bucket_bytes: int) -> float:
-    """Return the time of broadcasts of so many bytes from rank 0."""
-    bucket = torch.zeros(bucket_bytes, dtype=torch.uint8)
+def plain_seconds(parts: Iterable[torch.Tensor]) -> float:
+    """Return the time of broadcasts from rank 0, one after another."""
     distributed.barrier()
     started = time.perf_counter()
-    for start in range(0, num_bytes, bucket_bytes):
-        distributed.broadcast(bucket[: num_bytes - start], 0)
+    for part in parts:
+        distributed.broadcast(part, 0)
     distributed.barrier()
     return time.perf_counter() - started
+
+
+def cached(num_bytes: int, bucket: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield one bucket until there were so many bytes."""
+    for start in range(0, num_bytes, len(bucket)):
+        yield bucket[: num_bytes - start]
 
 
 def send(model_dir: Path, store: Path, rounds: int, bucket_bytes: int) -> None:
     """Be the trainer: the other side of ``measured``."""
     checkpoint = Checkpoint.open(model_dir)
     tensors = {name: tensor.clone() for name, tensor in checkpoint.stream()}
+    bucket = torch.zeros(bucket_bytes, dtype=torch.uint8)
     join(store, 0)
-    for _ in range(rounds):
-        plain_seconds(checkpoint.num_bytes, bucket_bytes)
+    for _ in range(rounds + 1):
+        plain_seconds(tensors.values())
+        plain_seconds(cached(checkpoint.num_bytes, bucket))
         distributed.barrier()
         send_weights(tensors, bucket_bytes=bucket_bytes)
 
 
-def measured(model_dir: Path, method: str, rounds: int, bucket_bytes: int) -> dict[str, object]:
+def measured(
+    model_dir: Path, method: str, rounds: int, bucket_bytes: int, keeps: bool
+) -> dict[str, object]:
     """Return the medians of a model that is held with this quantization."""
     quantization = None if method == "none" else method
     lm = load(
@@ -67,32 +81,41 @@ def measured(model_dir: Path, method: str, rounds: int, bucket_bytes: int) -> di
         cache_tokens=64,
         quantization=quantization,
     )
-    num_bytes = Checkpoint.open(model_dir).num_bytes
+    checkpoint = Checkpoint.open(model_dir)
+    others = [tensor.clone() for _, tensor in checkpoint.stream()]
+    bucket = torch.zeros(bucket_bytes, dtype=torch.uint8)
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store")
-        options = ["--rounds", str(rounds), "--bucket-mib", str(bucket_bytes // MIB)]
+        options = ["--rounds", str(rounds), "--bucket-mib", str(bucket_bytes / MIB)]
         command = [sys.executable, __file__, str(model_dir), *options, "--send", str(store)]
         trainer = subprocess.Popen(command)
         join(store, 1)
-        plain, updates = [], []
-        for _ in range(rounds):
-            plain.append(plain_seconds(num_bytes, bucket_bytes))
+        tensors, buckets, updates = [], [], []
+        for _ in range(rounds + 1):
+            tensors.append(plain_seconds(others))
+            buckets.append(plain_seconds(cached(checkpoint.num_bytes, bucket)))
             distributed.barrier()
             started = time.perf_counter()
-            lm.update_weights(WeightsFrom())
+            lm.update_weights(WeightsFrom(keeps_memory=keeps))
             updates.append(time.perf_counter() - started)
         trainer.wait()
         distributed.destroy_process_group()
-    ratios = [update / base for update, base in zip(updates, plain, strict=True)]
-    return {
+    del tensors[0], buckets[0], updates[0]
+    found = {
         "quantization": method,
-        "mib": round(num_bytes / MIB),
-        "bucket_mib": bucket_bytes // MIB,
-        "plain_s": round(statistics.median(plain), 2),
-        "update_s": round(statistics.median(updates), 2),
-        "ratio": round(statistics.median(ratios), 2),
-        "ratios": [round(ratio, 2) for ratio in ratios],
+        "keeps_memory": keeps,
+        "mib": round(checkpoint.num_bytes / MIB),
+        "bucket_mib": round(bucket_bytes / MIB, 2),
+        "update_s": round(statistics.median(updates), 3),
     }
+    for name, plain in (("tensors", tensors), ("cached", buckets)):
+        ratios = sorted(update / base for update, base in zip(updates, plain, strict=True))
+        found |= {
+            f"{name}_s": round(statistics.median(plain), 3),
+            f"{name}_ratio": round(statistics.median(ratios), 2),
+            f"{name}_ratios": [round(ratio, 2) for ratio in ratios],
+        }
+    return found
 
 
 def main() -> None:
@@ -100,17 +123,19 @@ def main() -> None:
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--quantization", nargs="*", default=["none", "int8"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--bucket-mib", type=int, nargs="*", default=[32])
+    parser.add_argument("--bucket-mib", type=float, nargs="*", default=[BUCKET_BYTES / MIB])
     parser.add_argument("--send", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    sizes = [mib * MIB for mib in given.bucket_mib]
+    sizes = [round(mib * MIB) for mib in given.bucket_mib]
     if given.send is not None:
         torch.set_num_threads(1)
         send(given.model_dir, given.send, given.rounds, sizes[0])
         return
     for method in given.quantization:
         for bucket_bytes in sizes:
-            print(json.dumps(measured(given.model_dir, method, given.rounds, bucket_bytes)))
+            for keeps in (False, True):
+                found = measured(given.model_dir, method, given.rounds, bucket_bytes, keeps)
+                print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from torch import distributed
 
 from interposer.errors import CheckpointError, ConfigError, RankError
-from interposer_models import AsyncLanguageModel, WeightsFrom, load, send_weights
-from interposer_models._transfer.channel import device_of
+from interposer_models import AsyncLanguageModel, LanguageModel, WeightsFrom, load, send_weights
+from interposer_models._transfer.links import device_of
 from interposer_models._transfer.receiver import offer_of
 
 # All share the processes.
@@ -125,6 +125,41 @@ def test_models_of_all_receivers_are_those_that_would_be_loaded(
     with group.sending(sent(old, options), there(old, dtype=dtype)) as answers:
         lm.update_weights(WeightsFrom(source=0))
     assert answers[1][0] == ["", digest(lm)] != ["", wanted]
+
+
+def addresses(lm: LanguageModel) -> list[int]:
+    """Return where the large weights lie."""
+    found = [
+        held.data_ptr()
+        for module in lm.engine.model.modules()
+        for operand in getattr(module, "operands", ())
+        for held in (operand if isinstance(operand, tuple) else (operand,))
+        if isinstance(held, torch.Tensor) and held.nbytes >= 1 << 16
+    ]
+    assert found
+    return found
+
+
+def test_kept_memory_serves_the_next_weights(
+    group: Group, written: Callable[[str], list[Path]]
+) -> None:
+    old, new = written("plain")
+    lm, wanted = (
+        load(old, "float32", cache_tokens=64),
+        digest(load(new, "float32", cache_tokens=64)),
+    )
+    before, first = digest(lm), addresses(lm)
+    calls = [f"send_weights(load_file({str(path / WEIGHTS)!r}))" for path in (new, old, new)]
+    with group.sending(f"[{', '.join(calls)}]") as answers:
+        assert lm.update_weights(WeightsFrom(keeps_memory=True)) == ()
+        second = addresses(lm)
+        assert digest(lm) == wanted
+        assert lm.update_weights(WeightsFrom(keeps_memory=True)) == ()
+        assert digest(lm) == before
+        assert (addresses(lm), set(first) & set(second)) == (first, set())
+        assert lm.update_weights(WeightsFrom()) == ()
+        assert digest(lm) == wanted
+    assert answers == [[[None] * 3, "", ""]]
 
 
 WRONG = {
@@ -260,7 +295,9 @@ def test_tensors_of_any_form_arrive_as_they_were(
 ) -> None:
     call = f"send_weights(noise({seed}), bucket_bytes={bucket_bytes})"
     with group.sending(call) as answers, offer_of(WeightsFrom()) as offer:
-        for (name, tensor), (wanted_name, wanted) in zip(offer, noise(seed), strict=True):
+        for (name, tensor), (wanted_name, wanted) in zip(
+            offer.given(lambda *_: None), noise(seed), strict=True
+        ):
             assert name == wanted_name
             assert (tensor.shape, tensor.dtype) == (wanted.shape, wanted.dtype)
             codes = [each.contiguous().view(-1).view(torch.uint8) for each in (tensor, wanted)]

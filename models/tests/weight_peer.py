@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import distributed
 
-from interposer_models import WeightsFrom, send_weights
+from interposer_models import Meeting, WeightsFrom, send_weights
 from interposer_models._transfer.channel import Channel
 from interposer_models._transfer.header import HEADER_BYTES
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from interposer_models import LanguageModel
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+__all__ = ["Meeting"]  # for expressions
+
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int32", "uint8", "bool", "complex64", "float64")
 
 Items = Iterator[tuple[str, torch.Tensor]]
@@ -124,6 +126,39 @@ def attempt(path: str) -> str:
     except Exception as error:  # noqa: BLE001 - the test compares it
         return type(error).__name__
     return ""
+
+
+def send_to_ranks(path: str, bucket_bytes: int) -> None:
+    """Send weights to what ``received_by_ranks`` does, and die in the midst of the last ones."""
+    assert attempt(path) == "RankError"
+    send_weights(load_file(path), bucket_bytes=bucket_bytes)
+    send_weights(breaking(path, 9, "exit"), bucket_bytes=bucket_bytes)
+
+
+def received_by_ranks(old: str, new: str, dtype: str, **options: Any) -> list[object]:
+    """Return the digests of models of the ranks 1 and 2, and errors of their updates.
+
+    Those of fresh ones of the old and of the new weights; after a refusal, an update from the
+    trainer, one that breaks off, and one by tensors.
+    """
+    from interposer_models import load
+
+    ranks = distributed.new_group([1, 2], backend="gloo", use_local_synchronization=True)
+
+    def fresh(path: str) -> LanguageModel:
+        return load(path, dtype, tensor_parallel=ranks, cache_tokens=64, **options)
+
+    lm, wanted = fresh(old), digest(fresh(new))
+    found = [digest(lm), wanted]
+    undisturbed = lm.generate([TOKENS], max_new_tokens=9)[0].token_ids
+    stream = lm.stream(TOKENS, max_new_tokens=9)
+    tokens = [next(stream).token_id]
+    results: list[object] = [updated(lm)]
+    tokens += [delta.token_id for delta in stream]
+    results.append(tokens == [*undisturbed])
+    results += [updated(lm), updated(lm, timeout_seconds=20)]
+    lm.update_weights(load_file(f"{old}/model.safetensors"))
+    return [*found, *results, digest(lm)]
 
 
 def other_vote() -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from interposer_models._speculation.settings import Speculation
     from interposer_models._stream import Completion, Delta, Stream
     from interposer_models._tokenizer import TextTokenizer
+    from interposer_models._transfer.meeting import Meeting
     from interposer_models._transfer.receiver import WeightsFrom
     from interposer_models._transfer.sender import send_weights
     from interposer_ops.layers.expert_placement import ExpertParallel, ExpertPlacement
@@ -51,6 +52,7 @@ __all__ = [
     "ExpertPlacement",
     "Generation",
     "LanguageModel",
+    "Meeting",
     "Packed",
     "Place",
     "Plan",
@@ -99,6 +101,7 @@ __getattr__ = lazy_attributes(
         "interposer_models._speculation.settings": "Speculation",
         "interposer_models._stream": "Completion Delta Stream",
         "interposer_models._tokenizer": "TextTokenizer",
+        "interposer_models._transfer.meeting": "Meeting",
         "interposer_models._transfer.receiver": "WeightsFrom",
         "interposer_models._transfer.sender": "send_weights",
         "interposer_ops.layers.expert_placement": "ExpertParallel ExpertPlacement",

@@ -15,6 +15,7 @@ from torch.utils import _pytree
 
 from interposer import PluggableLayer
 from interposer.errors import CheckpointError
+from interposer_models._checkpoint.row_room import RowRoom
 from interposer_models._checkpoint.tensor_places import TensorPlace
 from interposer_ops.devices import host_memory
 
@@ -114,6 +115,7 @@ class Filling:
         self.borrows = borrows
         self.is_left = is_left
         self.missing = set(group.places)
+        self._begun: set[str] = set()
         self.parameters: dict[int, nn.Parameter] = {}
         for place in group.places.values():
             if id(place.parameter) not in self.parameters:
@@ -126,7 +128,7 @@ class Filling:
             is_given: it lies in memory that nobody else has, so that it needs no copy.
         Raises: CheckpointError: it came before, or has the wrong shape or kind of dtype.
         """
-        if name not in self.missing:
+        if name not in self.missing or name in self._begun:
             raise CheckpointError(path, f"holds the tensor {name!r} twice")
         place = self.group.places[name]
         tensor = place.share(name, tensor, path)
@@ -142,6 +144,18 @@ class Filling:
             self.parameters[id(place.parameter)] = borrowed
         else:
             place.write(name, tensor, memory.data, path)
+        self.missing.remove(name)
+
+    def room(self, name: str) -> RowRoom | None:
+        """Return the room for a tensor that its place takes by rows; None if it came before."""
+        if name not in self.missing or name in self._begun:
+            return None
+        self._begun.add(name)
+        place = self.group.places[name]
+        return RowRoom.of(self, place, self.parameters[id(place.parameter)].data)
+
+    def fill(self, name: str) -> None:
+        """Take note that all rows of a tensor have come."""
         self.missing.remove(name)
 
     def awaits(self, names: Collection[str] | None) -> bool:

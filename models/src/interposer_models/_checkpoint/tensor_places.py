@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,9 +59,7 @@ class TensorPlace:
         cut = self.slice
         if cut is None:
             return tensor
-        dim = cut.dim
-        if self.is_transposed and dim < 2:
-            dim = 1 - dim
+        dim = self.stored_dim(cut.dim)
         found = tensor.shape[dim] if dim < tensor.ndim else 1
         if found != cut.whole:
             raise CheckpointError(
@@ -87,6 +85,25 @@ class TensorPlace:
                 "quantize with desc_act=False, or run the model in one process",
             )
         return share - first
+
+    def stored_dim(self, dim: int) -> int:
+        """Return the dimension of a stored tensor that is ``dim`` of the parameter."""
+        return 1 - dim if self.is_transposed and dim < 2 else dim
+
+    def takes_rows(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Say whether a stored tensor can be taken some rows, of its first dimension, at a time.
+
+        It cannot where it has another form than the place, or what is held is computed of it.
+        """
+        if self.takes_any_form or not shape or not self.takes(dtype, self.parameter.dtype):
+            return False
+        wanted, cut = list(self.stored(self.parameter).shape), self.slice
+        if cut is not None:
+            dim = self.stored_dim(cut.dim)
+            if cut.is_elsewhere or cut.stated or cut.groups is not None or dim >= len(wanted):
+                return False
+            wanted[dim] = cut.whole
+        return list(shape) == wanted
 
     def can_borrow(self, tensor: torch.Tensor, whole: torch.Tensor, is_left: bool = False) -> bool:
         """Say whether ``tensor`` may stand for ``whole`` while the layer is finalized.
@@ -114,7 +131,7 @@ class TensorPlace:
 
         Raises: CheckpointError: it has another one.
         """
-        expected = list(self._stored(self.parameter).shape)
+        expected = list(self.stored(self.parameter).shape)
         if tensor.ndim == 0 and math.prod(expected) == 1:
             tensor = tensor.reshape(expected)
         while tensor.ndim > len(expected) and tensor.shape[-1] == 1:
@@ -126,7 +143,7 @@ class TensorPlace:
             )
         return tensor
 
-    def _stored(self, whole: torch.Tensor) -> torch.Tensor:
+    def stored(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the view on ``whole`` as the checkpoint has it."""
         return self.of(whole).mT if self.is_transposed else self.of(whole)
 
@@ -135,16 +152,20 @@ class TensorPlace:
 
         Raises: CheckpointError: shape or kind of dtype are not those of the place.
         """
-        entries = self._stored(whole)
+        entries = self.stored(whole)
         tensor = self.fitting(name, tensor, path)
-        # Numbers of 8 bits mean something with their scales only, so nothing is rounded to them.
-        if tensor.dtype != whole.dtype and not (
-            tensor.is_floating_point() and whole.is_floating_point() and whole.itemsize > 1
-        ):
+        if not self.takes(tensor.dtype, whole.dtype):
             raise CheckpointError(
                 path, f"tensor {name!r} is stored as {tensor.dtype}, expected {whole.dtype}"
             )
         entries.copy_(tensor)
+
+    @staticmethod
+    def takes(stored: torch.dtype, held: torch.dtype) -> bool:
+        """Say whether numbers of a stored dtype can be held in another one."""
+        # Numbers of 8 bits mean something with their scales only, so nothing is rounded to them.
+        rounded = stored.is_floating_point and held.is_floating_point and held.itemsize > 1
+        return stored == held or rounded
 
     def write_default(self, whole: torch.Tensor) -> None:
         """Fill the place in ``whole`` with the default of the parameter, a number or a function."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -14,6 +14,11 @@ from interposer_models._checkpoint.layer_group import LayerGroup, State
 from interposer_ops.quantized_linear import CodedProduct
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Memories = tuple[torch.UntypedStorage, torch.UntypedStorage, int]
+
+_LEAST_BYTES = 1 << 16
+# Not documented: without it, all is copied.
+_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 # Kinds of which equal ones are as good as the same one.
 _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, MethodType, CodedProduct)
@@ -26,11 +31,14 @@ class GroupUpdate:
     Attributes:
         pairs: tensors that are held, each with the one whose content it gets; None where what is
             held has another form than what is to come, so that attributes are exchanged.
+        memories: in place of pairs, storages that are held, each with the one that it gets the
+            memory of, and the address of that.
     """
 
     group: LayerGroup
     states: list[State]
     pairs: list[Pair] | None
+    memories: list[Memories] = field(default_factory=list)
 
     @classmethod
     def of(cls, group: LayerGroup, states: list[State]) -> GroupUpdate:
@@ -40,7 +48,10 @@ class GroupUpdate:
             held = {name: vars(layer).get(name) for name in state}
             if not _alike(held, state, pairs):
                 return cls(group, states, None)
-        return cls(group, states, list(_distinct(pairs)) if _alias_alike(pairs) else None)
+        if not _alias_alike(pairs):
+            return cls(group, states, None)
+        memories, rest = _exchangeable([*_distinct(pairs)])
+        return cls(group, states, rest, memories)
 
     def apply(self) -> None:
         """Make the change. Doing so twice is the same as once."""
@@ -50,6 +61,32 @@ class GroupUpdate:
             return
         for held, new in self.pairs:
             held.copy_(new)
+        for storage, other, address in self.memories:
+            if storage.data_ptr() != address:
+                storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def _exchangeable(pairs: list[Pair]) -> tuple[list[Memories], list[Pair]]:
+    """Return the memories that are exchanged, and the pairs of which the content is copied.
+
+    Copying a large weight takes as long as packing it did. Whoever holds a tensor, or a view of
+    it, has the new weights all the same. An address would be that of the old ones: on the host
+    kernels ask for it in each call, while on other devices graphs keep it.
+    """
+    memories: dict[int, Memories] = {}
+    for held, new in pairs:
+        is_plain = held.device.type == "cpu" and held.layout is torch.strided
+        is_worth = held.nbytes >= _LEAST_BYTES and _CAN_SWAP
+        if is_plain and is_worth and _is_all(held) and _is_all(new):
+            storages = held.untyped_storage(), new.untyped_storage()
+            memories[_memory(held)] = (*storages, storages[1].data_ptr())
+    # Views of the same memory have what it has.
+    return [*memories.values()], [pair for pair in pairs if _memory(pair[0]) not in memories]
+
+
+def _is_all(tensor: torch.Tensor) -> bool:
+    """Say whether nothing else lies in a tensor's memory."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _alike(held: Any, new: Any, pairs: list[Pair]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,9 @@ from interposer.errors import CheckpointError, ConfigError
 from interposer_models._checkpoint.expert_move import ExpertMove
 from interposer_models._checkpoint.expert_names import ExpertNames
 from interposer_models._checkpoint.layer_group import Filling, LayerGroup, State, groups_of
-from interposer_models._checkpoint.offer import Offer
+from interposer_models._checkpoint.offer import Offer, Room
+from interposer_models._checkpoint.row_room import RowRoom
+from interposer_models._checkpoint.spare_memory import SpareMemory
 from interposer_models._checkpoint.tensor_places import absent_biases, held_elsewhere, places_of
 from interposer_models._checkpoint.weight_update import GroupUpdate
 from interposer_ops.devices import host_memory
@@ -56,6 +58,7 @@ class Weights:
         absent = frozenset(map(self._experts.stored, absent_biases(layers)))
         self._absent = absent - places.keys()
         self._groups = groups_of(layers, places)
+        self._spare = SpareMemory()
         self._owners = {name: group for group in self._groups for name in group.places}
 
     def __contains__(self, stored: object) -> bool:
@@ -188,7 +191,7 @@ class Weights:
         """
         if self.fixed:
             raise ConfigError(self.fixed)
-        with host_memory.reused():
+        with self._spare.used(keeps=tensors.keeps_memory):
             prefixes = self._update(tensors, path)
         host_memory.trim()
         return prefixes
@@ -198,7 +201,29 @@ class Weights:
         fillings: dict[LayerGroup, Filling] = {}
         updates: dict[LayerGroup, GroupUpdate] = {}
         tied: set[str] = set()
-        for stored, tensor in tensors:
+
+        def filling_of(group: LayerGroup) -> Filling:
+            if group not in fillings:
+                # The only one of its group is finalized before another one is asked for.
+                fillings[group] = Filling(group, self.device, len(group.places) == 1)
+            return fillings[group]
+
+        def room_for(stored: str, shape: Sequence[int], dtype: torch.dtype) -> Room | None:
+            name = self._renamed(stored) or stored
+            group = self._owners.get(name)
+            # A tensor without a room comes whole, and what is wrong with it is told then.
+            if group is None or group in updates or not group.places[name].takes_rows(shape, dtype):
+                return None
+            return filling_of(group).room(name)
+
+        for stored, tensor in tensors.given(room_for):
+            if isinstance(tensor, RowRoom):
+                filling = tensor.filling
+                filling.fill(self._renamed(stored) or stored)
+                if not filling.missing:
+                    group = filling.group
+                    updates[group] = GroupUpdate.of(group, group.finalized(fillings.pop(group)))
+                continue
             if not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(path, f"{stored!r} is {type(tensor).__name__}, not a tensor")
             name = self._renamed(stored) or stored
@@ -208,12 +233,9 @@ class Weights:
                 continue
             if group in updates:
                 raise CheckpointError(path, f"holds the tensor {name!r} twice")
-            filling = fillings.get(group)
-            if filling is None:
+            if group not in fillings:
                 _check_form(group, name, tensor, path)
-                # The only one of its group is finalized before another one is asked for.
-                is_alone = len(group.places) == 1
-                filling = fillings[group] = Filling(group, self.device, is_alone)
+            filling = filling_of(group)
             filling.put(name, tensor.detach(), path, tensors.gives(tensor))
             if not filling.missing:
                 updates[group] = GroupUpdate.of(group, group.finalized(fillings.pop(group)))
@@ -233,6 +255,8 @@ class Weights:
             raise CheckpointError(path, "holds no tensor of the model", "is its iterator used up?")
         tensors.agree()
         _apply(list(updates.values()))
+        if tensors.keeps_memory:
+            self._spare.put(old for each in updates.values() for _, old, _ in each.memories)
         renewed = [update for update in updates.values() if update.pairs is None]
         return tuple(layer.prefix for update in renewed for layer in update.group.layers)
 

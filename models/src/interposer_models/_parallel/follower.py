@@ -14,6 +14,9 @@ from interposer_models._parallel.language_model import RankedLanguageModel
 from interposer_models._parallel.lead import Silent, drifted
 from interposer_models._parallel.leader import REPORTS, SPECULATES
 
+# Calls in which ranks of other groups can be lost, while this model is whole.
+_WITH_OTHERS = frozenset({"update_weights"})
+
 
 class Following(Silent):
     """Takes what rank 0 decides from the channel, in the midst of a step."""
@@ -119,8 +122,10 @@ class Follower:
         text, value = "", None
         try:
             value = getattr(self.model, name)(*arguments, **options)
-        except RankError:
-            raise
+        except RankError as error:
+            if name not in _WITH_OTHERS:
+                raise
+            text = described(error)
         except Exception as error:  # noqa: BLE001 - told to rank 0, which compares
             text = described(error)
         self._channel.send_call(pickle.dumps((text, value)))

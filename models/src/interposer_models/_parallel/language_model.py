@@ -24,7 +24,8 @@ from interposer_models._parallel.placed_experts import (
 )
 from interposer_models._plan import Plan
 from interposer_models._tokenizer import TextTokenizer
-from interposer_models._transfer.receiver import WeightsFrom
+from interposer_models._transfer.meeting import Meeting
+from interposer_models._transfer.receiver import WeightsFrom, at_rank
 
 
 class RankedLanguageModel(LanguageModel):
@@ -99,16 +100,29 @@ class RankedLanguageModel(LanguageModel):
     ) -> tuple[str, ...]:
         """Exchange weights on every rank; see ``LanguageModel.update_weights``.
 
-        Raises: ConfigError: they are to come from a trainer.
+        From a trainer, each rank receives what all others do, and keeps its share. So all of them
+        are in the trainer's group.
+
+        Raises: ConfigError: ranks that follow this one cannot be in the group.
         """
-        if isinstance(tensors, WeightsFrom):
+        lead, update = self.engine.lead, super().update_weights
+        given: Any = tensors
+        if not isinstance(tensors, WeightsFrom):
+            given = [*(tensors.items() if isinstance(tensors, Mapping) else tensors)]
+        elif not (lead.is_one_program or isinstance(tensors.group, Meeting)):
             raise ConfigError(
-                "A trainer sends to models of one process, and this one has several. "
-                "Try: update_weights(tensors) with whole tensors"
+                "The process groups of this program do not hold the ranks that follow it. "
+                "Try: WeightsFrom(Meeting(address, rank, size)), and the same address in "
+                "send_weights"
             )
-        items = [*(tensors.items() if isinstance(tensors, Mapping) else tensors)]
-        update = super().update_weights
-        found = self.engine.lead.everywhere("update_weights", (items,), lambda: update(items))
+
+        def take() -> tuple[str, ...]:
+            ranks = self._resolver.ranks
+            if not isinstance(given, WeightsFrom):
+                return update(given)
+            return update(at_rank(given, 0 if ranks is None else ranks.rank))
+
+        found = lead.everywhere("update_weights", (given,), take)
         self._is_stored = False
         return cast("tuple[str, ...]", found[0])
 

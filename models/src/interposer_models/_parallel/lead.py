@@ -17,7 +17,13 @@ _EVERY = 64  # steps, since a comparison takes as long as a tenth of a short one
 
 
 class Lead(Protocol):
-    """The side of one rank."""
+    """The side of one rank.
+
+    Attributes:
+        is_one_program: calls come from the program of this rank, whose process groups it knows.
+    """
+
+    is_one_program: bool
 
     def tell(self, name: str, *arguments: Any, **options: Any) -> None:
         """Have a method called on the other ranks as well, before it is here."""
@@ -57,6 +63,8 @@ class Lead(Protocol):
 
 class Silent:
     """Nobody follows: other ranks do the same anyway."""
+
+    is_one_program = True
 
     def tell(self, name: str, *arguments: Any, **options: Any) -> None:
         """Tell nobody."""

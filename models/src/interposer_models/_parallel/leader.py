@@ -62,6 +62,8 @@ class Leader:
     comes with each step.
     """
 
+    is_one_program = False
+
     def __init__(self, channels: Sequence[Channel], losses: Losses, timeout_seconds: float) -> None:
         """Tell nothing yet.
 

@@ -13,8 +13,10 @@ import torch
 from torch import distributed
 
 from interposer.errors import ConfigError, RankError
+from interposer_models._transfer.links import GroupLink, Link, Work
+from interposer_models._transfer.meeting import Meeting, linked
 
-FORMAT = "interposer-weights-1"
+FORMAT = "interposer-weights-2"
 _VOTE_BYTES = 4096
 _MOST_REASON = 2000
 
@@ -40,23 +42,23 @@ class Channel:
 
     def __init__(
         self,
-        group: distributed.ProcessGroup | None,
+        group: distributed.ProcessGroup | Meeting | None,
         source: int | None,
         timeout_seconds: float,
         bucket_bytes: int = 0,
     ) -> None:
-        """Look at the group; nothing is sent.
+        """Look at the group; nothing is sent, but the processes of a meeting come together.
 
         Args:
             source: None for this process.
-        Raises: ConfigError: there is no such group, or nobody else is in it.
+        Raises:
+            ConfigError: there is no such group, or nobody else is in it.
+            RankError: the others did not come to a meeting.
         """
-        if not (distributed.is_available() and distributed.is_initialized()):
-            raise ConfigError(
-                "Weights are sent over a process group, and this process is in none. "
-                "Try: torch.distributed.init_process_group"
-            )
-        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+        self._link: Link = (
+            linked(group, timeout_seconds) if isinstance(group, Meeting) else GroupLink(group)
+        )
+        self.rank, self.size = self._link.rank, self._link.size
         if self.rank < 0 or self.size < 2:
             has = "does not contain this process" if self.rank < 0 else "has no other process"
             raise ConfigError(f"The process group {has}. Try: a group of trainer and receivers")
@@ -66,17 +68,14 @@ class Channel:
                 f"source is {source}, and this process is rank {self.rank} of {self.size}. "
                 "Try: the rank of the trainer in the group"
             )
-        self.group = group
         self.bucket_bytes = bucket_bytes
-        self.device = device_of(distributed.get_backend_config(group))
+        self.device = self._link.device
         self._timeout = timedelta(seconds=timeout_seconds)
 
     def post(self, tensor: torch.Tensor) -> Posted:
         """Begin to broadcast a tensor of the source into those of the other ranks."""
         with self._told():
-            work: Any = distributed.broadcast(
-                tensor, group_src=self.source, group=self.group, async_op=True
-            )
+            work = self._link.broadcast(tensor, self.source)
         return Posted(tensor, lambda: self._wait(work))
 
     def vote(self, stage: str, refusal: str = "") -> None:
@@ -101,7 +100,7 @@ class Channel:
         own = _as_tensor(text).to(self.device)
         votes = [torch.empty_like(own) for _ in range(self.size)]
         with self._told():
-            work: Any = distributed.all_gather(votes, own, group=self.group, async_op=True)
+            work = self._link.gather(votes, own)
         self._wait(work)
         if not refusal:
             self._count([bytes(each.cpu().numpy()) for each in votes], facts)
@@ -130,7 +129,7 @@ class Channel:
                 self.rank, f"The exchange of weights is refused by {'; by '.join(refusals)}"
             )
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: Work) -> None:
         with self._told():
             if not work.wait(self._timeout):
                 raise RuntimeError("it did not end")
@@ -140,25 +139,14 @@ class Channel:
         try:
             yield
         except RuntimeError as error:  # of torch, whatever the backend
+            self._link.break_up()
             limit = self._timeout.total_seconds()
             raise RankError(
                 self.rank,
                 f"The exchange of weights with {self.size - 1} other ranks ended, for one of them "
                 f"died or did not answer for {limit:g} s ({str(error).splitlines()[0]:.300}). "
-                "Try: see why, and make a new process group",
+                "Try: see why, and make a new process group, or meet at a new address",
             ) from error
-
-
-def device_of(config: str) -> torch.device:
-    """Return where tensors lie that a group sends.
-
-    Args:
-        config: its devices and backends, such as ``"cpu:gloo,acme:accl"``. A backend that is made
-            for an accelerator is preferred.
-    """
-    pairs = [pair.partition(":") for pair in config.lower().split(",")]
-    own = [device for device, _, backend in pairs if device != "cpu" and backend != "gloo"]
-    return torch.device(own[0] if own else "cpu")
 
 
 def _as_tensor(text: str) -> torch.Tensor:

@@ -23,6 +23,7 @@ class Piece:
         shape: of the whole tensor.
         start: the first byte of the tensor that is meant.
         count: bytes from there.
+        is_apart: sent by a broadcast of its own, from the tensor's own memory.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Piece:
     shape: tuple[int, ...]
     start: int
     count: int
+    is_apart: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -42,10 +44,20 @@ class Piece:
         return self.count == self.num_bytes
 
     @property
+    def row_bytes(self) -> int:
+        """Return the bytes of one row of the tensor, along its first dimension."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def is_last(self) -> bool:
+        """Say whether the tensor ends with the piece."""
+        return self.start + self.count == self.num_bytes
+
+    @property
     def text(self) -> str:
         """Return the piece as it stands in a header."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return json.dumps([self.name, dtype, self.shape, self.start, self.count])
+        return json.dumps([self.name, dtype, self.shape, self.start, self.count, self.is_apart])
 
     @classmethod
     def of(cls, fields: Any) -> Piece:
@@ -54,11 +66,11 @@ class Piece:
         Raises: ValueError: it is none.
         """
         match fields:
-            case [str(name), str(dtype), [*shape], int(start), int(count)]:
+            case [str(name), str(dtype), [*shape], int(start), int(count), bool(apart)]:
                 kind = getattr(torch, dtype, None)
                 sizes = all(type(size) is int and size >= 0 for size in shape)
                 if isinstance(kind, torch.dtype) and sizes:
-                    piece = cls(name, kind, tuple(shape), start, count)
+                    piece = cls(name, kind, tuple(shape), start, count, apart)
                     if piece._is_inside():
                         return piece
         raise ValueError(f"{fields!r:.200} states no piece of a tensor")
@@ -93,6 +105,21 @@ class Header:
         for piece in self.pieces:
             yield start, piece
             start = after(start + piece.count)
+
+    def transfers(self) -> Iterator[tuple[int, int, int | None]]:
+        """Yield the broadcasts of the bucket: its bytes, and the number of a piece sent apart."""
+        begun: int | None = None
+        for number, (start, piece) in enumerate(self.placed()):
+            if begun is None:
+                begun = start
+            if piece.is_apart:
+                if begun < start:
+                    yield begun, start, None
+                if piece.count:
+                    yield start, start + piece.count, number
+                begun = None
+        if begun is not None and begun < self.num_bytes:
+            yield begun, self.num_bytes, None
 
     def encoded(self) -> torch.Tensor:
         """Return it as ``[HEADER_BYTES]`` uint8: JSON, and blanks behind it."""

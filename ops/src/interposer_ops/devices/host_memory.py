@@ -31,6 +31,7 @@ from interposer import Verdict
 from interposer.errors import ConfigError
 
 __all__ = [
+    "Spare",
     "cache_memory",
     "empty",
     "huge_page_bytes",
@@ -82,20 +83,24 @@ def cache_memory(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tenso
 
 
 @contextmanager
-def reused() -> Iterator[None]:
+def reused(spare: Spare | None = None) -> Iterator[None]:
     """Return a block in which memory whose tensor went serves the next one of the same size.
 
     The layers of a model hold plain weights of the same few sizes one after another. New memory is
     cleared by the system and lies in no cache, which takes as long as copying a weight there. Up to
     64 MiB are kept, until the block ends. Other threads and later memory have no part in it.
+
+    Args:
+        spare: what was kept in an earlier block, and is kept for later ones.
     """
-    spare = _Spare()
-    token = _spare.set(spare)
+    kept = Spare(_MOST_SPARE_BYTES) if spare is None else spare
+    token = _spare.set(kept)
     try:
         yield
     finally:
         _spare.reset(token)
-        spare.close()
+        if spare is None:
+            kept.close()
 
 
 @contextmanager
@@ -175,12 +180,12 @@ def _can_share() -> bool:
 
 def _mapped(count: int, dtype: torch.dtype) -> Tensor:
     num_bytes, spare = count * dtype.itemsize, _spare.get()
-    found = None if spare is None else spare.take(num_bytes)
+    found = None if spare is None else spare._take(num_bytes)
     memory, start = found or _new_map(num_bytes)
     # The tensor keeps the object that it was made from, and that the mapping, which ends with it.
     kept = memoryview(memory)
     if spare is not None:
-        weakref.finalize(kept, spare.put, num_bytes, (memory, start)).atexit = False
+        weakref.finalize(kept, spare._put, num_bytes, (memory, start)).atexit = False
     return torch.frombuffer(kept, dtype=dtype, count=count, offset=start)
 
 
@@ -252,32 +257,34 @@ class _SharedMaps:
 _shared_maps = _SharedMaps()
 
 
-class _Spare:
-    """Maps without a tensor, by the bytes that were asked for."""
+class Spare:
+    """Maps without a tensor, by the bytes that were asked for, until it is closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int) -> None:
+        """Have none; so many bytes are kept at most."""
         self._maps: defaultdict[int, list[_Map]] = defaultdict(list)
-        self._free_bytes = _MOST_SPARE_BYTES
+        self._free_bytes = most_bytes
 
-    def take(self, num_bytes: int) -> _Map | None:
+    def _take(self, num_bytes: int) -> _Map | None:
         maps = self._maps.get(num_bytes)
         if not maps:
             return None
         self._free_bytes += num_bytes
         return maps.pop()
 
-    def put(self, num_bytes: int, map: _Map) -> None:
+    def _put(self, num_bytes: int, map: _Map) -> None:
         if num_bytes <= self._free_bytes:
             self._free_bytes -= num_bytes
             self._maps[num_bytes].append(map)
 
     def close(self) -> None:
+        """Keep nothing, now and later."""
         self._free_bytes = 0
         self._maps.clear()
 
 
 _placing: ContextVar[_Take | None] = ContextVar("place of host memory", default=None)
-_spare: ContextVar[_Spare | None] = ContextVar("spare maps of host memory", default=None)
+_spare: ContextVar[Spare | None] = ContextVar("spare maps of host memory", default=None)
 
 
 def _setting(root: Path) -> str:

@@ -1,0 +1,175 @@
+"""Weights of a trainer, for a model that two processes compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models.tests.test_update_weights import WEIGHTS, stored, write
+from models.tests.weight_peer import Peer
+from safetensors.torch import load_file
+from torch import nn
+
+from interposer.errors import ConfigError, RankError, RequestError
+from interposer_models import LanguageModel, Meeting, WeightsFrom, launched, send_weights
+from interposer_models._checkpoint.row_room import RowRoom
+from interposer_models._checkpoint.tensor_places import TensorPlace
+from interposer_ops.layers.cuts import Slice
+
+# All share the processes.
+pytestmark = pytest.mark.xdist_group("weight-peers")
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[Peer]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        peer = Peer()
+        yield peer
+    peer.close()
+
+
+@pytest.fixture(scope="module")
+def paths(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two checkpoints with other weights."""
+    folder, tensors = tmp_path_factory.mktemp("sent"), load_file(llama / WEIGHTS)
+    return [
+        write(folder / str(seed), llama, "plain", stored("plain", tensors, seed)) for seed in (1, 2)
+    ]
+
+
+def test_each_rank_has_its_share_of_new_weights_or_of_the_old_ones(
+    paths: list[Path], tmp_path: Path
+) -> None:
+    old, new = paths
+    peers = [Peer() for _ in range(3)]
+    received = f"received_by_ranks({str(old)!r}, {str(new)!r}, 'float32')"
+    try:
+        for peer, call in zip(
+            peers, [f"send_to_ranks({str(new / WEIGHTS)!r}, 4096)", received, received], strict=True
+        ):
+            peer.begin(call, tmp_path / "store", peers.index(peer), 3)
+        died, *answers = [peer.end() for peer in peers]
+    finally:
+        for peer in peers:
+            peer.close()
+    assert died == []
+    for answer, *error in answers:
+        assert error == ["", ""]
+        first, second, refused, went_on, renewed, broken, restored = answer
+        assert first != second
+        assert refused == ["RequestError", True]
+        assert went_on
+        assert renewed == ["", second]
+        assert broken == ["RankError", True]
+        assert restored == first
+    assert answers[0] == answers[1]
+
+
+def test_followers_come_to_a_meeting_with_the_trainer(
+    paths: list[Path], trainer: Peer, tmp_path: Path
+) -> None:
+    old, new = paths
+    address = f"file://{tmp_path}/meeting"
+
+    def send(tensors: str, number: int) -> None:
+        call = (
+            f"send_weights({tensors}, Meeting({address + str(number)!r}, 0, 3), bucket_bytes=5000)"
+        )
+        trainer.begin(call, tmp_path / f"store{number}-{tensors[:3]}", 0, 1)
+
+    def come(lm: LanguageModel, number: int) -> tuple[str, ...]:
+        meeting = Meeting(f"{address}{number}", rank=1, size=3)
+        return lm.update_weights(WeightsFrom(meeting, timeout_seconds=20))
+
+    given = f"load_file({str(new / WEIGHTS)!r})"
+    with launched(2, timeout_seconds=60.0) as load:
+        options: dict[str, Any] = {"dtype": "float32", "cache_tokens": 64}
+        wanted = load(new, **options).logits(PROMPT)
+        lm = load(old, **options)
+        before = lm.logits(PROMPT)
+        with pytest.raises(ConfigError, match="Meeting"):
+            lm.update_weights(WeightsFrom())
+        undisturbed = lm.generate([PROMPT], max_new_tokens=9)[0].token_ids
+
+        send(given, 1)
+        stream = lm.stream(PROMPT, max_new_tokens=9)
+        tokens = [next(stream).token_id]
+        with pytest.raises(RequestError, match="unfinished"):
+            come(lm, 1)
+        assert [*tokens, *(delta.token_id for delta in stream)] == [*undisturbed]
+        assert trainer.end()[1] == "RankError"
+
+        send(given + ".items()", 1)  # at the same meeting
+        assert come(lm, 1) == ()
+        assert trainer.end() == [None, "", ""]
+        assert torch.equal(lm.logits(PROMPT), wanted)
+        assert not torch.equal(before, wanted)
+
+        send(f"breaking({str(new / WEIGHTS)!r}, 9, 'exit')", 2)
+        with pytest.raises(RankError, match="died or did not answer"):
+            come(lm, 2)
+        assert torch.equal(lm.logits(PROMPT), wanted)
+        assert trainer.end() == []
+
+
+def test_a_meeting_needs_a_rank_an_address_and_the_others(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rank of this process .* is 3, and 2"):
+        send_weights({}, Meeting("file:///nowhere", 3, 2))
+    with pytest.raises(ConfigError, match="'nowhere' is no address"):
+        send_weights({}, Meeting("nowhere", 0, 2))
+    with pytest.raises(RankError, match=r"2 processes did not come to .* within 0.5 s"):
+        send_weights({}, Meeting(f"file://{tmp_path}/store", 0, 2), timeout_seconds=0.5)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[TensorPlace, tuple[int, ...], list[int], list[bool]]:
+    """Return a place with a share of a tensor, the shape of that, and how its rows come."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    dim = draw(st.integers(0, len(shape) - 1))
+    edges = sorted(draw(st.sets(st.integers(0, shape[dim]), min_size=2, max_size=4)))
+    ranges = tuple(zip(edges[::2], edges[1::2], strict=False))
+    held = list(shape)
+    held[dim] = sum(stop - start for start, stop in ranges)
+    cut = draw(st.sampled_from([None, Slice(dim, shape[dim], ranges)]))
+    is_turned = len(shape) == 2 and draw(st.booleans())
+    sizes = list(shape) if cut is None else held
+    parameter = nn.Parameter(torch.zeros(sizes[::-1] if is_turned else sizes), requires_grad=False)
+    if is_turned:
+        parameter.stored_transposed = True  # type: ignore[attr-defined]
+        cut = cut and Slice(1 - dim, shape[dim], ranges)
+    steps = draw(st.lists(st.integers(1, 4), min_size=shape[0], max_size=shape[0]))
+    direct = draw(st.lists(st.booleans(), min_size=shape[0], max_size=shape[0]))
+    return TensorPlace(parameter, slice=cut), shape, steps, direct
+
+
+@settings(max_examples=200, deadline=None)
+@given(cuts())
+def test_rows_that_come_apart_are_the_share_of_the_whole(
+    drawn: tuple[TensorPlace, tuple[int, ...], list[int], list[bool]],
+) -> None:
+    place, shape, steps, direct = drawn
+    tensor = torch.arange(1.0, torch.Size(shape).numel() + 1).view(shape)
+    wanted, found = (torch.zeros_like(place.parameter.data) for _ in range(2))
+    place.write("x", place.share("x", tensor, "test"), wanted, "test")
+    assert place.takes_rows(shape, torch.bfloat16)
+    assert not place.takes_rows((*shape, 2), torch.float32)
+    assert not place.takes_rows(shape, torch.int32)
+    room, start = RowRoom.of(None, place, found), 0  # type: ignore[arg-type]
+    for step, is_direct in zip(steps, direct, strict=True):
+        rows = tensor[start : start + step]
+        memory = room.memory(start, start + len(rows))
+        if is_direct and memory is not None and len(rows):
+            assert memory.shape == rows.shape
+            memory.copy_(rows)
+        else:
+            room.put(start, rows)
+        start += len(rows)
+    assert torch.equal(found, wanted)
