@@ -13,6 +13,7 @@ _KINDS = {
     "column": "cut by outputs",
     "row": "cut by inputs and added up",
     "expert": "cut inside of every expert and added up",
+    "experts": "placed whole on ranks",
     "vocabulary": "cut by tokens",
 }
 _REPLICATED = "whole on every rank"
