@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from interposer import Communicator, ExpertsSpec, Ranks, Site
 from interposer.records import CommunicatorEntry
 from interposer_ops.layers.divided_experts import DividedExperts, share_experts
 from interposer_ops.layers.expert_placement import ExpertParallel, ExpertPlacement
-from interposer_ops.layers.experts import Experts
+from interposer_ops.layers.experts import Experts, PlainExperts
 from interposer_ops.layers.placed_experts import PlacedExperts
 
 MakeSite = Callable[..., Site]
@@ -181,7 +182,44 @@ def test_notes_say_where_experts_are_and_how_rows_get_there(make_site: MakeSite)
     assert "read on the host" in asked
 
 
-def test_experts_that_cannot_be_placed_are_cut(make_site: MakeSite) -> None:
+class Blocks(PlainExperts):
+    """Experts that are held in whatever form they are stored."""
+
+    def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
+        super().create_weights(layer, site, spec)
+        for parameter in layer.parameters():
+            parameter.any_form = True  # type: ignore[attr-defined]
+
+
+class Mixed(PlainExperts):
+    """Experts of which the first is stored otherwise than the others."""
+
+    def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
+        for expert in range(spec.num_experts):
+            inner = nn.Module()
+            inner.register_parameter(f"weight{expert == 0}", nn.Parameter(torch.empty(2)))
+            layer.add_module(str(expert), inner)
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [(Blocks, "held in whatever form they are stored"), (Mixed, "not stored in one form")],
+)
+def test_experts_that_cannot_be_placed_say_why(
+    make_site: MakeSite, method: type[PlainExperts], reason: str
+) -> None:
+    site = make_site("model.layers.3.mlp.experts", torch.float32)
+    resolver: Any = site.resolver
+    resolver.ranks = Ranks(1, 2, (0, 0), ("cpu", "cpu"), experts=ExpertParallel())
+    resolver.scheme = SimpleNamespace(experts_method=lambda _: method())
+    assert type(share_experts(site, SPEC)) is Experts
+    placed, cut = resolver.notes
+    assert placed.startswith("experts of model.layers.mlp.experts are not placed whole: ")
+    assert reason in placed
+    assert cut.startswith("every rank computes all of model.layers.mlp.experts")
+
+
+def test_experts_are_cut_where_nobody_wants_them_whole(make_site: MakeSite) -> None:
     site = make_site("mlp.experts", torch.float32)
     resolver: Any = site.resolver
     resolver.ranks = Ranks(1, 2, (0, 0), ("cpu", "cpu"))
