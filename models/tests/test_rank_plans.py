@@ -119,4 +119,4 @@ def test_experts_are_told_as_cut_inside_and_routers_as_whole(qwen3_moe: Path) ->
     notes = {note.partition(": ")[0]: note for note in told(qwen3_moe)}
     experts = notes["cut inside of every expert and added up"]
     assert experts.endswith("model.layers.mlp.experts (24 of 48)")
-    assert "model.layers.mlp.gate" in notes["whole on every rank"]
+    assert "model.layers.mlp.router" in notes["whole on every rank"]

@@ -19,7 +19,7 @@ from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.engine import Engine
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.speculation import SpeculationFigures
-from interposer_models._requests import Prompt, completions, requests, token_ids_of
+from interposer_models._requests import Prompt, completions, requests, target_ids, token_ids_of
 from interposer_models._stream import Completion, Delta, Stream
 from interposer_models._tokenizer import MissingTokenizer, TextTokenizer, suggested_settings
 from interposer_models._transfer.receiver import WeightsFrom, offer_of
@@ -212,7 +212,7 @@ class LanguageModel:
                     "Try: both as texts, or both as lists of token ids"
                 )
             if source is not None:
-                tokens = self._target(continuation)
+                tokens = target_ids(continuation, self.tokenizer, self.engine.start_token_ids)
             elif isinstance(prompt, str):
                 tokens = [*self.tokenizer.encode(prompt + cast(str, continuation))]
             else:
@@ -369,16 +369,6 @@ class LanguageModel:
         if self.engine.runner.sources is None:
             return prompt, None
         return self.engine.start_token_ids, prompt
-
-    def _target(self, continuation: Prompt) -> list[int]:
-        """Return what the decoder of an encoder-decoder begins with, and a text behind it."""
-        starts = self.engine.start_token_ids
-        if not isinstance(continuation, str):
-            return [*starts, *continuation]
-        tokens = self.tokenizer.encode(continuation)
-        # A tokenizer may write the token that is forced to be the first one.
-        is_forced = len(starts) > 1 and tokens[:1] == [starts[1]]
-        return [*starts, *tokens[is_forced:]]
 
     def _deltas(self, streams: Sequence[Stream]) -> Iterator[Delta | None]:
         """Yield None once, then the deltas."""

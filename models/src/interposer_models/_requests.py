@@ -42,6 +42,16 @@ def token_ids_of(prompt: Prompt, tokenizer: TextTokenizer) -> Sequence[int]:
     return tokenizer.encode(prompt) if prompt else []
 
 
+def target_ids(text: Prompt, tokenizer: TextTokenizer, starts: Sequence[int]) -> list[int]:
+    """Return what the decoder of an encoder-decoder begins with, and a text behind it."""
+    if not isinstance(text, str):
+        return [*starts, *text]
+    tokens = tokenizer.encode(text)
+    # A tokenizer may write the token that is forced to be the first one.
+    is_forced = len(starts) > 1 and tokens[:1] == [starts[1]]
+    return [*starts, *tokens[is_forced:]]
+
+
 def completions(streams: Sequence[Stream], n: int) -> list[Completion]:
     """Return what was produced, where the ``n`` answers to each prompt follow each other."""
     told: list[Completion] = []
