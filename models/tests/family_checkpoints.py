@@ -56,6 +56,6 @@ def write_family(root: Path, config: dict[str, Any], dtype: str = "float32") -> 
                 drawn = drawn.to(whole.dtype)
             else:
                 drawn = torch.zeros(whole.shape, dtype=whole.dtype)
-            tensors[name] = place._stored(drawn).clone().contiguous()
+            tensors[name] = place.stored(drawn).clone().contiguous()
     save_file(tensors, root / "model.safetensors")
     return root

@@ -88,7 +88,7 @@ def stored(layer: Linear) -> dict[str, torch.Tensor]:
             parameter.data.copy_(draw(generator))
     shared: dict[int, str] = {}
     for name, place in places_of([layer])[0].items():
-        tensors[name] = place._stored(place.parameter.data).clone()
+        tensors[name] = place.stored(place.parameter.data).clone()
         # What fused layers share, such as the scale of their one input, is equal.
         if getattr(place.parameter, "per_part", False):
             tensors[name] = tensors[shared.setdefault(id(place.parameter), name)]

@@ -213,8 +213,8 @@ class Weights:
                 filling = tensor.filling
                 filling.fill(self._renamed(stored) or stored)
                 if not filling.missing:
-                    group = filling.group
-                    updates[group] = GroupUpdate.of(group, group.finalized(fillings.pop(group)))
+                    full = filling.group
+                    updates[full] = GroupUpdate.of(full, full.finalized(fillings.pop(full)))
                 continue
             if not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(path, f"{stored!r} is {type(tensor).__name__}, not a tensor")
