@@ -210,10 +210,10 @@ class Weights:
 
         for stored, tensor in tensors.given(room_for):
             if isinstance(tensor, RowRoom):
-                filling = tensor.filling
-                filling.fill(self._renamed(stored) or stored)
-                if not filling.missing:
-                    full = filling.group
+                name = self._renamed(stored) or stored
+                full = self._owners[name]
+                fillings[full].fill(name)
+                if not fillings[full].missing:
                     updates[full] = GroupUpdate.of(full, full.finalized(fillings.pop(full)))
                 continue
             if not isinstance(tensor, torch.Tensor):

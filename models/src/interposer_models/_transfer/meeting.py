@@ -1,4 +1,4 @@
-"""Where a trainer and receivers meet that are in no process group together."""
+"""A group of a trainer and receivers that are in no process group of their programs."""
 
 from __future__ import annotations
 
