@@ -29,7 +29,6 @@ from torch import distributed
 
 from interposer import Config
 from interposer_models import Checkpoint, WeightsFrom, load, send_weights
-from interposer_models._transfer.sender import BUCKET_BYTES
 
 MIB = 2**20
 
@@ -123,7 +122,7 @@ def main() -> None:
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--quantization", nargs="*", default=["none", "int8"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--bucket-mib", type=float, nargs="*", default=[BUCKET_BYTES / MIB])
+    parser.add_argument("--bucket-mib", type=float, nargs="*", default=[32])
     parser.add_argument("--send", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     sizes = [round(mib * MIB) for mib in given.bucket_mib]

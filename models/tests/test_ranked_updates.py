@@ -162,7 +162,7 @@ def test_rows_that_come_apart_are_the_share_of_the_whole(
     assert place.takes_rows(shape, torch.bfloat16)
     assert not place.takes_rows((*shape, 2), torch.float32)
     assert not place.takes_rows(shape, torch.int32)
-    room, start = RowRoom.of(None, place, found), 0  # type: ignore[arg-type]
+    room, start = RowRoom.of(place, found), 0
     for step, is_direct in zip(steps, direct, strict=True):
         rows = tensor[start : start + step]
         memory = room.memory(start, start + len(rows))

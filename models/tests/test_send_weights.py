@@ -299,6 +299,7 @@ def test_tensors_of_any_form_arrive_as_they_were(
             offer.given(lambda *_: None), noise(seed), strict=True
         ):
             assert name == wanted_name
+            assert isinstance(tensor, torch.Tensor)
             assert (tensor.shape, tensor.dtype) == (wanted.shape, wanted.dtype)
             codes = [each.contiguous().view(-1).view(torch.uint8) for each in (tensor, wanted)]
             assert torch.equal(*codes)

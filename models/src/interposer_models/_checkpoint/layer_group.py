@@ -152,7 +152,7 @@ class Filling:
             return None
         self._begun.add(name)
         place = self.group.places[name]
-        return RowRoom.of(self, place, self.parameters[id(place.parameter)].data)
+        return RowRoom.of(place, self.parameters[id(place.parameter)].data)
 
     def fill(self, name: str) -> None:
         """Take note that all rows of a tensor have come."""

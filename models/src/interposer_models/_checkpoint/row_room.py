@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from interposer_models._checkpoint.tensor_places import TensorPlace
 from interposer_ops.layers.cuts import Slice
-
-if TYPE_CHECKING:
-    from interposer_models._checkpoint.layer_group import Filling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,22 +15,20 @@ class RowRoom:
     """A room for the rows, along the first dimension, of a tensor as it is stored.
 
     Attributes:
-        filling: that is told of its end.
         entries: the memory for the share of this rank, as the tensor is stored.
         dim: of ``slice``, as the tensor is stored.
         slice: the share of this rank; None: all of the tensor.
     """
 
-    filling: Filling
     entries: torch.Tensor
     dim: int
     slice: Slice | None
 
     @classmethod
-    def of(cls, filling: Filling, place: TensorPlace, whole: torch.Tensor) -> RowRoom:
+    def of(cls, place: TensorPlace, whole: torch.Tensor) -> RowRoom:
         """Return the room at a place of ``whole``, which takes rows."""
         dim = 0 if place.slice is None else place.stored_dim(place.slice.dim)
-        return cls(filling, place.stored(whole), dim, place.slice)
+        return cls(place.stored(whole), dim, place.slice)
 
     def memory(self, start: int, stop: int) -> torch.Tensor | None:
         """Return the memory of these rows if this rank has all of them, in one piece."""

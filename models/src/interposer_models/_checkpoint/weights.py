@@ -218,11 +218,11 @@ class Weights:
 
         for stored, tensor in tensors.given(room_for):
             if isinstance(tensor, RowRoom):
-                filling = tensor.filling
-                filling.fill(self._renamed(stored) or stored)
-                if not filling.missing:
-                    group = filling.group
-                    updates[group] = GroupUpdate.of(group, group.finalized(fillings.pop(group)))
+                name = self._renamed(stored) or stored
+                full = self._owners[name]
+                fillings[full].fill(name)
+                if not fillings[full].missing:
+                    updates[full] = GroupUpdate.of(full, full.finalized(fillings.pop(full)))
                 continue
             if not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(path, f"{stored!r} is {type(tensor).__name__}, not a tensor")

@@ -1,12 +1,14 @@
-"""Where a trainer and receivers meet that are in no process group together."""
+"""A group of a trainer and receivers that are in no process group of their programs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.rendezvous import rendezvous
 
 from interposer.errors import ConfigError, RankError
 from interposer_models._transfer.links import Link, Work
@@ -64,13 +66,11 @@ class _Met:
         self.rank, self.size = meeting.rank, meeting.size
         self._meeting = meeting
         try:
-            found = distributed.rendezvous(meeting.address, self.rank, self.size, timeout=timeout)
+            found = rendezvous(meeting.address, self.rank, self.size, timeout=timeout)
             store, *_ = next(iter(found))
             store.set_timeout(timeout)
             self._store = store  # which rank 0 serves to the others
-            self._group = distributed.ProcessGroupGloo(  # type: ignore[attr-defined]
-                store, self.rank, self.size, timeout
-            )
+            self._group: Any = distributed.ProcessGroupGloo(store, self.rank, self.size, timeout)
         except (RuntimeError, ValueError, OSError) as error:  # of torch
             reason = str(error).splitlines()[0]
             raise RankError(
