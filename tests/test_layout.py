@@ -329,7 +329,8 @@ def test_docstrings_begin_with_a_statement() -> None:
 # Of ops two modules are the cache of 4 bits and the backend that reads it everywhere.
 # Of core 330 lines, and of ops 10 modules and 1,400 lines, are communicators and the cuts of layers
 # over ranks.
-SIZES = {"core": (60, 9_080), "ops": (211, 27_800)}
+# Of core 40 lines, and of ops a module and 110 lines, are sums over ranks that norms take.
+SIZES = {"core": (60, 9_120), "ops": (212, 27_920)}
 
 
 @pytest.mark.parametrize("folder", SIZES)
