@@ -9,12 +9,12 @@ Dimensions: T tokens, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
-from interposer import Communicator, PluggableLayer, Site
+from interposer import Choice, Communicator, PluggableLayer, Site
 from interposer.errors import NoCandidateError
 from interposer_ops.layers.divided_linear import AllReduce, RowLinear
 from interposer_ops.layers.linear import Linear
@@ -101,7 +101,7 @@ def _fused(site: Site, alone: AllReduce, index: int) -> Communicator | None:
     """Return what does all at once, for few or for many rows; None where steps run apart."""
     choice = alone.choices[index]
     if FUSED_SUM not in getattr(choice.chosen.record, "collectives", ()):
-        _tell(site, f"{choice.chosen.name} has no {FUSED_SUM}")
+        _tell(site, choice, f"{choice.chosen.name} has no {FUSED_SUM}")
         return None
     try:
         fused, held = site.resolver.communicator(
@@ -109,15 +109,17 @@ def _fused(site: Site, alone: AllReduce, index: int) -> Communicator | None:
         )
     except NoCandidateError as error:
         refusals = "; ".join(map(str, error.refusals))
-        _tell(site, f"{FUSED_SUM} was refused: {refusals}")
+        _tell(site, choice, f"{FUSED_SUM} was refused: {refusals}")
         return None
     if fused.chosen.qualified_name != choice.chosen.qualified_name:
-        _tell(site, f"sums are those of {choice.chosen.name}, not of {fused.chosen.name}")
+        _tell(site, choice, f"{FUSED_SUM} is that of {fused.chosen.name}")
         return None
     return held
 
 
-def _tell(site: Site, reason: str) -> None:
-    note = f"sums over ranks and the norms behind them run apart: {reason}"
-    if note not in site.resolver.notes:
-        site.resolver.notes.append(note)
+def _tell(site: Site, sums: Choice, reason: str) -> None:
+    """Note with the choice for sums why norms run apart from them."""
+    note, resolver = f"norms behind sums run apart: {reason}", cast("Any", site.resolver)
+    for key, (choice, _) in [*resolver.choices.items()]:
+        if choice.request == sums.request and note not in choice.notes:
+            resolver.annotate(key, note)

@@ -113,8 +113,8 @@ class NativeSelfAttention(SelfAttention):
         bias: bool = False,
     ) -> None:
         super().__init__(site, spec, hidden_size, rotary_size, norm_eps, qkv_bias, bias)
-        heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        self.counts = (heads, kv_heads, kv_heads)
+        heads, kv_heads, _ = self.sizes  # of this rank
+        self.counts = tuple(size // self.head_size for size in (heads, kv_heads, kv_heads))
         rotary, norms = self.rotary, (self.q_norm, self.k_norm)
         self.eps = 0.0 if norm_eps is None else norm_eps
         self.is_fusable = (
