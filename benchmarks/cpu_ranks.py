@@ -40,11 +40,11 @@ def loaded(given: argparse.Namespace, num_ranks: int) -> Iterator[LanguageModel]
     if given.quantization:
         options["quantization"] = given.quantization
     if num_ranks == 1:
-        yield load(given.model, config=Config(), **options)
+        yield load(given.model, config=Config(packed="off"), **options)
         return
     sums = {"all_reduce": given.communicator} if given.communicator else {}
     with launched(num_ranks) as load_on_all:
-        yield load_on_all(given.model, config=Config(communicators=sums), **options)
+        yield load_on_all(given.model, config=Config(communicators=sums, packed="off"), **options)
 
 
 def decoded(lm: LanguageModel, new_tokens: int) -> float:
