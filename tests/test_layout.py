@@ -330,7 +330,7 @@ def test_docstrings_begin_with_a_statement() -> None:
 # Of core 330 lines, and of ops 10 modules and 1,400 lines, are communicators and the cuts of layers
 # over ranks.
 # Of core 40 lines, and of ops a module and 110 lines, are sums over ranks that norms take.
-SIZES = {"core": (60, 9_120), "ops": (212, 27_920)}
+SIZES = {"core": (60, 9_120), "ops": (212, 27_930)}
 
 
 @pytest.mark.parametrize("folder", SIZES)

@@ -52,9 +52,9 @@ from interposer._selection.gates import (
 )
 from interposer._selection.measurements import Measurements
 from interposer._selection.select import Gate, acceptable, select
+from interposer._selection.sums import sum_dims
 
 _log = logging.getLogger("interposer")
-_FEW_BYTES = 8192  # of a row of a decode step
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -106,7 +106,6 @@ class Resolver:
         self._loaded: dict[tuple[object, ...], Any] = {}
         self._replacing = RLock()
         self._backends: dict[tuple[str, AttentionSpec], AttentionBackend] = {}
-        self._sums: dict[torch.dtype, str] = {}
         self._measurements = Measurements(registry, device, config)
         self._gates: tuple[Gate, ...] = (HasNotFailed(registry),)
         if config.compile != "off":
@@ -182,13 +181,10 @@ class Resolver:
 
     def layer(self, standard: type[L], site: Site) -> type[L]:
         """Return the class to build for ``standard``: itself or its replacement."""
-        dims: Dims = {}
-        if self.ranks is not None and standard.reduces:
-            dims = {"ranks": self.ranks.size, "all_reduce": self._summing(site.dtype)}
+        dims = sum_dims(self, standard, site.dtype)
         request = self._request("layer", standard.layer_id, site, dims)
         loads = LoadsLayer(self.registry, standard, self.ranks is not None)
-        _, loaded = self._choose(request, (), loads)
-        return cast("type[L]", loaded)
+        return cast("type[L]", self._choose(request, (), loads)[1])
 
     def attention(self, spec: AttentionSpec, site: Site) -> AttentionBackend:
         """Return the backend for ``spec``, shared by all layers with an equal spec."""
@@ -206,32 +202,13 @@ class Resolver:
             num_bytes: of one rank.
         Raises: NoCandidateError: every communicator was refused, or the pinned one.
         """
-        return self._choose(*self._collective(collective, dtype, num_bytes, prefix))
-
-    def _collective(
-        self, name: str, dtype: torch.dtype, num_bytes: int, prefix: str
-    ) -> tuple[Request, tuple[Gate, ...], Loads]:
-        """Return what ``_choose`` takes for a collective."""
         assert self.ranks is not None
         dims = self.ranks.dims(num_bytes)
-        request = self._request("communicator", name, Site(self, prefix, dtype), dims)
+        request = self._request("communicator", collective, Site(self, prefix, dtype), dims)
         torch_device = self.device.torch_device
         loads = LoadsCommunicator(self.registry, self.ranks, torch_device, self.communicators)
-        return request, () if self.described else (Confirms(self.registry),), loads
-
-    def _summing(self, dtype: torch.dtype) -> str:
-        """Return the name of what adds up a few rows, of which nobody is told: layers ask again."""
-        if dtype not in self._sums:
-            request, gates, loads = self._collective("all_reduce", dtype, _FEW_BYTES, "")
-            choice = select(
-                request,
-                self._candidates(request),
-                self._policy(request),
-                measured=self._measured(request),
-                gates=(*gates, loads),
-            )
-            self._sums[dtype] = choice.chosen.name
-        return self._sums[dtype]
+        gates = () if self.described else (Confirms(self.registry),)
+        return self._choose(request, gates, loads)
 
     def choose_scheme(self, settings: Mapping[str, Any]) -> None:
         """Set ``scheme`` to the one for a checkpoint's ``quantization_config``.
