@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,15 +11,16 @@ import torch
 from interposer._contract.layer import PluggableLayer
 from interposer._contract.op import Dims
 
-if TYPE_CHECKING:
-    from interposer._selection.resolver import Resolver
-
 _FEW_BYTES = 8192  # of a row of a decode step
-_NAMES: WeakKeyDictionary[Resolver, dict[torch.dtype, str]] = WeakKeyDictionary()
+_NAMES: WeakKeyDictionary[Any, dict[torch.dtype, str]] = WeakKeyDictionary()
 
 
-def sum_dims(resolver: Resolver, standard: type[PluggableLayer], dtype: torch.dtype) -> Dims:
-    """Return what a request for a layer states: of one that adds up, the ranks and by what."""
+def sum_dims(resolver: Any, standard: type[PluggableLayer], dtype: torch.dtype) -> Dims:
+    """Return what a request for a layer states: of one that adds up, the ranks and by what.
+
+    Args:
+        resolver: the ``Resolver`` that is asked, which imports this module.
+    """
     if resolver.ranks is None or not standard.reduces:
         return {}
     names = _NAMES.setdefault(resolver, {})
