@@ -159,9 +159,9 @@ def test_a_sum_is_left_to_the_norm_behind_it(make_site: MakeSite, is_fused: bool
     mlp, norm = GatedMLP(site.at("mlp"), 32, 64, "silu"), RMSNorm(site.at("norm"), 32, 1e-5)
     for parameter in (*mlp.parameters(), *norm.parameters()):
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-    for module in (*mlp.modules(), norm):
-        if hasattr(module, "finalize"):
-            module.finalize()
+    finalized: Any = [m for m in (*mlp.modules(), norm) if hasattr(m, "finalize")]
+    for module in finalized:
+        module.finalize()
     x, residual = torch.randn(2, 3, 32, generator=generator)
     total = mlp(x)
     expected = fused_add_rms_norm(total, residual, norm.weight, 1e-5)

@@ -232,11 +232,7 @@ def collective_cases(
     for dtype in dtypes or DTYPES:
         floats = getattr(torch, dtype).is_floating_point
         if collective == FUSED:
-            norms = _ROWS if floats else ()
-            for rows, hidden in norms:
-                given = (rows,) * num, (hidden,)
-                cases.append(CollectiveCase(collective, dtype, *given, exact=False))
-            cases += [replace(case, strided=True) for case in cases[-1:]]
+            cases += _norm_cases(dtype, num) if floats else []
             continue
         values = (True, False) if floats and collective in SUMS else (True,)
         if collective in ("all_reduce", "broadcast"):
@@ -251,3 +247,11 @@ def collective_cases(
             sizes, tail = _UNEVEN[1][:num], (2, 4)
         cases.append(CollectiveCase(collective, dtype, sizes, tail, num - 1, strided=True))
     return cases
+
+
+def _norm_cases(dtype: str, num: int) -> list[CollectiveCase]:
+    cases = [
+        CollectiveCase(FUSED, dtype, (count,) * num, (hidden,), exact=False)
+        for count, hidden in _ROWS
+    ]
+    return [*cases, replace(cases[-1], strided=True)]

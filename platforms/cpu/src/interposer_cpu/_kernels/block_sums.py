@@ -55,8 +55,8 @@ class BlockSums:
         self.words = _OUTPUT * _sums(output) | _DOWN * _sums(down)
         self.communicator: SharedMemoryCommunicator | None = None
         for part in (output, down):
-            if _sums(part):
-                self.communicator = part.reduce_alone.communicators[0]  # type: ignore[union-attr]
+            if isinstance(part, RowLinear):
+                self.communicator = part.reduce_alone.communicators[0]
 
     @property
     def address(self) -> int:
