@@ -149,7 +149,7 @@ class CollectiveCase:
     def _bound_of_sum(self, magnitude: Tensor) -> Tensor:
         num, tiny = len(self.sizes), torch.finfo(self._dtype).smallest_normal
         roundings = [torch.finfo(d).eps / 2 for d in (self._dtype, torch.float32)]
-        return sum((1 + u) ** (num - 1) - 1 for u in roundings) * magnitude + tiny  # type: ignore[no-any-return]
+        return sum((1 + u) ** (num - 1) - 1 for u in roundings) * magnitude + tiny
 
     def _faults_of_norm(self, found: Tensor) -> Iterator[Fault]:
         """Yield what is wrong with a normalised sum and the stream.
