@@ -330,7 +330,8 @@ def test_docstrings_begin_with_a_statement() -> None:
 # Of core 330 lines, and of ops 10 modules and 1,400 lines, are communicators and the cuts of layers
 # over ranks.
 # Of ops 3 modules and 650 lines are whole experts on ranks: placement, dispatch and layer.
-SIZES = {"core": (60, 9_080), "ops": (214, 28_450)}
+# Of core 40 lines, and of ops a module and 110 lines, are sums over ranks that norms take.
+SIZES = {"core": (60, 9_120), "ops": (215, 28_580)}
 
 
 @pytest.mark.parametrize("folder", SIZES)

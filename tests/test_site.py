@@ -25,7 +25,8 @@ def test_doors_are_few() -> None:
     # Of them, one and four are the dtype and the groups of caches of 4 bits.
     # Four are the communicator, its record, the ranks and the error of a lost one.
     # Of ops, 22 are by which layers of families, those of plugins too, are cut over ranks.
+    # Five more are sums over ranks that are left to norms.
     # Of models, three are the launch of ranks and both ends of weights from a trainer.
-    most = {"interposer": 156, "interposer_models": 63, "interposer_ops": 284}
+    most = {"interposer": 156, "interposer_models": 63, "interposer_ops": 289}
     too_many = {top: len(found) for top, found in names.items() if len(found) > most.get(top, 60)}
     assert not too_many

@@ -26,7 +26,9 @@ _AT = Resolver.at.__func__  # type: ignore[attr-defined]
 
 def told(path: Path, ranks: Ranks | None) -> dict[str, Any]:
     """Return what a model says to one prompt, and what this rank holds of it."""
-    config = Config(graphs="off", packed="off")
+    # With the layers that a plain installation has, so that fused blocks of the CPU are tried too.
+    disabled, layers = ("interposer-example-norm",), {"rms_norm": "standard"}
+    config = Config(graphs="off", packed="off", disable=disabled, layers=layers)
     with with_ranks(ranks):
         lm = load(path, dtype="float32", platform="cpu", cache_tokens=128, config=config)
     params = SamplingParams(max_new_tokens=COUNT, temperature=0, ignore_eos=True)

@@ -166,6 +166,21 @@ def test_an_error_of_one_rank_while_loading_is_told_with_the_rank(
     assert loads(llama, **SMALL, cache_tokens=64).generate([[1]], max_new_tokens=2)
 
 
+@pytest.mark.skipif(
+    "not hasattr(os, 'sched_getaffinity') or (os.cpu_count() or 1) < 2",
+    reason="needs Linux with two processors",
+)
+def test_ranks_compute_on_cores_of_their_own(loads: Loads, llama: Path) -> None:
+    loads(llama, **SMALL, cache_tokens=64)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    (follower,) = (
+        child
+        for child in children
+        if "_parallel.process" in Path(f"/proc/{child}/cmdline").read_text()
+    )
+    assert not os.sched_getaffinity(0) & os.sched_getaffinity(int(follower))
+
+
 def test_numbers_of_processes_that_cannot_be_are_refused(loads: Loads, llama: Path) -> None:
     for number in (0, -1, True, 2.0):
         with pytest.raises(ConfigError, match="tensor_parallel is"):

@@ -10,15 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer import AttentionSpec, Ranks, Site
-from interposer.records import LayerEntry
+from interposer import AttentionSpec, Communicator, Ranks, Site
+from interposer.records import CommunicatorEntry, LayerEntry
 from interposer_ops.layers.cuts import even_edges, heads_cut, local_spec
 from interposer_ops.layers.divided_linear import ColumnLinear, RowLinear
 from interposer_ops.layers.divided_tables import share_embedding, share_head
 from interposer_ops.layers.embedding import Embedding, LMHead
+from interposer_ops.layers.fused_sums import FUSED_SUM, leave_sum
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.layers.mlp import GatedMLP
+from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
+from interposer_ops.norms import fused_add_rms_norm
 
 MakeSite = Callable[..., Site]
 
@@ -124,3 +127,52 @@ class AddingMLP(GatedMLP):
     """Calls its parts."""
 
     reduces = True
+
+
+class Twice(Communicator):
+    """Two ranks that have the same."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        NORMED.append(x)
+        return fused_add_rms_norm(2 * x, residual, weight, eps)
+
+    def close(self) -> None:
+        pass
+
+
+NORMED: list[torch.Tensor] = []
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_sum_is_left_to_the_norm_behind_it(make_site: MakeSite, is_fused: bool) -> None:
+    collectives = ("all_reduce", *((FUSED_SUM,) if is_fused else ()))
+    twice = CommunicatorEntry("twice", f"{__name__}:Twice", collectives, score=99.0)
+    site = make_site("model", torch.float32, twice)
+    resolver: Any = site.resolver
+    resolver.ranks = Ranks(0, 2, (0, 0), ("cpu", "cpu"), group=object())
+    generator = torch.Generator().manual_seed(0)
+    mlp, norm = GatedMLP(site.at("mlp"), 32, 64, "silu"), RMSNorm(site.at("norm"), 32, 1e-5)
+    for parameter in (*mlp.parameters(), *norm.parameters()):
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    finalized: Any = [m for m in (*mlp.modules(), norm) if hasattr(m, "finalize")]
+    for module in finalized:
+        module.finalize()
+    x, residual = torch.randn(2, 3, 32, generator=generator)
+    total = mlp(x)
+    expected = fused_add_rms_norm(total, residual, norm.weight, 1e-5)
+    assert leave_sum(site.at("norm"), mlp.down_proj, norm, (mlp,)) == is_fused
+    notes = {note for choice, _ in resolver.choices.values() for note in choice.notes}
+    apart = set() if is_fused else {f"norms behind sums run apart: twice has no {FUSED_SUM}"}
+    assert notes == apart
+    NORMED.clear()
+    torch.testing.assert_close(norm.forward_add(mlp(x), residual), expected)
+    assert len(NORMED) == is_fused
+    # A listener hears the sum, which is taken once all the same.
+    mlp.register_forward_hook(lambda _module, _given, out: torch.testing.assert_close(out, total))
+    torch.testing.assert_close(norm.forward_add(mlp(x), residual), expected)
+    assert len(NORMED) == is_fused

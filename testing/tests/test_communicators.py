@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import rms_norm
 
 from interposer import Capability, CommunicatorEntry, Device, Registry, hookimpl
 from interposer.requires import Dim, Requires
 from interposer.tooling import Plugins
 from interposer_testing import Fault, Trial, verify
-from interposer_testing._checks.collective import SUMS, CollectiveCase, collective_cases
+from interposer_testing._checks.collective import EPS, FUSED, SUMS, CollectiveCase, collective_cases
 from interposer_testing._trials.communicators import communicator_trials
 
 HERE = Device("cpu", "cpu", "test", Capability("any"))
@@ -39,7 +40,7 @@ def faults_of(name: str) -> dict[str, list[Fault]]:
     record = CommunicatorEntry(
         name.lower(),
         f"wrong_communicators:{name}",
-        COLLECTIVES,
+        (*COLLECTIVES, FUSED),
         requires=Requires(dtypes=("float32", "bfloat16")),
     )
     try:
@@ -59,6 +60,7 @@ def run(record: CommunicatorEntry) -> dict[str, list[Fault]]:
     ("label", "check", "reason"),
     [
         ("all_reduce on 2 ranks", "determinism", "the ranks got different bits"),
+        (f"{FUSED} on 2 ranks", "value", "96 of 192 elements are wrong"),
         ("all_gather on 2 ranks", "value", "elements are wrong; element 0 is"),
         ("reduce_scatter on 2 ranks", "value", "of 21 elements are wrong"),
         ("all_to_all on 2 ranks", "mutation", "x was written"),
@@ -108,7 +110,7 @@ def test_a_machine_with_too_few_devices_says_so() -> None:
     assert trial.not_run == f"4 ranks need 4 devices of acme, this machine has {count}"
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", [*COLLECTIVES, FUSED])
 @pytest.mark.parametrize("num", [2, 4])
 def test_what_is_expected_follows_from_what_is_given(collective: str, num: int) -> None:
     """A communicator that one process plays gets every case right, and a wrong one does not."""
@@ -137,6 +139,11 @@ def played(case: CollectiveCase) -> list[torch.Tensor]:
     total = given[0].clone()
     for x in given[1:]:
         total += x  # rounded each time
+    if case.collective == FUSED:
+        residual, weight = case.stream
+        stream = residual + total
+        normed = rms_norm(stream, weight.shape, weight.float(), EPS).to(total.dtype)
+        return [torch.stack([normed.float(), stream])] * len(given)
     if case.collective == "all_reduce":
         return [total] * len(given)
     return list(total.split(case.sizes))

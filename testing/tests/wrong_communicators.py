@@ -45,6 +45,13 @@ class Wrong(TorchCommunicator):
             self._kept = found.clone()
         return self._kept.copy_(found)
 
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise what the stream was before the sum."""
+        total = residual + super().all_reduce(x)
+        return torch.nn.functional.rms_norm(residual, weight.shape, weight.float(), eps), total
+
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return the rows in the opposite order of the ranks."""
         parts = super().all_gather(x, sizes).split(list(sizes))

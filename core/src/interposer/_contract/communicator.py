@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -111,12 +111,28 @@ class Communicator(ABC):
         self.ranks = ranks
         self.device = device
 
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return itself: a copy of a layer calls the same ranks."""
+        return self
+
     def open(self) -> None:  # noqa: B027 what shares nothing has nothing to do
         """Meet the other ranks, which all call this at the same time; by default, do nothing."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of ``x`` over the ranks, of its shape; ``x`` may be overwritten."""
         raise self._missing("all_reduce")
+
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the op ``fused_add_rms_norm`` of the sum of ``x``, which may be overwritten.
+
+        Args:
+            x: ``[T, H]``.
+            residual: ``[T, H]``, equal on all ranks, in the dtype of ``x`` or float32.
+            weight: ``[H]``.
+        """
+        raise self._missing("all_reduce_add_rms_norm")
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return the rows of all ranks in their order, ``[sum(sizes), ...]``.

@@ -25,6 +25,9 @@ PROPERTIES = frozenset(
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 """The collectives that a communicator may have, and the names of its methods."""
 
+FUSED_COLLECTIVES = ("all_reduce_add_rms_norm",)
+"""Methods that do a collective and the op behind it; where there is none, one follows the other."""
+
 NAMES = ("name", "op", "layer_id", "method", "suffix")
 """The fields that hold names; none may be empty."""
 
@@ -252,7 +255,7 @@ class PlatformEntry:
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorEntry(_Checked):
-    """A ``Communicator`` class for the collectives that it names; it has all by default.
+    """A ``Communicator`` class for the collectives that it names; all but fused ones by default.
 
     Its requests state ``ranks``, ``hosts`` and ``platforms`` as numbers of different ones, and
     ``bytes`` of one rank, so that ``requires`` can say for which sizes and topologies it is.

@@ -52,6 +52,7 @@ from interposer._selection.gates import (
 )
 from interposer._selection.measurements import Measurements
 from interposer._selection.select import Gate, acceptable, select
+from interposer._selection.sums import sum_dims
 
 _log = logging.getLogger("interposer")
 
@@ -180,10 +181,10 @@ class Resolver:
 
     def layer(self, standard: type[L], site: Site) -> type[L]:
         """Return the class to build for ``standard``: itself or its replacement."""
-        request = self._request("layer", standard.layer_id, site, {})
+        dims = sum_dims(self, standard, site.dtype)
+        request = self._request("layer", standard.layer_id, site, dims)
         loads = LoadsLayer(self.registry, standard, self.ranks is not None)
-        _, loaded = self._choose(request, (), loads)
-        return cast("type[L]", loaded)
+        return cast("type[L]", self._choose(request, (), loads)[1])
 
     def attention(self, spec: AttentionSpec, site: Site) -> AttentionBackend:
         """Return the backend for ``spec``, shared by all layers with an equal spec."""

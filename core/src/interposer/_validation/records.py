@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from interposer._contract.errors import RecordError, described, foreign_errors
 from interposer._contract.records import (
     COLLECTIVES,
+    FUSED_COLLECTIVES,
     NAMES,
     TARGETS,
     AttentionEntry,
@@ -46,6 +47,7 @@ NAME_LIMIT = 100
 NAME_LETTERS = "A-Z, a-z, 0-9, '_', '.' and '-'"
 """The characters of names, for people."""
 
+_COLLECTIVES = (*COLLECTIVES, *FUSED_COLLECTIVES)
 _NAMES = f"names, of at most {NAME_LIMIT} of {NAME_LETTERS}"
 _KINDS = get_args(Record)
 _TARGET_LIMIT = 300
@@ -218,8 +220,8 @@ _SOUND: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"architectures that are no tuple of {_NAMES}",
     ),
     "collectives": (
-        lambda value: bool(value) and _are_names(value) and set(value) <= set(COLLECTIVES),
-        f"collectives that are no tuple of some of {', '.join(COLLECTIVES)}",
+        lambda value: bool(value) and _are_names(value) and set(value) <= {*_COLLECTIVES},
+        f"collectives that are no tuple of some of {', '.join(_COLLECTIVES)}",
     ),
     "reads": (_are_names, f"reads that are no tuple of {_NAMES}"),
     "runs": (_are_names, f"runs that are no tuple of {_NAMES}"),

@@ -18,6 +18,7 @@ from interposer_models._decoder.hidden_states import HiddenStates
 from interposer_models._decoder.recurrent import RecurrentLayer
 from interposer_models._decoder.settings import DecoderSettings
 from interposer_models._decoder.stored_attention import StoredAttention
+from interposer_models._decoder.sums_between_blocks import leave_sums
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.divided_tables import share_embedding, share_head
 from interposer_ops.layers.embedding import Embedding
@@ -84,20 +85,31 @@ class Decoder(nn.Module):
         self.kinds = [self.rotations.index(rotation) for rotation in rotations]
         self.tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.numbers: Sequence[int] = range(count)
+        is_frame = type(self).forward is Decoder.forward
+        self._left = leave_sums([*self.layers], self.norm, site) if is_frame else []
         self._joined: tuple[Sequence[nn.Module], Sequence[int], Joined | None] = (), (), None
         self._place_caches()
 
     @contextmanager
     def only(self, numbers: Sequence[int]) -> Iterator[None]:
         """Leave the blocks of these numbers within a ``with`` block, in this order."""
-        every, layers = self.numbers, self.layers
+        every, layers, left = self.numbers, self.layers, self._left
         self.numbers, self.layers = numbers, nn.ModuleList(layers[number] for number in numbers)
         self._place_caches()
+        self._pause(True)
+        self._left = []
         try:
             yield
         finally:
-            self.numbers, self.layers = every, layers
+            self.numbers, self.layers, self._left = every, layers, left
+            self._pause(False)
             self._place_caches()
+
+    def _pause(self, is_paused: bool) -> None:
+        """Have sums taken by the blocks themselves, where others than the next norm read them."""
+        for left in self._left:
+            if left.is_paused is not is_paused:
+                left.is_paused = is_paused
 
     def _place_caches(self) -> None:
         """Find the place of each block's cache.
@@ -174,6 +186,7 @@ class Decoder(nn.Module):
         x = self.embed(token_ids, positions)
         further = self.further_inputs(token_ids, x)
         hidden = self.hidden
+        self._pause(hidden is not None)
         joined = None
         if hidden is None and self.layers and not any(further) and not is_compiling():
             joined = self._join(x, angles, caches, plans, rows)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from interposer import CausalModel, Choice, Ranks, Resolver
 from interposer_models._bench.work import ModelWork
+from interposer_ops.layers.fused_sums import FUSED_SUM
 from interposer_ops.layers.rank_dispatcher import EXCHANGE
 
 _BATCHES = 1, 64
@@ -166,7 +167,8 @@ def exchanges_of(choices: Iterable[tuple[Choice, list[str]]]) -> tuple[Exchange,
     sizes: dict[tuple[str, str], int] = {}
     for choice, prefixes in choices:
         request = choice.request
-        if request.kind != "communicator":
+        # One that is fused is asked for beside the plain one, which says how long it takes.
+        if request.kind != "communicator" or request.name == FUSED_SUM:
             continue
         for prefix in set(prefixes):
             if prefix.rpartition(".")[2] == EXCHANGE:  # of more rows than a decode step has

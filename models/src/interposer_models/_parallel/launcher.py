@@ -108,7 +108,6 @@ class Launched:
 
     def _start(self) -> None:
         platform = place(self._config).platform
-        self._stack.enter_context(own_cores(platform, 0, self._size))
         listening = socket.create_server((LOOPBACK, 0))
         port = listening.getsockname()[1]
         lifeline, held = os.pipe()
@@ -116,6 +115,8 @@ class Launched:
         for rank in range(1, self._size):
             self._start_one(rank, port, lifeline)
         os.close(lifeline)
+        # Behind that, as a process may use the cores of the thread that started it.
+        self._stack.enter_context(own_cores(platform, 0, self._size))
         # The store listens at no other address: everybody could write to it.
         store = dist.TCPStore(  # type: ignore[attr-defined]
             LOOPBACK,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from interposer import PluggableLayer, Site
+from interposer_ops.layers.fused_sums import ends_in_projection, leave_sum
 from interposer_ops.layers.linear import MergedLinear
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.norm import RMSNorm
@@ -57,6 +58,9 @@ class DecoderBlock(PluggableLayer):
                 receiver = getattr(part, name)
                 if type(receiver) is MergedLinear:
                     norm.quantize_for(site.at(norm.prefix.rpartition(".")[2]), receiver)
+        mixer, behind = self.self_attn, self.post_attention_layernorm
+        if type(self) is DecoderBlock and ends_in_projection(mixer, SelfAttention):
+            leave_sum(site.at("post_attention_layernorm"), mixer.o_proj, behind, (mixer,))
 
     def forward(
         self,

@@ -22,7 +22,7 @@ from interposer_ops.layers._parameter_cuts import (
     slices_between,
 )
 from interposer_ops.layers.cuts import Cut, Slice, Slices, alone, even_cut, tell_replicated
-from interposer_ops.layers.divided_linear import bind_all_reduce
+from interposer_ops.layers.divided_linear import AllReduce
 from interposer_ops.layers.experts import Experts, PlainExperts
 from interposer_ops.layers.placed_experts import place_experts
 
@@ -38,7 +38,7 @@ class DividedExperts(Experts):
     def __init__(self, site: Site, spec: ExpertsSpec, cut: Cut, slices: Slices) -> None:
         super().__init__(site, replace(spec, intermediate_size=cut.size))
         self.cut, self.slices = cut, slices
-        self.reduce = bind_all_reduce(site, spec.hidden_size)
+        self.reduce = AllReduce(site, spec.hidden_size)
 
     def forward(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         """Return what the chosen experts make of ``x`` ``[T, H]``, added up by ``weights``."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interposer import Communicator, PluggableLayer, Site
+from interposer import Choice, Communicator, PluggableLayer, Site
 from interposer.errors import InterposerError
 from interposer_ops.layers._parameter_cuts import (
     CannotCutError,
@@ -24,8 +24,7 @@ from interposer_ops.layers._parameter_cuts import (
 from interposer_ops.layers.cuts import Cut, Slice, Slices, alone, tell_replicated
 from interposer_ops.layers.linear import Linear, MergedLinear, PlainLinear
 
-__all__ = ["ColumnLinear", "Projection", "RowLinear", "divides"]
-
+__all__ = ["AllReduce", "ColumnLinear", "Projection", "RowLinear", "divides"]
 
 _FEW_ROWS = 64
 MANY_ROWS = 1024
@@ -145,12 +144,19 @@ class RowLinear(Linear):
         self._create(site, self.cut.size, projection.parts, projection.bias and is_first)
         projection.kind.mark(self)
         self.elsewhere = ("bias",) if projection.bias and not is_first else ()
-        self.reduce = bind_all_reduce(site, sum(projection.parts.values()))
+        self.reduce_alone = AllReduce(site, sum(projection.parts.values()))
+        self.left: tuple[Any, ...] = ()  # the LeftSum, once a norm takes it
         self.summand = _Summand(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the projection of the whole input: ``[..., I]`` of this rank to ``[..., O]``."""
         return self.reduce(self.summand(x))
+
+    def reduce(self, summand: Tensor) -> Tensor:
+        """Return the sum over the ranks; where a norm takes it, the summand as it is."""
+        if self.left and self.left[0].is_left():
+            return summand
+        return self.reduce_alone(summand)
 
 
 class _Summand(nn.Module):
@@ -189,33 +195,39 @@ def _count(site: Site) -> int:
     return ranks.size
 
 
-def bind_all_reduce(site: Site, width: int, dtype: torch.dtype | None = None) -> Reduce:
-    """Return what adds ``[T, width]`` up over the ranks; its argument may be overwritten.
+class AllReduce:
+    """Adds ``[T, width]`` up over the ranks; its argument may be overwritten.
 
     What is best for the rows of a decode step need not be so for those of a prompt, so that one
     communicator is chosen for each, which may be the same. Where ranks are only described nothing
     can be called.
+
+    Attributes:
+        communicators, choices, num_bytes: for few rows and for many.
+        limit: how many elements are few.
     """
-    few, many = (
-        chosen_communicator(site, "all_reduce", width, rows, dtype) for rows in (1, MANY_ROWS)
-    )
-    if few is None or many is None:
-        return uncallable
-    if few is many:
-        return few.all_reduce
-    limit = _FEW_ROWS * width
 
-    def reduce(x: Tensor) -> Tensor:
-        return few.all_reduce(x) if x.numel() <= limit else many.all_reduce(x)
+    def __init__(self, site: Site, width: int, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype or site.dtype
+        sizes = width, MANY_ROWS * width
+        self.num_bytes = tuple(size * self.dtype.itemsize for size in sizes)
+        found = [chosen_communicator(site, "all_reduce", size, self.dtype) for size in sizes]
+        self.choices: tuple[Choice, ...] = tuple(choice for choice, _ in found)
+        self.communicators: tuple[Any, ...] = tuple(communicator for _, communicator in found)
+        self.limit = _FEW_ROWS * width
+        calls = [c.all_reduce if c is not None else uncallable for c in self.communicators]
+        self._few, self._many = calls
 
-    return reduce
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the sum of ``x``."""
+        return self._few(x) if x.numel() <= self.limit else self._many(x)
 
 
 def bind_all_gather(site: Site, sizes: Sequence[int]) -> Reduce:
     """Return what puts ``[T, sizes[rank]]`` of all ranks side by side, ``[T, sum(sizes)]``."""
     ranks = site.resolver.ranks
     assert ranks is not None
-    found = chosen_communicator(site, "all_gather", sizes[ranks.rank], 1, None)
+    _, found = chosen_communicator(site, "all_gather", sizes[ranks.rank], site.dtype)
     if found is None:
         return uncallable
     communicator = found
@@ -227,12 +239,11 @@ def bind_all_gather(site: Site, sizes: Sequence[int]) -> Reduce:
 
 
 def chosen_communicator(
-    site: Site, collective: str, width: int, rows: int, dtype: torch.dtype | None
-) -> Communicator | None:
-    """Return what is chosen for ``[rows, width]`` of a rank; None of ranks that are described."""
-    kind = dtype or site.dtype
-    num_bytes = rows * width * kind.itemsize
-    return site.resolver.communicator(collective, kind, num_bytes, site.prefix)[1]
+    site: Site, collective: str, size: int, dtype: torch.dtype
+) -> tuple[Choice, Communicator | None]:
+    """Return what is chosen for ``size`` elements of a rank; None where ranks are described."""
+    num_bytes = size * dtype.itemsize
+    return site.resolver.communicator(collective, dtype, num_bytes, site.prefix)
 
 
 def uncallable(*_: object) -> Tensor:

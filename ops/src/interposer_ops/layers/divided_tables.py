@@ -26,7 +26,7 @@ from interposer_ops.layers.cuts import (
     tell_replicated,
     vocabulary_cut,
 )
-from interposer_ops.layers.divided_linear import bind_all_gather, bind_all_reduce
+from interposer_ops.layers.divided_linear import AllReduce, bind_all_gather
 from interposer_ops.layers.embedding import Embedding, LMHead, PlainEmbedding
 from interposer_ops.layers.linear import PlainLinear
 
@@ -44,7 +44,7 @@ class DividedEmbedding(Embedding):
         self.start = cut.ranges[0][0]
         self._create(site, cut.size, hidden_size, head)
         self.vocab_size = cut.whole
-        self.reduce = bind_all_reduce(site, hidden_size)
+        self.reduce = AllReduce(site, hidden_size)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings ``[T, H]`` of ``token_ids`` ``[T]``."""

@@ -22,11 +22,13 @@ class GatedMLP(PluggableLayer):
     Args:
         activation: as of ``GatedActivation``.
 
-    ``part_names`` are those of gate, up and down projection in checkpoints.
+    ``part_names`` are those of gate, up and down projection in checkpoints; a class that sets
+    ``ends_in_projection`` in its body returns what the last one does.
     """
 
     layer_id = "gated_mlp"
     reduces = True
+    ends_in_projection: ClassVar[bool] = True
     part_names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
 
     def __init__(

@@ -39,6 +39,7 @@ class RMSNorm(PluggableLayer):
         self.norm, self.add_norm = plain.function, adding.function
         self._bound: tuple[BoundKernel[..., Any], ...] = (plain, adding)
         self._receiver: tuple[Linear, ...] = ()
+        self.left: tuple[Any, ...] = ()  # the LeftSum that forward_add takes, where ranks have one
         # In a tuple, so that they are no parameters of their own.
         self.constants: tuple[Any, ...] = (self.weight, self.weight)
 
@@ -65,6 +66,11 @@ class RMSNorm(PluggableLayer):
             self._receiver = (receiver,)  # in a tuple, so that it is no module of its own
             self._codes = receiver.method.input_codes
 
+    @property
+    def takes_sums(self) -> bool:
+        """Say whether ``forward_add`` may be left a sum over ranks."""
+        return type(self) is RMSNorm and not self._receiver
+
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` normalised, ``[..., H]``."""
         return self.norm(x, self.constants[0], self.eps)
@@ -79,6 +85,8 @@ class RMSNorm(PluggableLayer):
             return self._quantized(x, residual)
         if residual is None:
             return self.norm(x, self.constants[0], self.eps), x.to(_stream_dtype(x.dtype))
+        if self.left and self.left[0].is_left():
+            return self.left[0].add_norm(self, x, residual)  # type: ignore[no-any-return]
         return self.add_norm(x, residual, self.constants[1], self.eps)
 
     def _quantized(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

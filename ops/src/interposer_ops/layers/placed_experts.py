@@ -28,7 +28,7 @@ from interposer_ops.layers.cuts import (
 )
 from interposer_ops.layers.divided_linear import (
     MANY_ROWS,
-    bind_all_reduce,
+    AllReduce,
     chosen_communicator,
     uncallable,
 )
@@ -66,14 +66,14 @@ class PlacedExperts(Experts):
         super().__init__(site, held)
         self.num_routed, self.stacked = spec.num_experts, stacked
         self.routes = ExpertRoutes(placement, ranks.rank)
-        self.reduce = bind_all_reduce(site, spec.hidden_size)
+        self.reduce = AllReduce(site, spec.hidden_size)
         self.dispatch_tokens, self.num_ranks = dispatch_tokens, ranks.size
         self.torch_device = site.resolver.device.torch_device
         if dispatch_tokens is not None:
             rows = max(1, dispatch_tokens // ranks.size)
             self.dispatcher = RankDispatcher(site, held, self.routes, rows)
             width = rows * spec.hidden_size
-            found = chosen_communicator(site.at(EXCHANGE), "all_gather", width, 1, None)
+            _, found = chosen_communicator(site.at(EXCHANGE), "all_gather", width, site.dtype)
             self.gather: Callable[..., Tensor] = uncallable if found is None else found.all_gather
 
     @property

@@ -125,7 +125,7 @@ class RankDispatcher(ExpertDispatcher):
         self.merge = site.bind(moe_unpermute, **merged, weights_dtype="float32")
         at = site.at(EXCHANGE)
         asked = ((1, torch.int64), (2 * top_k * rows, torch.int32), (hidden * rows, site.dtype))
-        found = [chosen_communicator(at, "all_to_all", width, 1, kind) for width, kind in asked]
+        found = [chosen_communicator(at, "all_to_all", width, kind)[1] for width, kind in asked]
         counted, routed, sent = (uncallable if one is None else one.all_to_all for one in found)
         self.count_exchange, self.routing_exchange, self.row_exchange = counted, routed, sent
 

@@ -32,11 +32,13 @@ class SelfAttention(PluggableLayer):
 
     ``norm_type`` and ``rotary_type`` are the layers that a subclass may take others for;
     ``part_names`` are those of the last projection, and of the norms of queries and keys;
-    ``undivided`` says why ranks cannot share the heads of a subclass out.
+    ``undivided`` says why ranks cannot share the heads of a subclass out; a class that sets
+    ``ends_in_projection`` in its body returns what the last projection does.
     """
 
     layer_id = "self_attention"
     reduces = True
+    ends_in_projection: ClassVar[bool] = True
     norm_type: type[RMSNorm] = RMSNorm
     rotary_type: type[RotaryEmbedding] = RotaryEmbedding
     part_names: ClassVar[tuple[str, str, str]] = ("o_proj", "q_norm", "k_norm")

@@ -143,9 +143,13 @@ int32_t mlp(const interposer_mlp_call& call) {
   return kDone;
 }
 
-// Normalise rows of the stream, to which x is added first where there is a total.
-int32_t normalise(const interposer_block& block, const void* weight, double eps, const void* x,
-                  const float* residual, float* total, void* out, int64_t rows) {
+int32_t lost(int32_t code) { return code ? kLost + code : int32_t(kDone); }
+
+// Normalise rows of the stream, to which x is added first where there is a total. Where it is a
+// summand of this rank, x becomes the sum over the ranks before.
+int32_t normalise(const interposer_block_call& call, const void* weight, double eps, const void* x,
+                  bool is_summand, const float* residual, float* total, void* out, int64_t rows) {
+  const interposer_block& block = *call.block;
   interposer_norm norm = {};
   norm.x = x;
   norm.weight = weight;
@@ -158,7 +162,9 @@ int32_t normalise(const interposer_block& block, const void* weight, double eps,
     norm.residual_type = kFloat32;
   }
   norm.eps = static_cast<float>(eps);
-  return interposer_normalise(&norm);
+  if (!is_summand) return interposer_normalise(&norm);
+  // It is memory that another block wrote, or this one.
+  return lost(interposer_all_reduce_norm(call.ranks, const_cast<void*>(x), &norm));
 }
 
 void gather(const void* from, const int64_t* rows, int64_t count, int64_t bytes, void* to) {
@@ -173,7 +179,8 @@ interposer_factor factor_of(const interposer_block_call& call, const interposer_
   return {weight, call.block->codings[place], call.scales[place]};
 }
 
-int32_t decoder_block(const interposer_block_call& call) {
+// Compute a block whose x is a summand where it `sums`, and that leaves one where it `leaves`.
+int32_t decoder_block(const interposer_block_call& call, bool sums, bool leaves) {
   const interposer_block& block = *call.block;
   const int32_t type = static_cast<int32_t>(block.type);
   const int64_t size = size_of(type), hidden = block.hidden, width = block.heads * block.size;
@@ -203,8 +210,8 @@ int32_t decoder_block(const interposer_block_call& call) {
     sum = some ? reinterpret_cast<float*>(second + second_bytes) : call.total;
     stream = sum;
   }
-  int32_t failure = normalise(block, call.input_weight, block.input_eps, call.x, call.residual, sum,
-                              first, call.rows);
+  int32_t failure = normalise(call, call.input_weight, block.input_eps, call.x, sums, call.residual,
+                              sum, first, call.rows);
   if (failure) return failure;
 
   interposer_heads_call heads = {};
@@ -251,8 +258,8 @@ int32_t decoder_block(const interposer_block_call& call) {
   if (failure) return failure;
 
   void* normalised = call.gate_up ? mixed : call.out;
-  failure = normalise(block, call.post_weight, block.post_eps, projected, stream, call.total,
-                      normalised, rows);
+  failure = normalise(call, call.post_weight, block.post_eps, projected,
+                      block.summands & kOutputSummand, stream, call.total, normalised, rows);
   if (failure || call.gate_up == nullptr) return failure;
 
   interposer_mlp_call last = {};
@@ -266,7 +273,13 @@ int32_t decoder_block(const interposer_block_call& call) {
   last.activation = static_cast<int32_t>(block.activation);
   last.rows = rows;
   last.x_stride = hidden;
-  return mlp(last);
+  failure = mlp(last);
+  if (failure || leaves || !(block.summands & kDownSummand)) return failure;
+  return lost(interposer_all_reduce(call.ranks, call.out, type, rows * hidden));
+}
+
+int32_t single_block(const interposer_block_call& call) {
+  return decoder_block(call, false, false);
 }
 
 struct Row {
@@ -275,10 +288,15 @@ struct Row {
 };
 
 int32_t decoder_blocks(const Row& row) {
+  bool sums = false;
   for (int64_t i = 0; i < row.count; ++i) {
-    if (row.calls[i].rows == 0) continue;
-    const int32_t failure = decoder_block(row.calls[i]);
+    const interposer_block_call& call = row.calls[i];
+    if (call.rows == 0) continue;
+    const bool is_read = i + 1 < row.count && call.gate_up && call.num_chosen < 0;
+    const bool leaves = is_read && call.block->summands & kDownSummand;
+    const int32_t failure = decoder_block(call, sums, leaves);
     if (failure) return failure;
+    sums = leaves;
   }
   return kDone;
 }
@@ -314,7 +332,7 @@ int32_t interposer_project_heads(const interposer_heads_call* call) {
 
 int32_t interposer_decoder_block(const interposer_block_call* call) {
   if (call->rows == 0) return kDone;
-  return together(*call, decoder_block);
+  return together(*call, single_block);
 }
 
 int32_t interposer_decoder_blocks(const interposer_block_call* calls, int64_t count) {

@@ -5,8 +5,15 @@
 #include <cstdint>
 
 #include "../attention/attention.h"
+#include "../communicator/communicator.h"
 #include "../linear/packed.h"
 #include "../lora/lora.h"
+
+// Of what a block calls, above the codes of its own failures: one of interposer_lost.
+constexpr int32_t kLost = 256;
+
+// Products of which each rank has a summand, as bits.
+enum interposer_summand : int64_t { kOutputSummand = 1, kDownSummand = 2 };
 
 extern "C" {
 
@@ -65,6 +72,7 @@ struct interposer_block {
   int64_t hidden, heads, kv_heads, size, half;
   interposer_coding codings[4];  // for the products to heads, of attention, to gate and up, and down
   double input_eps, head_eps, post_eps;
+  int64_t summands;  // of interposer_summand
 };
 
 // A decoder block on a residual stream:
@@ -72,6 +80,8 @@ struct interposer_block {
 //   stream = x + residual, or the residual alone, which x was widened to then
 //   total = stream + output(attention(heads(norm(stream)))), of `chosen` rows where there are some
 //   out = mlp(norm(total)), or norm(total) where there is no gate_up
+//
+// What is a summand is added up over the ranks before it is added to the stream.
 struct interposer_block_call {
   const interposer_block* block;
   const interposer_packed *heads, *output, *gate_up, *down;
@@ -89,13 +99,15 @@ struct interposer_block_call {
   int64_t num_chosen;     // negative for all rows in their order
   void* out;     // [rows or num_chosen, hidden]
   float* total;  // of the same rows
+  interposer_communicator* ranks;  // null where they have left, or there are no summands
 };
 
-// Each returns 0, or what went wrong.
+// Each returns 0, or what went wrong: kLost and more where a rank is lost.
 int32_t interposer_mlp(const interposer_mlp_call* call);
 int32_t interposer_project_heads(const interposer_heads_call* call);
 int32_t interposer_decoder_block(const interposer_block_call* call);
 
-// Blocks that follow each other, each of which reads what the one before it wrote.
+// Blocks that follow each other, each of which reads what the one before it wrote. All but the last
+// leave their last sum to the norm of the next one.
 int32_t interposer_decoder_blocks(const interposer_block_call* calls, int64_t count);
 }

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "../communicator/python.h"
 #include "blocks.h"
 
 namespace {
@@ -15,6 +16,18 @@ PyObject* done(int32_t failure) {
     return nullptr;
   }
   Py_RETURN_NONE;
+}
+
+// Call blocks, which may wait for other ranks. Returns 0, or one of interposer_lost.
+template <class Run>
+PyObject* done_by_ranks(const Run& run) {
+  int32_t failure;
+  {
+    Released released;
+    failure = run();
+  }
+  if (PyErr_Occurred()) return nullptr;  // a handler of signals raises its own exception
+  return failure && failure < kLost ? done(failure) : PyLong_FromLong(failure ? failure - kLost : 0);
 }
 
 // Of six arguments: the address of a packed weight, that of a scale for all rows or 0, and the words
@@ -100,8 +113,9 @@ PyObject* project_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given)
 // pages; addresses of sinks, of scales of keys and values, elements between the scales of two
 // heads; addresses of x and the residual, whether x is added; rows; address and number of the
 // chosen ones, -1 for all; addresses of the result and of the stream; addresses of what adapters add
-// to each of the four products, or 0, and of the adapters of all rows and of the chosen ones.
-constexpr Py_ssize_t kBlockWords = 37;
+// to each of the four products, or 0, and of the adapters of all rows and of the chosen ones; that of
+// the communicator, or 0. Returns 0, or one of interposer_lost.
+constexpr Py_ssize_t kBlockWords = 38;
 interposer_block_call block_call(const int64_t* value) {
   interposer_block_call call = {};
   call.block = address<const interposer_block>(*value++);
@@ -137,6 +151,7 @@ interposer_block_call block_call(const int64_t* value) {
   }
   call.ids = address<const int64_t>(*value++);
   call.chosen_ids = address<const int64_t>(*value++);
+  call.ranks = address<interposer_communicator>(*value++);
   return call;
 }
 
@@ -144,26 +159,18 @@ PyObject* decoder_block(PyObject*, PyObject* const* arguments, Py_ssize_t given)
   int64_t values[kBlockWords];
   if (!interposer_numbers(arguments, given, kBlockWords, values)) return nullptr;
   const interposer_block_call call = block_call(values);
-  int32_t failure;
-  Py_BEGIN_ALLOW_THREADS;
-  failure = interposer_decoder_block(&call);
-  Py_END_ALLOW_THREADS;
-  return done(failure);
+  return done_by_ranks([&] { return interposer_decoder_block(&call); });
 }
 
 // The address of words of blocks that follow each other, as `decoder_block` takes them, and how many
-// blocks there are.
+// blocks there are. Returns 0, or one of interposer_lost.
 PyObject* decoder_blocks(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[2];
   if (!interposer_numbers(arguments, given, 2, values)) return nullptr;
   const int64_t* words = address<const int64_t>(values[0]);
   std::vector<interposer_block_call> calls;
   for (int64_t i = 0; i < values[1]; ++i) calls.push_back(block_call(words + i * kBlockWords));
-  int32_t failure;
-  Py_BEGIN_ALLOW_THREADS;
-  failure = interposer_decoder_blocks(calls.data(), values[1]);
-  Py_END_ALLOW_THREADS;
-  return done(failure);
+  return done_by_ranks([&] { return interposer_decoder_blocks(calls.data(), values[1]); });
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Collectives by addresses. Each returns 0, or one of interposer_lost.
 
-#include "../python.h"
+#include "python.h"
 
 #include <cerrno>
 #include <cstring>
@@ -9,27 +9,6 @@
 #include "communicator.h"
 
 namespace {
-
-// Let other threads of Python run, and look for signals while a rank waits for long.
-class Released {
- public:
-  Released() : thread_(PyEval_SaveThread()) { interposer_set_interrupt(interrupted, this); }
-  ~Released() {
-    interposer_set_interrupt(nullptr, nullptr);
-    PyEval_RestoreThread(thread_);
-  }
-
- private:
-  static bool interrupted(void* self) {
-    PyThreadState*& thread = static_cast<Released*>(self)->thread_;
-    PyEval_RestoreThread(thread);
-    const bool found = PyErr_CheckSignals() != 0;
-    thread = PyEval_SaveThread();
-    return found;
-  }
-
-  PyThreadState* thread_;
-};
 
 template <class Run>
 PyObject* done(const Run& run) {

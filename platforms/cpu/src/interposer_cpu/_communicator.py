@@ -27,6 +27,7 @@ __all__ = ["SharedMemoryCommunicator", "judge"]
 _SUMMED = {**TYPES, torch.float64: 8, torch.int32: 9, torch.int64: 10}
 _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _SUMMED}
 _SUMS = ("all_reduce", "reduce_scatter")
+_NORMED = tuple(str(dtype).removeprefix("torch.") for dtype in TYPES)
 
 # Kinds of interposer_lost; those of one rank alone are above the shared ones.
 _LATE, _CLOSED = 1, 6
@@ -42,6 +43,8 @@ def judge(request: Request) -> Verdict:
     """Accept sums of the dtypes that the library adds up, and copies of all."""
     if request.name in _SUMS and request.dtype not in ("", *_NAMES):
         return Verdict.refuse(f"adds up {', '.join(_NAMES)}, not {request.dtype}")
+    if request.name == "all_reduce_add_rms_norm" and request.dtype not in ("", *_NORMED):
+        return Verdict.refuse(f"normalises {', '.join(_NORMED)}, not {request.dtype}")
     return native.judge(request)
 
 
@@ -65,6 +68,19 @@ class SharedMemoryCommunicator(Communicator):
         self._all_reduce = library.all_reduce
         self._left: weakref.finalize[..., SharedMemoryCommunicator] | None = None
         self._number = ops.number_of(self)
+
+    @property
+    def address(self) -> int:
+        """The interposer_communicator that native code calls; 0 once it is closed.
+
+        The first use meets the other ranks.
+        """
+        return self._address
+
+    def check(self, call: str, lost: int) -> None:
+        """Raise RankError unless native code returned 0 of interposer_lost for a call."""
+        if lost:
+            raise self._error(call, lost)
 
     @cached_property
     def _address(self) -> int:

@@ -280,12 +280,13 @@ def _adapters() -> list[Kernel]:
 
 def _fused_layers() -> list[LayerEntry]:
     """Return layers that compute several of their parts at once."""
+    anywhere, block = "interposer_cpu.native:judge", "interposer_cpu._kernels.block_sums:judge"
     rows = (
-        ("gated_mlp", "blocks:NativeGatedMLP", 15.0),
-        ("self_attention", "blocks:NativeSelfAttention", 15.0),
-        ("decoder_block", "decoder_block:NativeDecoderBlock", 15.0),
+        ("gated_mlp", "blocks:NativeGatedMLP", 15.0, anywhere),
+        ("self_attention", "blocks:NativeSelfAttention", 15.0, anywhere),
+        ("decoder_block", "decoder_block:NativeDecoderBlock", 15.0, block),
         # Below the usual score: who replaces experts brings a dispatcher, and reaches all models.
-        ("experts", "expert_layers:NativeExperts", 5.0),
+        ("experts", "expert_layers:NativeExperts", 5.0, anywhere),
     )
     return [
         LayerEntry(
@@ -294,10 +295,10 @@ def _fused_layers() -> list[LayerEntry]:
             f"interposer_cpu._kernels.{target}",
             "cpu",
             Requires(dtypes=_FLOATS),
-            "interposer_cpu.native:judge",
+            predicate,
             score=score,
         )
-        for layer_id, target, score in rows
+        for layer_id, target, score, predicate in rows
     ]
 
 
@@ -307,6 +308,14 @@ def _shared_memory() -> CommunicatorEntry:
     return CommunicatorEntry(
         "shared_memory",
         "interposer_cpu._communicator:SharedMemoryCommunicator",
+        (
+            "all_reduce",
+            "all_gather",
+            "reduce_scatter",
+            "all_to_all",
+            "broadcast",
+            "all_reduce_add_rms_norm",
+        ),
         platform="cpu",
         requires=Requires(dims={"ranks": Dim(at_most=32), "hosts": one, "platforms": one}),
         predicate="interposer_cpu._communicator:judge",

@@ -1,13 +1,13 @@
 """Cases of collectives, with what each rank gives and what it must get.
 
-Dimensions: N ranks, T rows.
+Dimensions: N ranks, T rows, H hidden.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -21,8 +21,11 @@ from interposer_testing._checks.fault import Fault
 DTYPES = ("float32", "bfloat16", "float16", "int64")
 """The dtypes that a communicator is tried in whose record names none."""
 SUMS = ("all_reduce", "reduce_scatter")
+FUSED = "all_reduce_add_rms_norm"
+EPS = 1e-5
 _LENGTHS = (0, 1, 3, 1001, 4096, 40_000)
 _UNEVEN = ((3, 3, 3, 3), (0, 5, 1, 2), (4, 0, 0, 0), (0, 0, 0, 0), (33, 129, 7, 64))
+_ROWS = ((0, 64), (1, 96), (3, 1000), (70, 128))  # of a sum that is normalised
 _LARGEST = 8  # sums of four whole numbers up to it are exact in every float of 16 bits
 
 
@@ -94,7 +97,14 @@ class CollectiveCase:
         return twice.to(device)[..., ::2]
 
     def call(self, communicator: Communicator, rank: int, x: Tensor) -> Tensor:
-        """Return what ``rank`` gets for ``x``."""
+        """Return what ``rank`` gets for ``x``; of a norm, the residual stream behind it.
+
+        Both are in float32 then, ``[2, T, H]``.
+        """
+        if self.collective == FUSED:
+            residual, weight = (t.to(x.device) for t in self.stream)
+            both = communicator.all_reduce_add_rms_norm(x, residual, weight, EPS)
+            return torch.stack([part.to(torch.float32) for part in both])
         given: tuple[Any, ...] = (self.sizes,)
         match self.collective:
             case "all_reduce":
@@ -119,6 +129,9 @@ class CollectiveCase:
         dtype. A sum in float32 that is rounded once differs by no more than one addition in the
         dtype and N - 1 in float32. The bound is the sum of both, and the smallest subnormal.
         """
+        if self.collective == FUSED:
+            yield from self._faults_of_norm(found)
+            return
         expected, magnitude = self._expected(rank)
         where = str(self)
         if not isinstance(found, Tensor):
@@ -128,12 +141,46 @@ class CollectiveCase:
             form = f"{[*expected.shape]} {self.dtype} expected"
             yield Fault("shape", where, f"{form}, got {[*found.shape]} {found.dtype}")
             return
-        error = (found.cpu().to(expected.dtype) - expected).abs()
         bound = torch.zeros_like(expected)
         if magnitude is not None:
-            num, tiny = len(self.sizes), torch.finfo(self._dtype).smallest_normal
-            roundings = [torch.finfo(d).eps / 2 for d in (self._dtype, torch.float32)]
-            bound = sum((1 + u) ** (num - 1) - 1 for u in roundings) * magnitude + tiny
+            bound = self._bound_of_sum(magnitude)
+        yield from self._beyond(found, expected, bound)
+
+    def _bound_of_sum(self, magnitude: Tensor) -> Tensor:
+        num, tiny = len(self.sizes), torch.finfo(self._dtype).smallest_normal
+        roundings = [torch.finfo(d).eps / 2 for d in (self._dtype, torch.float32)]
+        return sum((1 + u) ** (num - 1) - 1 for u in roundings) * magnitude + tiny
+
+    def _faults_of_norm(self, found: Tensor) -> Iterator[Fault]:
+        """Yield what is wrong with a normalised sum and the stream.
+
+        A stream t that is off by at most d has a row norm r that is off by the root mean square e
+        of d, as norms of vectors differ by no more than the norm of their difference. So y = w t/r
+        is off by at most w (d / (r - e) + |t| e / (r (r - e))). Behind that, t is rounded to the
+        stream's dtype, r to float32 from a sum of H squares, and y at most four times.
+        """
+        residual, weight = (t.to(torch.float64) for t in self.stream)
+        given = torch.stack([x.to(torch.float64) for x in self.given])
+        stream = given.sum(0) + residual
+        small = torch.finfo(torch.float32).eps
+        off = self._bound_of_sum(given.abs().sum(0)) + small * stream.abs()
+        row = (stream.square().mean(-1, keepdim=True) + EPS).sqrt()
+        row_off = off.square().mean(-1, keepdim=True).sqrt() + self.tail[0] * small * row
+        least = row - row_off
+        normed = stream / row * weight
+        bound = weight.abs() * (off / least + stream.abs() * row_off / (row * least))
+        bound = bound + 4 * torch.finfo(self._dtype).eps * normed.abs()
+        bound = bound + torch.finfo(self._dtype).smallest_normal
+        if found.shape != (2, *stream.shape):
+            form = f"twice {[*stream.shape]} expected"
+            yield Fault("shape", str(self), f"{form}, got {[*found.shape]}")
+            return
+        yield from self._beyond(found, torch.stack([normed, stream]), torch.stack([bound, off]))
+
+    def _beyond(self, found: Tensor, expected: Tensor, bound: Tensor) -> Iterator[Fault]:
+        """Yield a fault if an element is further from what is expected than the bound."""
+        where = str(self)
+        error = (found.cpu().to(expected.dtype) - expected).abs()
         wrong = ~(error <= bound)  # a NaN is wrong
         if bool(wrong.any()):
             at = int(wrong.reshape(-1).nonzero()[0])
@@ -146,6 +193,14 @@ class CollectiveCase:
                 float(error.reshape(-1)[at]),
                 float(bound.reshape(-1)[at]),
             )
+
+    @cached_property
+    def stream(self) -> tuple[Tensor, Tensor]:
+        """The residual ``[T, H]`` in float32, as models keep it, and the weight ``[H]``."""
+        generator = torch.Generator().manual_seed(zlib.crc32(f"stream of {self}".encode()))
+        residual = torch.randn((self.sizes[0], *self.tail), generator=generator)
+        weight = torch.rand(self.tail, generator=generator) + 0.5
+        return residual, weight.to(self._dtype)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -176,6 +231,9 @@ def collective_cases(
     cases = []
     for dtype in dtypes or DTYPES:
         floats = getattr(torch, dtype).is_floating_point
+        if collective == FUSED:
+            cases += _norm_cases(dtype, num) if floats else []
+            continue
         values = (True, False) if floats and collective in SUMS else (True,)
         if collective in ("all_reduce", "broadcast"):
             for length, exact in product(_LENGTHS, values):
@@ -189,3 +247,11 @@ def collective_cases(
             sizes, tail = _UNEVEN[1][:num], (2, 4)
         cases.append(CollectiveCase(collective, dtype, sizes, tail, num - 1, strided=True))
     return cases
+
+
+def _norm_cases(dtype: str, num: int) -> list[CollectiveCase]:
+    cases = [
+        CollectiveCase(FUSED, dtype, (count,) * num, (hidden,), exact=False)
+        for count, hidden in _ROWS
+    ]
+    return [*cases, replace(cases[-1], strided=True)]

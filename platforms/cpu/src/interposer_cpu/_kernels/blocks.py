@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 
 from interposer import AttentionSpec, Site
 from interposer_cpu._kernels.additions import ProductHooks
+from interposer_cpu._kernels.block_sums import is_first, is_last, product_of
 from interposer_cpu._kernels.fusion import (
     InputCodings,
     activation_number,
@@ -25,7 +26,6 @@ from interposer_cpu._kernels.fusion import (
 from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
 from interposer_ops.layers.activation import GatedActivation
-from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
@@ -35,6 +35,9 @@ from interposer_ops.layers.self_attention import SelfAttention
 @final
 class NativeGatedMLP(GatedMLP):
     """Both products and the activation in one call, and float32 between them."""
+
+    reduces = True
+    ends_in_projection = True
 
     def __init__(
         self,
@@ -50,13 +53,17 @@ class NativeGatedMLP(GatedMLP):
         self.is_fusable = (
             number is not None
             and type(self.activation) is GatedActivation
-            and type(self.gate_up_proj) is MergedLinear
-            and type(self.down_proj) is Linear
+            and is_first(self.gate_up_proj)
+            and is_last(self.down_proj)
         )
         # Found faster than submodules are, and with what they hold after weights were exchanged.
         self._parts: Any = (self.gate_up_proj, self.down_proj)
         self._codings = InputCodings()
-        self._hooks = ProductHooks(self._parts, (self.activation,))
+        # Whatever watches a sum over ranks is called, as this layer takes it by the projection.
+        product = product_of(self.down_proj)
+        self._is_summed = product is not self.down_proj
+        watched = (self.activation, self.down_proj) if self._is_summed else (self.activation,)
+        self._hooks = ProductHooks((self.gate_up_proj, product), watched)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[T, H]`` of ``x`` ``[T, H]``."""
@@ -85,12 +92,15 @@ class NativeGatedMLP(GatedMLP):
             *added.addresses,
             added.ids(count),
         )
-        return out
+        return down.reduce(out) if self._is_summed else out
 
 
 @final
 class NativeSelfAttention(SelfAttention):
     """Projection, norms of heads and rotation in one call."""
+
+    reduces = True
+    ends_in_projection = True
 
     def __init__(
         self,
@@ -103,12 +113,12 @@ class NativeSelfAttention(SelfAttention):
         bias: bool = False,
     ) -> None:
         super().__init__(site, spec, hidden_size, rotary_size, norm_eps, qkv_bias, bias)
-        heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        self.counts = (heads, kv_heads, kv_heads)
+        heads, kv_heads, _ = self.sizes  # of this rank
+        self.counts = tuple(size // self.head_size for size in (heads, kv_heads, kv_heads))
         rotary, norms = self.rotary, (self.q_norm, self.k_norm)
         self.eps = 0.0 if norm_eps is None else norm_eps
         self.is_fusable = (
-            type(self.qkv_proj) is MergedLinear
+            is_first(self.qkv_proj)
             and is_fused(rotary, RotaryEmbedding, rotary.rotate, "rotary_embedding")
             and all(is_fused(n, RMSNorm, n.norm, "rms_norm") for n in norms if n is not None)
         )

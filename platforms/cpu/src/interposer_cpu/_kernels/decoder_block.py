@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 from interposer import Site
 from interposer_cpu._kernels.additions import Added, ProductHooks
 from interposer_cpu._kernels.attention import NativeBackend, Plan
+from interposer_cpu._kernels.block_sums import BlockSums, are_shared, is_last, product_of
 from interposer_cpu._kernels.block_words import BoundBlock, attention_words
 from interposer_cpu._kernels.blocks import NativeGatedMLP, NativeSelfAttention
 from interposer_cpu._kernels.decoder_run import DecoderRun
@@ -24,13 +25,12 @@ from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.decoder_block import DecoderBlock
-from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
 
 _INT64 = torch.int64
 # What the library reads of a block: see interposer_block.
-_FACTS = struct.Struct("=23q3d")
+_FACTS = struct.Struct("=23q3dq")
 _NOTHING = Added((0, 0), None)
 
 
@@ -38,8 +38,11 @@ _NOTHING = Added((0, 0), None)
 class NativeDecoderBlock(DecoderBlock):
     """All of a block in one call; all but its MLP where this is a mixture or holds other kernels.
 
-    Weights are looked up at every call, so that exchanged ones are seen and none is kept.
+    Weights are looked up at every call, so that exchanged ones are seen and none is kept. Sums over
+    ranks are taken in the call, where the ranks share memory.
     """
+
+    reduces = True
 
     def __init__(
         self,
@@ -60,11 +63,17 @@ class NativeDecoderBlock(DecoderBlock):
             and _is_fused_norm(self.post_attention_layernorm)
             and isinstance(mixer, NativeSelfAttention)
             and mixer.is_fusable
-            and type(mixer.o_proj) is Linear
+            and is_last(mixer.o_proj)
+            and are_shared(mixer.o_proj)
             and type(mixer.attn) is Attention
             and isinstance(mixer.attn.backend, NativeBackend)
         )
-        self.takes_mlp = self.is_fusable and isinstance(last, NativeGatedMLP) and last.is_fusable
+        self.takes_mlp = (
+            self.is_fusable
+            and isinstance(last, NativeGatedMLP)
+            and last.is_fusable
+            and are_shared(mixer.o_proj, last.down_proj)
+        )
         # Found faster than submodules are, and with what they hold after weights were exchanged.
         self._parts: Any = ()
         mixers: tuple[Any, ...] = ()
@@ -75,9 +84,11 @@ class NativeDecoderBlock(DecoderBlock):
             mixers = (*norms, mixer.attn, mixer, mixer.rotary)
         up_and_down = (last.gate_up_proj, last.down_proj) if self.takes_mlp else ()
         self._last: Any = up_and_down
-        self._hooks = ProductHooks(self._parts[:2], [m for m in mixers if m is not None])
         after = (last, last.activation) if self.takes_mlp else ()
-        self._mlp_hooks = ProductHooks(up_and_down, after)
+        self._hooks = _hooks(self._parts[:2], mixers)
+        self._mlp_hooks = _hooks(up_and_down, after)
+        output = mixer.o_proj if self.is_fusable else None
+        self.sums = BlockSums(output, last.down_proj if self.takes_mlp else None)
         self._bound = BoundBlock((), False, None)
 
     def forward(
@@ -129,7 +140,7 @@ class NativeDecoderBlock(DecoderBlock):
         user = added if added.hook is not None else added_last
         head_stride, page_stride, *_ = cache.stride()
         size = cache.itemsize
-        library().decoder_block(
+        lost = library().decoder_block(
             bound.address,
             projection.operands[0][0].data_ptr(),
             output.operands[0][0].data_ptr(),
@@ -159,7 +170,9 @@ class NativeDecoderBlock(DecoderBlock):
             *added_last.addresses,
             user.ids(count),
             user.ids(chosen),
+            self.sums.address,
         )
+        self.sums.check(lost)
         return (out if is_whole else self.mlp(out)), total
 
     @classmethod
@@ -209,8 +222,16 @@ class NativeDecoderBlock(DecoderBlock):
             self.input_layernorm.eps,
             mixer.eps,
             self.post_attention_layernorm.eps,
+            self.sums.words,
         )
         return BoundBlock(kernels, is_whole, facts, statics if any(statics) else ())
+
+
+def _hooks(products: Sequence[nn.Module], others: Sequence[nn.Module | None]) -> ProductHooks:
+    """Return the hooks on products, and on all else, such as on sums over ranks."""
+    own = [product_of(product) for product in products]
+    sums = [p for p, product in zip(products, own, strict=True) if p is not product]
+    return ProductHooks(own, [m for m in (*others, *sums) if m is not None])
 
 
 def _is_fused_norm(norm: RMSNorm) -> bool:

@@ -22,7 +22,7 @@ from interposer_cpu._kernels.fusion import ForwardHooks
 from interposer_cpu._kernels.interface import FLOAT32
 from interposer_cpu.native import library
 
-_WORDS = 37  # of a block, in the order that decoder_block takes them
+_WORDS = 38  # of a block, in the order that decoder_block takes them
 _PRODUCTS, _NORMS = 4, 4
 
 # Kernels of projections, what their blocks hold for them, and the words that stay the same.
@@ -45,6 +45,8 @@ class DecoderRun:
         self.hooks = tuple({id(own): own for some in hooks for own in some}.values())
         # Whoever watches a layer sets its own forward.
         self.instances = [vars(block) for block in blocks]
+        self.sums = [block.sums for block in blocks]
+        self.ranks = max(self.sums, key=lambda sums: sums.words)
         self._bound: _Bound = ([], [], array("q"))
 
     def __reduce__(self) -> tuple[type[DecoderRun], tuple[tuple[Any, ...]]]:
@@ -113,7 +115,8 @@ class DecoderRun:
             table[place::_WORDS] = array("q", words)
         if rows is not None:
             table[27 - _WORDS], table[28 - _WORDS] = rows.data_ptr(), chosen
-        library().decoder_blocks(table.buffer_info()[0], length)
+        table[37::_WORDS] = array("q", [sums.address for sums in self.sums])
+        self.ranks.check(library().decoder_blocks(table.buffer_info()[0], length))
         return out, total
 
     def _write_weights(self, table: array[int], bounds: list[BoundBlock]) -> None:
