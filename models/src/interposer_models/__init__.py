@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from interposer_models._loader import load, plan
     from interposer_models._packed.packing import Packed, pack
     from interposer_models._parallel.launching import launched
-    from interposer_models._parallel.placed_experts import ExpertLoads
     from interposer_models._plan import Plan
     from interposer_models._quantizing.quantizer import quantize
     from interposer_models._speculation.settings import Speculation
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from interposer_models._transfer.meeting import Meeting
     from interposer_models._transfer.receiver import WeightsFrom
     from interposer_models._transfer.sender import send_weights
-    from interposer_ops.layers.expert_placement import ExpertParallel, ExpertPlacement
+    from interposer_ops.layers.expert_placement import ExpertParallel
 
 __all__ = [
     "Adapted",
@@ -47,9 +46,7 @@ __all__ = [
     "Constraint",
     "Delta",
     "Encoder",
-    "ExpertLoads",
     "ExpertParallel",
-    "ExpertPlacement",
     "Generation",
     "LanguageModel",
     "Meeting",
@@ -95,7 +92,6 @@ __getattr__ = lazy_attributes(
         "interposer_models._loader": "load plan",
         "interposer_models._packed.packing": "Packed pack",
         "interposer_models._parallel.launching": "launched",
-        "interposer_models._parallel.placed_experts": "ExpertLoads",
         "interposer_models._plan": "Plan",
         "interposer_models._quantizing.quantizer": "quantize",
         "interposer_models._speculation.settings": "Speculation",
@@ -104,7 +100,7 @@ __getattr__ = lazy_attributes(
         "interposer_models._transfer.meeting": "Meeting",
         "interposer_models._transfer.receiver": "WeightsFrom",
         "interposer_models._transfer.sender": "send_weights",
-        "interposer_ops.layers.expert_placement": "ExpertParallel ExpertPlacement",
+        "interposer_ops.layers.expert_placement": "ExpertParallel",
     },
 )
 

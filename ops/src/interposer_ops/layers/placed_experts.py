@@ -36,7 +36,7 @@ from interposer_ops.layers.expert_placement import ExpertParallel, ExpertPlaceme
 from interposer_ops.layers.experts import Experts, PlainExperts
 from interposer_ops.layers.rank_dispatcher import EXCHANGE, ExpertRoutes, RankDispatcher
 
-__all__ = ["PlacedExperts", "place_experts"]
+__all__ = ["PlacedExperts"]
 
 _WAITS = "how many rows go to which rank is read on the host, where tokens are sent to experts"
 

@@ -17,7 +17,7 @@ from interposer_ops.layers.divided_linear import chosen_communicator, uncallable
 from interposer_ops.layers.expert_placement import ExpertPlacement
 from interposer_ops.layers.expert_stages import Dispatched, ExpertDispatcher
 
-__all__ = ["EXCHANGE", "ExpertRoutes", "RankDispatcher"]
+__all__ = ["RankDispatcher"]
 
 EXCHANGE = "exchange"
 """Below the prefix of a layer, the place of collectives that no decode step calls."""
