@@ -19,7 +19,7 @@ from interposer_models import LanguageModel, load
 FILES = ("config", "tokenizer", "weights")
 
 
-def loaded(path: Path, seed: int = 1, **options: Any) -> LanguageModel:
+def loaded(path: Path, seed: int = 1, **options: Any) -> Any:
     sizes: dict[str, Any] = {"cache_tokens": 64, "max_sequences": 2, **options}
     return load(path, tensor_parallel=2, config=Config(seed=seed), **sizes)
 
@@ -34,6 +34,7 @@ def refusal(path: Path, **options: Any) -> str:
 
 
 def drift(lm: LanguageModel, prompt: list[int]) -> str:
+    """Return why the ranks do not generate together; empty where they do."""
     try:
         lm.generate([prompt], max_new_tokens=4)
     except RankError as error:
