@@ -268,8 +268,8 @@ def load(
         required = planned.resolver.config.graphs == "on"
         if required and planned.graphs is not None and not planned.graphs:
             raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
-    given = {"cache_tokens": cache_tokens, "prefix_cache": shared, "speculation": guesses}
-    given |= {"expert_parallel": expert_parallel, "offload": offload}
+    given: dict[str, object] = {"cache_tokens": cache_tokens, "prefix_cache": shared}
+    given |= {"speculation": guesses, "expert_parallel": expert_parallel, "offload": offload}
     group.agree(facts_of(planned, **sizes, **given, adapters=sorted(read)))
     with group.together("meeting"):
         for communicator in planned.resolver.communicators.values():

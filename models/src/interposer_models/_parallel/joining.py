@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,7 @@ def _world(size: int) -> Any:
                 f"interposer run MODEL --tensor-parallel {size}"
             )
         dist.init_process_group("gloo")
+        atexit.register(_leave)
     found = dist.get_world_size()
     if found != size:
         raise ConfigError(
@@ -103,3 +105,15 @@ def _world(size: int) -> Any:
             "load(..., tensor_parallel=torch.distributed.new_group([...]))"
         )
     return dist.group.WORLD
+
+
+def _leave() -> None:
+    """Leave the group that was begun here, unless the program did.
+
+    A thread of gloo frees the tensors of the last collective. Where Python ends meanwhile, it ends
+    the process with an error.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -37,5 +37,6 @@ def main() -> None:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
             group = Group(dist.group.WORLD, lambda _: Following(channel), timeout_seconds)
             Follower(channel, group).run()
+            dist.destroy_process_group()
     except InterposerError as error:
         sys.exit(f"error: {error}")
