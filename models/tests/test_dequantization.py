@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -395,10 +396,11 @@ def test_what_no_weight_can_be_computed_with_is_refused_as_before(tenths: Path) 
 @every_kind
 def test_weights_are_exchanged_in_place(tenths: Path) -> None:
     lm = loaded(tenths)
-    held = [tensor.data_ptr() for tensor in tensors_of(lm.engine.model.lm_head)]
+    held = [*tensors_of(lm.engine.model.lm_head)]
     stored = load_file(tenths / "model.safetensors")
     changed = {name: tensor.flip(0) for name, tensor in stored.items() if "codes" in name}
     lm.update_weights({**stored, **changed})
     save_file({**stored, **changed}, tenths / "model.safetensors")
-    assert [tensor.data_ptr() for tensor in tensors_of(lm.engine.model.lm_head)] == held
+    # Tensors stay, whose memory may be that of the new weights.
+    assert all(map(operator.is_, tensors_of(lm.engine.model.lm_head), held))
     torch.testing.assert_close(lm.logits(TOKENS), loaded(tenths).logits(TOKENS))
