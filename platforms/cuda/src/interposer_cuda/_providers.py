@@ -77,8 +77,8 @@ FLASH_ATTENTION_3 = Provider(
     ">=3.0.0b1,<3.1",
     "build it from the folder hopper of github.com/Dao-AILab/flash-attention",
 )
-# Its products were read in one version only.
-FLASHINFER_PRODUCTS = Provider("flashinfer-python", ">=0.7.2,<0.8", "pip install flashinfer-python")
+# Its products and sums were read in one version only.
+FLASHINFER_0_7 = Provider("flashinfer-python", ">=0.7.2,<0.8", "pip install flashinfer-python")
 # It has been 1.0.0 since its first day, and is built from its repository alone.
 FLASH_MLA = Provider(
     "flash-mla", ">=1.0,<1.1", "pip install git+https://github.com/deepseek-ai/FlashMLA"

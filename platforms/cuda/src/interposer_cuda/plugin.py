@@ -125,7 +125,7 @@ def interposer_records() -> list[Record]:
 
 
 def _communicators() -> list[Record]:
-    """Return sums in memory that GPUs share, by size, and NCCL, which graphs may hold."""
+    """Return sums in memory that GPUs share, by size and dtype, and NCCL, which graphs may hold."""
     sums = "interposer_cuda._symmetric_memory.sums"
     # Sizes from which a rank should not read all that the others have; nobody measured them.
     by_size = (
@@ -156,6 +156,42 @@ def _communicators() -> list[Record]:
             proven_on=_NOWHERE,
         )
         for name, target, most_bytes, score, architectures in by_size
+    ]
+    flashinfer = "interposer_cuda._flashinfer.communicator"
+    # A norm that is fused adds up its row in an order that depends on the number of rows.
+    by_dtype = (
+        ("flashinfer", "FlashInferCommunicator", _NARROW, (), _IN_ORDER),
+        (
+            "flashinfer_float32",
+            "FlashInferFloat32Communicator",
+            ("float32",),
+            ("all_reduce_add_rms_norm",),
+            _IN_ORDER[:2],
+        ),
+    )
+    shared += [
+        CommunicatorEntry(
+            name,
+            f"{flashinfer}:{target}",
+            ("all_reduce", *fused),
+            "cuda",
+            Requires(
+                architectures=frozenset({"sm_90", "sm_100", "sm_103", "sm_120", "sm_121"}),
+                dtypes=dtypes,
+                dims={
+                    "ranks": Dim(one_of=(2, 4, 8)),
+                    "hosts": Dim(at_most=1),
+                    "platforms": Dim(at_most=1),
+                    "bytes": Dim(at_most=8 << 20),
+                },
+            ),
+            f"{flashinfer}:judge",
+            f"{flashinfer}:confirm",
+            score=15.0,
+            properties=frozenset(properties),
+            proven_on=_NOWHERE,
+        )
+        for name, target, dtypes, fused, properties in by_dtype
     ]
     nccl = CommunicatorEntry(
         "nccl",

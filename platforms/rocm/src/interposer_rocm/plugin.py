@@ -65,7 +65,7 @@ def interposer_records() -> list[Record]:
 
 
 def _communicators() -> list[Record]:
-    """Return RCCL, which graphs may hold, and the sums of AITER."""
+    """Return RCCL, which graphs may hold, and both sums of AITER."""
     sums = "interposer_rocm._aiter.sums"
     return [
         CommunicatorEntry(
@@ -94,6 +94,26 @@ def _communicators() -> list[Record]:
             ),
             f"{sums}:judge",
             score=-1.0,
+            proven_on=_NOWHERE,
+        ),
+        # For large sums; its judge knows from which size on.
+        CommunicatorEntry(
+            "aiter_quick",
+            f"{sums}:AiterQuickCommunicator",
+            ("all_reduce",),
+            "rocm",
+            Requires(
+                architectures=frozenset({"gfx942", "gfx950"}),
+                dtypes=_OF_16_BITS,
+                dims={
+                    "ranks": Dim(one_of=(2, 4, 8)),
+                    "hosts": Dim(at_most=1),
+                    "platforms": Dim(at_most=1),
+                    "bytes": Dim(multiple_of=16),
+                },
+            ),
+            f"{sums}:judge_quick",
+            score=-1.5,
             proven_on=_NOWHERE,
         ),
     ]

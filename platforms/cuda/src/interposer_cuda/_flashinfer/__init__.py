@@ -1,1 +1,1 @@
-"""Attention and products by FlashInfer."""
+"""Attention, products and sums over GPUs by FlashInfer."""

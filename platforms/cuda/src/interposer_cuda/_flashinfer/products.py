@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from interposer import Request, Verdict
-from interposer_cuda._providers import FLASHINFER_PRODUCTS
+from interposer_cuda._providers import FLASHINFER_0_7
 from interposer_ops.quantized_linear import tile_scales
 from interposer_ops.triton import judge as judge_triton
 
@@ -43,14 +43,14 @@ def judge(request: Request) -> Verdict:
 
     What has a bias is left to Triton, which therefore has to be there.
     """
-    verdict = FLASHINFER_PRODUCTS.judge()
+    verdict = FLASHINFER_0_7.judge()
     return verdict and judge_triton(request)
 
 
 def confirm(request: Request) -> Verdict:
     """Import the package, and refuse where that fails or a function is another."""
     del request
-    return FLASHINFER_PRODUCTS.confirm(_MODULE, _PASSED)
+    return FLASHINFER_0_7.confirm(_MODULE, _PASSED)
 
 
 def prepare_nvfp4(
