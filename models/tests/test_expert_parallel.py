@@ -66,7 +66,10 @@ def check(lm: LanguageModel, alone: LanguageModel) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=BOUND * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:])],
+)
 def test_ranks_say_what_one_process_does_wherever_experts_are(
     loads: Loads, checkpoints: dict[str, Path], family: str
 ) -> None:
@@ -128,7 +131,9 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "int4", "int8 while it loads"])
+@pytest.mark.parametrize(
+    "scheme", [pytest.param("fp8", marks=pytest.mark.slow), "int4", "int8 while it loads"]
+)
 def test_quantized_experts_are_placed(
     loads: Loads, checkpoints: dict[str, Path], tmp_path: Path, scheme: str
 ) -> None:
