@@ -5,10 +5,10 @@ INSTALLED := $(VENV)/.installed
 
 DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platforms/*/pyproject.toml plugins/*/pyproject.toml))
 
-# Four test workers share two processors, as many tests wait for processes that they started: two
-# left 40 % of the time unused, three 36 %. Each gets one thread. Hundreds of processes import the distributions,
+# Three test workers share two processors, as many tests wait for processes that they started: two
+# left 40 % of the time unused, and a fourth one makes it no faster. Each gets one thread. Hundreds of processes import the distributions,
 # so what they compile is kept, even where whoever runs the tests keeps nothing.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadgroup
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: FORCE help install demo test quick test-slow test-vllm test-foreign test-torch test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench wheels cycles clean

@@ -351,9 +351,12 @@ def run_page(page: Path) -> dict[Block, str]:
 
 
 # Every page that the tutorial leads through has tests of its own, and what the others begin with,
-# the templates of packages, are generated, installed and verified in every run.
+# the templates of packages, are generated, installed and verified in every run. Experts on ranks
+# and weights from a trainer have tests of their own as well; their pages start many processes.
 SLOW = (
+    "expert-parallel.md",
     "tutorial.md",
+    "update-weights.md",
     "write-a-compiled-kernel.md",
     "write-a-kernel.md",
     "write-a-model.md",

@@ -162,6 +162,7 @@ def test_a_later_process_finds_what_inductor_made(tiny: Path, tmp_path: Path) ->
     assert (warm["graph_hits"], warm["misses"]) == (2, 0)
 
 
+@pytest.mark.slow
 def test_steps_of_compiled_models_are_captured(tiny: Path, tmp_path: Path) -> None:
     """Decode steps are compiled while the platform warms up, and what it captures is compiled."""
     more = {"platform": "tape", "graphs": "on", "plugins": OWN[1:], "cache_dir": tmp_path}

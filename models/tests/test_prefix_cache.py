@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from interposer import explain
 from interposer.errors import ConfigError
-from interposer_models import LanguageModel, PrefixCache, SamplingParams, load
+from interposer_models import LanguageModel, PrefixCache, SamplingParams, Speculation, load
 from interposer_models._engine.sequence import Sequence
 from interposer_models._families import examples
 
@@ -194,7 +194,8 @@ def test_an_adapter_and_its_lack_share_nothing(model: Path, tmp_path: Path) -> N
 
 
 def test_guesses_and_shared_pages_go_together(model: Path, plain: LanguageModel) -> None:
-    lm = shared(model, speculation="ngram")
+    # Whether guesses pay is a matter of time, of which a busy machine has its own.
+    lm = shared(model, speculation=Speculation("ngram", adaptive=False))
     prompt = [1, 2, 3, 4, 5, 6, 7] * 8
     for end in ([], [9], [9, 8], []):
         (done,) = lm.generate([prompt + end], max_new_tokens=30, ignore_eos=True)

@@ -161,6 +161,7 @@ def test_an_answer_that_runs_is_ended_before_both_ranks_are(
     assert shared_memory() <= before
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_server_with_the_reason(
     chat_folder: Path, offline: LanguageModel
 ) -> None:
