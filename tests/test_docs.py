@@ -351,10 +351,11 @@ def run_page(page: Path) -> dict[Block, str]:
 
 
 # Every page that the tutorial leads through has tests of its own, and what the others begin with,
-# the templates of packages, are generated, installed and verified in every run. Experts on ranks
-# and weights from a trainer have tests of their own as well; their pages start many processes.
+# the templates of packages, are generated, installed and verified in every run. Ranks, their
+# experts and weights from a trainer have tests of their own as well; these pages start processes.
 SLOW = (
     "expert-parallel.md",
+    "run-on-several-processes.md",
     "tutorial.md",
     "update-weights.md",
     "write-a-compiled-kernel.md",
