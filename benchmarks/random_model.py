@@ -41,6 +41,16 @@ SHAPES: dict[str, Any] = {
         vocab_size=256,
         max_position_embeddings=512,
     ),
+    # Blocks enough to take turns in buffers.
+    "tiny-deep": lambda: LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=9,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=256,
+        max_position_embeddings=512,
+    ),
     "llama-100m": lambda: LlamaConfig(
         hidden_size=768,
         intermediate_size=2048,

@@ -41,7 +41,7 @@ def test_limits_add_up_to_25_minutes_and_results_have_names_of_their_own() -> No
     assert sum(stage.limit_s for stage in stages) <= 25 * 60
     assert max(step.limit_s for step in steps) < 10 * 60
     assert len({step.name for step in steps}) == len(steps)
-    assert [stage.letter for stage in stages] == sorted("abcdefghi", key="abcdegifh".index)
+    assert [stage.letter for stage in stages] == [*"abcdejgifh"]
     for step in steps:
         assert (BENCHMARKS / step.script).is_file()
 

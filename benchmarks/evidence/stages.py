@@ -54,6 +54,15 @@ STAGES = (
         (Step("tokens", "gpu_tokens.py", ("{model}",), ("tiny",), 60),),
     ),
     Stage(
+        "j",
+        "beyond",
+        "a model whose weights lie in host memory, and two ranks on the device",
+        (
+            Step("offload", "gpu_offload.py", ("--work", "{work}"), limit_s=80),
+            Step("ranks", "gpu_ranks.py", ("{model}",), ("{model}",), 80),
+        ),
+    ),
+    Stage(
         "g",
         "decode",
         "decode and prefill of whole models, beside transformers with a compiled static cache",
@@ -83,7 +92,7 @@ STAGES = (
         "f",
         "ops",
         "every op against its roofline, torch and torch.compile",
-        (Step("ops", "gpu_ops.py", limit_s=230),),
+        (Step("ops", "gpu_ops.py", limit_s=115),),
     ),
     Stage(
         "h",
@@ -95,7 +104,7 @@ STAGES = (
                 "gpu_tune.py",
                 ("llama-3-8b", "qwen3-0.6b"),
                 ("tiny", "--precisions", "bf16"),
-                120,
+                80,
             ),
         ),
     ),
