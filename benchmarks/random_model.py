@@ -209,13 +209,28 @@ def _shards(model: Any, device: str) -> Iterator[dict[str, torch.Tensor]]:
             weight.fill_(1.0)
         else:
             weight.normal_(0.0, spread, generator=generator)
-        shard[name] = weight.cpu()
+        shard |= _stored(name, weight.cpu())
         size += weight.nbytes
         if size > _SHARD_BYTES:
             yield shard
             shard, size = {}, 0
     if shard:
         yield shard
+
+
+def _stored(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a weight as checkpoints hold it: of experts that are one parameter, each apart."""
+    layer, _, kind = name.rpartition(".experts.")
+    if not layer or weight.ndim != 3:
+        return {name: weight}
+    found = {}
+    for number, expert in enumerate(weight):
+        parts = {"down_proj": expert}
+        if kind == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
+        for part, held in parts.items():
+            found[f"{layer}.experts.{number}.{part}.weight"] = held.contiguous()
+    return found
 
 
 def main() -> None:

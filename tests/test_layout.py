@@ -332,7 +332,8 @@ def test_docstrings_begin_with_a_statement() -> None:
 # Of core 15 lines, and of ops 3 modules and 650 lines, are whole experts on ranks: places, how
 # tokens come to them and the layer.
 # Of core 40 lines, and of ops a module and 110 lines, are sums over ranks that norms take.
-SIZES = {"core": (60, 9_135), "ops": (215, 28_590)}
+# Of ops 110 lines are sums of 4-bit weights that programs share, and groups of ranks in order.
+SIZES = {"core": (60, 9_135), "ops": (215, 28_700)}
 
 
 @pytest.mark.parametrize("folder", SIZES)

@@ -58,7 +58,7 @@ STAGES = (
         "beyond",
         "a model whose weights lie in host memory, and two ranks on the device",
         (
-            Step("offload", "gpu_offload.py", ("--work", "{work}"), limit_s=80),
+            Step("offload", "gpu_offload.py", ("--work", "{work}"), ("--work", "{work}"), 80),
             Step("ranks", "gpu_ranks.py", ("{model}",), ("{model}",), 80),
         ),
     ),

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -18,10 +17,11 @@ from interposer_models._language_model import LanguageModel
 from interposer_models._parallel.engine import RankedEngine
 from interposer_models._parallel.language_model import RankedLanguageModel
 from interposer_models._parallel.lead import Lead, Silent
+from interposer_ops.communicators import ordered_group
 
 TIMEOUT_SECONDS = 60.0
 # A rank may read its weights from a slower disk than the others.
-_LOADING = timedelta(minutes=30)
+_LOADING_SECONDS = 1800.0
 
 
 class Group:
@@ -55,13 +55,7 @@ class Group:
         self._timeout_seconds = timeout_seconds
         self._seed = 0
         with self._lost("make a process group"):
-            self._group = dist.new_group(
-                members,
-                timeout=_LOADING,
-                backend="gloo",
-                use_local_synchronization=True,
-                sort_ranks=False,
-            )
+            self._group = ordered_group(members, "gloo", _LOADING_SECONDS)
 
     def placement(self, config: Config) -> Placement:
         """Return where this rank computes: ranks of one host take the devices in turn."""

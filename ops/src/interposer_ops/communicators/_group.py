@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,28 @@ from interposer.errors import RankError
 
 _GRACE_SECONDS = 1.0  # in which the ranks that are left tell each other that they are
 _PAUSE_SECONDS = 0.01
+
+
+def ordered_group(members: Sequence[int], backend: str, timeout_seconds: float) -> Any:
+    """Return a new process group of torch.distributed, with its ranks in the order of ``members``.
+
+    Only its members call this, at the same time.
+
+    Args:
+        members: ranks in the default group. Until torch 2.12 they are in ascending order, as those
+            of any group are.
+    """
+    # Torch 2.12 and newer sort them, unless it is told otherwise.
+    order: dict[str, Any] = {}
+    if "sort_ranks" in signature(dist.new_group).parameters:
+        order["sort_ranks"] = False
+    return dist.new_group(
+        list(members),
+        timeout=timedelta(seconds=timeout_seconds),
+        backend=backend,
+        use_local_synchronization=True,
+        **order,
+    )
 
 
 class RankGroup:
@@ -34,12 +57,8 @@ class RankGroup:
         self._failure: RankError | None = None
         self.group: Any = None
         with self.guarded("the start of a communicator"):
-            self.group = dist.new_group(
-                dist.get_process_group_ranks(ranks.group),
-                timeout=timedelta(seconds=ranks.timeout_seconds),
-                backend=ranks.backend,
-                use_local_synchronization=True,
-                sort_ranks=False,
+            self.group = ordered_group(
+                dist.get_process_group_ranks(ranks.group), ranks.backend, ranks.timeout_seconds
             )
 
     @contextmanager

@@ -39,9 +39,13 @@ from interposer_ops._triton.float8_operands import operands
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
 from interposer_ops.quantized_linear import _scaled_linear_triton as scaled_linear
-from interposer_ops.quantized_linear._linear_tiles_triton import product, stored, tiles
-
-_JOINED = 1024  # outputs of a program that adds parts
+from interposer_ops.quantized_linear._linear_tiles_triton import (
+    join_parts,
+    parts_of_sum,
+    product,
+    stored,
+    tiles,
+)
 
 
 @triton_kernel(
@@ -127,10 +131,7 @@ def _launch(
     rows = as_rows(x)
     num_rows, (out_features, in_features) = rows.shape[0], weight.shape
     num_parts, part_inputs = tile.split(in_features, out_features)
-    parts = None
-    if num_parts > 1:
-        shape = (num_parts, num_rows, out_features)
-        parts = torch.empty(shape, dtype=torch.float32, device=x.device)
+    parts = parts_of_sum(num_parts, num_rows, y)
     # One scale of all rows or outputs is read again and again.
     x_scale_stride = 0 if x_scale is None or x_scale.numel() == 1 else 1
     weight_scale_stride = 0 if weight_scale is None or weight_scale.numel() == 1 else 1
@@ -142,11 +143,7 @@ def _launch(
         WEIGHT_FORMAT=weight_format, **tile.compiled,
     )  # fmt: skip
     if parts is not None:
-        width = min(_JOINED, triton.next_power_of_2(out_features))
-        _sum_of_parts[(num_rows, -(-out_features // width))](
-            parts, x_scale, weight_scale, bias, y, num_rows, x_scale_stride, weight_scale_stride,
-            OUTPUTS=out_features, PARTS=num_parts, WIDTH=width, num_warps=4, num_stages=1,
-        )  # fmt: skip
+        join_parts(parts, y, bias, x_scale, weight_scale, x_scale_stride, weight_scale_stride)
 
 
 # Not specialised to counts of rows: each would be compiled again.
@@ -179,27 +176,6 @@ def _part_of_sum(
     else:
         target += part.to(tl.int64) * num_rows * OUTPUTS
         stored(total, None, target, row, output, known, num_rows, OUTPUTS)
-
-
-@triton.jit(do_not_specialize=["num_rows", "x_scale_stride", "weight_scale_stride"])
-def _sum_of_parts(
-    parts, x_scale, weight_scale, bias, y, num_rows, x_scale_stride, weight_scale_stride,
-    OUTPUTS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    output = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = output < OUTPUTS
-    parts += row * OUTPUTS + output
-    total = tl.zeros([WIDTH], tl.float32)
-    for _ in range(PARTS):
-        total += tl.load(parts, mask=inside, other=0.0)
-        parts += num_rows * OUTPUTS
-    if x_scale is not None:
-        total *= tl.load(x_scale + row * x_scale_stride)
-        total *= tl.load(weight_scale + output * weight_scale_stride, mask=inside, other=0.0)
-    if bias is not None:
-        total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * OUTPUTS + output, total.to(y.dtype.element_ty), mask=inside)
 
 
 _OTHERS = all_but("gfx90a", "gfx942", "gfx950")

@@ -9,15 +9,21 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.availability import MOST_SPLIT_ROWS
 from interposer_ops._triton.float8_operands import decoded
-from interposer_ops._triton.parameters import parameters_for, per_device
+from interposer_ops._triton.parameters import Parameters, parameters_for, per_device
 
 STEPS = tuple(
     (f"{tokens} tokens, 4096 to {outputs}", tokens, outputs)
     for tokens, outputs in ((1, 4096), (64, 14336), (4096, 14336))
 )
 """Builds of an 8B model's sizes: a step of one sequence, of some, and a prefill."""
+
+
+# A part of a sum is written and read again, so that it is not of fewer steps.
+_LEAST_STEPS = 4
 
 
 class LinearTile(NamedTuple):
@@ -54,18 +60,38 @@ class LinearTile(NamedTuple):
 
 
 class FeatureTile(NamedTuple):
-    """Output features, tokens and inputs of one step, and how it is compiled."""
+    """Output features, tokens and inputs of one step, and how it is compiled.
+
+    Attributes:
+        programs: about how many fill the device, for which sums are split; 1 splits none.
+    """
 
     features: int
     tokens: int
     inputs: int
     compiled: Mapping[str, int]
+    programs: int = 1
+
+    def split(self, num_tokens: int, out_features: int, num_steps: int) -> tuple[int, int]:
+        """Return how many parts there are of a sum of so many steps, and the steps of each."""
+        tiles = -(-num_tokens // self.tokens) * -(-out_features // self.features)
+        wanted = max(1, min(self.programs // tiles, num_steps // _LEAST_STEPS))
+        each = -(-num_steps // wanted)
+        return -(-num_steps // each), each
 
     @property
     def options(self) -> dict[str, int]:
         """The launch options of a kernel with such tiles."""
         sizes = {"FEATURES": self.features, "TOKENS": self.tokens, "INPUTS": self.inputs}
         return {**sizes, **self.compiled}
+
+
+def parameters_of(kernel: str, device: torch.device, num_tokens: int) -> Parameters:
+    """Return those of ``kernel``_few up to 16 tokens, else of ``kernel``_some up to its tokens."""
+    if num_tokens <= MOST_SPLIT_ROWS:
+        return parameters_for(f"{kernel}_few", device)
+    some = parameters_for(f"{kernel}_some", device)
+    return some if num_tokens <= some.blocks["tokens"] else parameters_for(kernel, device)
 
 
 def linear_tile(kernel: str, device: torch.device, num_rows: int) -> LinearTile:
@@ -78,6 +104,60 @@ def linear_tile(kernel: str, device: torch.device, num_rows: int) -> LinearTile:
 def _tile(kernel: str, device: torch.device) -> LinearTile:
     parameters = parameters_for(kernel, device)
     return LinearTile(**parameters.blocks, compiled=parameters.compiled)
+
+
+_JOINED = 1024  # outputs of a program that adds parts
+
+
+def parts_of_sum(num_parts: int, num_tokens: int, y: Tensor) -> Tensor | None:
+    """Return memory for the parts of ``y``, ``[P, T, O]`` in float32; None where it is whole."""
+    if num_parts == 1:
+        return None
+    shape = (num_parts, num_tokens, y.shape[-1])
+    return torch.empty(shape, dtype=torch.float32, device=y.device)
+
+
+def join_parts(
+    parts: Tensor, y: Tensor, bias: Tensor | None, x_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None, x_scale_stride: int = 0, weight_scale_stride: int = 0,
+) -> None:  # fmt: skip
+    """Fill ``y`` with sums of which programs left parts, added in their order.
+
+    P parts, T tokens, O output features.
+
+    Args:
+        parts: ``[P, T, O]``, float32.
+        y: ``[..., O]`` of T rows.
+        bias: ``[O]``.
+        x_scale, weight_scale: factors of rows and outputs, one for all where the stride is 0.
+    """
+    num_parts, num_rows, out_features = parts.shape
+    width = min(_JOINED, triton.next_power_of_2(out_features))
+    _join_parts[(num_rows, -(-out_features // width))](
+        parts, x_scale, weight_scale, bias, y, num_rows, x_scale_stride, weight_scale_stride,
+        OUTPUTS=out_features, PARTS=num_parts, WIDTH=width, num_warps=4, num_stages=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "x_scale_stride", "weight_scale_stride"])
+def _join_parts(
+    parts, x_scale, weight_scale, bias, y, num_rows, x_scale_stride, weight_scale_stride,
+    OUTPUTS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = output < OUTPUTS
+    parts += row * OUTPUTS + output
+    total = tl.zeros([WIDTH], tl.float32)
+    for _ in range(PARTS):
+        total += tl.load(parts, mask=inside, other=0.0)
+        parts += num_rows * OUTPUTS
+    if x_scale is not None:
+        total *= tl.load(x_scale + row * x_scale_stride)
+        total *= tl.load(weight_scale + output * weight_scale_stride, mask=inside, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * OUTPUTS + output, total.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -18,7 +18,14 @@ from interposer_ops._triton.build import BF16, FP32, INT8, INT32, UINT8, Build, 
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
-from interposer_ops.quantized_linear._linear_tiles_triton import FeatureTile, loaded, nibbles
+from interposer_ops.quantized_linear._linear_tiles_triton import (
+    FeatureTile,
+    join_parts,
+    loaded,
+    nibbles,
+    parameters_of,
+    parts_of_sum,
+)
 
 _LEAST_TOKENS = 16  # of a tile that matrix instructions take
 _LEAST_INPUTS = 32  # of 8 bits
@@ -41,14 +48,19 @@ def w4a8_linear_triton(
     aligned = rows.stride(0) % _LEAST_INPUTS == 0 and in_features % _LEAST_INPUTS == 0
     most = max(_LEAST_TOKENS, triton.next_power_of_2(num_tokens))
     tile = _tile(x.device, group_size, most, aligned=aligned)
-    _linear[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.features))](
-        rows, weight, x_scale, weight_scales, x_zero_point, weight_zero_points, bias, y, num_tokens,
-        rows.stride(0),
+    num_parts, part_groups = tile.split(num_tokens, out_features, in_features // group_size)
+    parts = parts_of_sum(num_parts, num_tokens, y)
+    grid = triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.features)
+    _linear[(*grid, num_parts)](
+        rows, weight, x_scale, weight_scales, x_zero_point, weight_zero_points,
+        bias if parts is None else None, y if parts is None else parts, num_tokens, rows.stride(0),
         # One scale of all rows is read again and again.
         0 if x_scale.numel() == 1 else 1,
         IN_FEATURES=in_features, OUT_FEATURES=out_features, GROUP_SIZE=group_size,
-        **tile.options,
+        PART_GROUPS=part_groups, **tile.options,
     )  # fmt: skip
+    if parts is not None:
+        join_parts(parts, y, bias)
     return y
 
 
@@ -62,9 +74,11 @@ def _tile(device: torch.device, group_size: int, num_tokens: int, *, aligned: bo
     """
     divisor = group_size & -group_size
     full = divisor >= _LEAST_INPUTS
-    parameters = parameters_for("w4a8_linear_few", device)
-    if full and num_tokens > parameters.blocks["tokens"]:
-        parameters = parameters_for("w4a8_linear", device)
+    name = "w4a8_linear"
+    if full:
+        parameters = parameters_of(name, device, num_tokens)
+    else:
+        parameters = parameters_for(f"{name}_few", device)
     blocks = parameters.blocks
     inputs = divisor if full and aligned else _LEAST_INPUTS
     return FeatureTile(
@@ -72,6 +86,7 @@ def _tile(device: torch.device, group_size: int, num_tokens: int, *, aligned: bo
         min(num_tokens, blocks["tokens"]),
         min(inputs, blocks["inputs"]),
         parameters.compiled,
+        blocks["programs"],
     )
 
 
@@ -81,7 +96,7 @@ def _linear(
     x, weight, x_scale, weight_scales, x_zero_point, weight_zero_points, bias, y, num_tokens,
     x_stride, x_scale_stride,
     IN_FEATURES: tl.constexpr, OUT_FEATURES: tl.constexpr, GROUP_SIZE: tl.constexpr,
-    FEATURES: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr,
+    FEATURES: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, PART_GROUPS: tl.constexpr,
 ):  # fmt: skip
     # Weights are the left operand: its rows fill matrix instructions when tokens are few, and it
     # may come from registers, where weights are unpacked.
@@ -98,7 +113,9 @@ def _linear(
     if x_zero_point is not None:
         shift = tl.load(x_zero_point + there * x_scale_stride)[None, :]
     total = tl.zeros((FEATURES, TOKENS), tl.float32)
-    for group in range(NUM_GROUPS):
+    # Each program adds up a part of the groups, and another launch the parts in their order.
+    first_group = tl.program_id(2) * PART_GROUPS
+    for group in range(first_group, tl.minimum(first_group + PART_GROUPS, NUM_GROUPS)):
         if weight_zero_points is not None:
             zero = tl.load(weight_zero_points + row * NUM_GROUPS + group).to(tl.int8)
         else:
@@ -125,7 +142,8 @@ def _linear(
     total *= tl.load(x_scale + there * x_scale_stride)[None, :]
     if bias is not None:
         total += tl.load(bias + row).to(tl.float32)[:, None]
-    target = y + token[None, :] * OUT_FEATURES + feature[:, None]
+    part = tl.program_id(2).to(tl.int64) * num_tokens
+    target = y + (part + token[None, :]) * OUT_FEATURES + feature[:, None]
     inside = (token < num_tokens)[None, :] & (feature < OUT_FEATURES)[:, None]
     tl.store(target, total.to(y.dtype.element_ty), mask=inside)
 

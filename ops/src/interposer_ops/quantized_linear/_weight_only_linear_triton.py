@@ -17,7 +17,14 @@ from interposer_ops._triton.build import BF16, FP16, FP32, INT8, UINT8, Build, d
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
-from interposer_ops.quantized_linear._linear_tiles_triton import FeatureTile, loaded, nibbles
+from interposer_ops.quantized_linear._linear_tiles_triton import (
+    FeatureTile,
+    join_parts,
+    loaded,
+    nibbles,
+    parameters_of,
+    parts_of_sum,
+)
 
 _LEAST = 16  # of each side of a tile that matrix instructions take
 # Of inputs in a step. Triton (3.6, 3.7) gives a thread eight neighbouring inputs of a weight that
@@ -58,12 +65,19 @@ def _projected(
     aligned = rows.stride(0) % _LEAST == 0 and in_features % (2 * _LEAST) == 0
     most = max(_LEAST, triton.next_power_of_2(num_tokens))
     tile = _tile(x.device, x.dtype, group_size, most, aligned=aligned)
-    _linear[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.features))](
-        rows, weight, scale, bias, zero_points, y, num_tokens, rows.stride(0),
+    num_steps = in_features // group_size * triton.cdiv(group_size, tile.inputs)
+    num_parts, part_steps = tile.split(num_tokens, out_features, num_steps)
+    parts = parts_of_sum(num_parts, num_tokens, y)
+    grid = triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.features)
+    _linear[(*grid, num_parts)](
+        rows, weight, scale, bias if parts is None else None, zero_points,
+        y if parts is None else parts, num_tokens, rows.stride(0),
         IN_FEATURES=in_features, OUT_FEATURES=out_features, GROUP_SIZE=group_size,
         PACKED=weight.dtype == torch.uint8, DEFAULT_ZERO_POINT=default_zero_point,
-        **tile.options,
+        PART_STEPS=part_steps, **tile.options,
     )  # fmt: skip
+    if parts is not None:
+        join_parts(parts, y, bias)
     return y
 
 
@@ -80,11 +94,12 @@ def _tile(
     name = "weight_only_linear"
     divisor = group_size & -group_size
     full = divisor >= _LEAST_INPUTS
-    parameters = parameters_for(f"{name}_few", device)
     if dtype == torch.float32:
         parameters = parameters_for(f"{name}_float32", device)
-    elif full and num_tokens > parameters.blocks["tokens"]:
-        parameters = parameters_for(name, device)
+    elif full:
+        parameters = parameters_of(name, device, num_tokens)
+    else:
+        parameters = parameters_for(f"{name}_few", device)
     blocks = parameters.blocks
     inputs = divisor if full and aligned else _LEAST_INPUTS
     return FeatureTile(
@@ -92,6 +107,7 @@ def _tile(
         min(num_tokens, blocks["tokens"]),
         min(inputs, blocks["inputs"]),
         parameters.compiled,
+        blocks["programs"],
     )
 
 
@@ -100,7 +116,7 @@ def _linear(
     x, weight, scale, bias, zero_points, y, num_tokens, x_stride,
     IN_FEATURES: tl.constexpr, OUT_FEATURES: tl.constexpr, GROUP_SIZE: tl.constexpr,
     PACKED: tl.constexpr, DEFAULT_ZERO_POINT: tl.constexpr, FEATURES: tl.constexpr,
-    TOKENS: tl.constexpr, INPUTS: tl.constexpr,
+    TOKENS: tl.constexpr, INPUTS: tl.constexpr, PART_STEPS: tl.constexpr,
 ):  # fmt: skip
     # Weights are the left operand: its rows fill matrix instructions when tokens are few, and it
     # may come from registers, where weights are unpacked.
@@ -114,7 +130,9 @@ def _linear(
     # Features behind the last one compute it again and are not stored.
     row = tl.minimum(feature, OUT_FEATURES - 1)
     total = tl.zeros((FEATURES, TOKENS), tl.float32)
-    for step in range(NUM_GROUPS * STEPS):
+    # Each program adds up a part of the steps, and another launch the parts in their order.
+    first_step = tl.program_id(2) * PART_STEPS
+    for step in range(first_step, tl.minimum(first_step + PART_STEPS, NUM_GROUPS * STEPS)):
         group = step // STEPS
         first = group * GROUP_SIZE + (step % STEPS) * INPUTS
         end = (group + 1) * GROUP_SIZE
@@ -138,7 +156,8 @@ def _linear(
     if bias is not None:
         total += tl.load(bias + row).to(tl.float32)[:, None]
     inside = there & (feature < OUT_FEATURES)[:, None]
-    target = y + token[None, :] * OUT_FEATURES + feature[:, None]
+    part = tl.program_id(2).to(tl.int64) * num_tokens
+    target = y + (part + token[None, :]) * OUT_FEATURES + feature[:, None]
     tl.store(target, total.to(y.dtype.element_ty), mask=inside)
 
 

@@ -2,7 +2,7 @@
 
 An op of torch.ops.symm_mem waits on the device for the other ranks, without a limit: of a rank that
 is lost, the host learns nothing from it. Arguments are tested on the processor against functions of
-the same meaning; on GPUs they were not run.
+the same meaning. One shot and two shots were exact in two processes on one H100.
 
 Source: CUDASymmetricMemoryOps.cu and CUDASymmetricMemory-inl.cuh in
 torch/csrc/distributed/c10d/symm_mem of pytorch/pytorch: bfloat16 and float32, contiguous, sizes and
