@@ -151,6 +151,18 @@ def test_what_is_beside_the_model_is_mapped(copied: Path) -> None:
     ]
 
 
+def test_a_configuration_with_infinity_is_mapped(copied: Path) -> None:
+    """As Mamba 2 has one: JSON itself knows none, Python writes and reads it."""
+    config = json.loads((copied / "config.json").read_text())
+    config["time_step_limit"] = [0.0, float("inf")]
+    (copied / "config.json").write_text(json.dumps(config))
+    done = pack(copied)
+    assert told(loaded(copied, Config())) == [f"packed weights: 0 MiB, mapped from {done.path}"]
+    config["time_step_limit"] = [0.0, 1.0]
+    (copied / "config.json").write_text(json.dumps(config))
+    assert "it was packed for another config" in told(loaded(copied, Config()))[0]
+
+
 def test_nothing_is_kept_of_a_small_model(llama: Path, cache: Path) -> None:
     assert told(loaded(llama, Config(cache_dir=cache))) == []
     assert not (cache / "packed").exists()

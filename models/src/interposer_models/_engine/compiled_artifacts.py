@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -91,6 +92,7 @@ def artifacts_key(resolver: Resolver, backend: str, model: Mapping[str, Any]) ->
         "device": device.name,
         "capability": checksum(device.capability.to_json()),
         "backend": backend,
-        "model": checksum(model),
+        # Configurations of models may hold infinity, which a checksum of values refuses.
+        "model": checksum(json.dumps(model, sort_keys=True)),
         "choices": checksum(choices),
     }

@@ -59,9 +59,9 @@ def packed_key(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> Packed
     config = planned.resolver.config
     asked = {
         "checkpoint": _identity(checkpoint),
-        "config": checksum(_plain(checkpoint.config)),
+        "config": checksum(_text(checkpoint.config)),
         "dtype": str(planned.dtype),
-        "quantization": json.dumps(_plain(planned.quantization), sort_keys=True),
+        "quantization": _text(planned.quantization),
         "platform": planned.placement.platform.name,
         "level": " ".join([capability.architecture, sys.byteorder, *sorted(capability.features)]),
         "numerics": f"{config.float32} {config.reduce_in_16_bits} {config.dequantize}",
@@ -108,5 +108,6 @@ def _file_identity(path: Path) -> str:
     return f"{path.name}, {facts.st_size} bytes, {facts.st_mtime_ns}, {sampled_digest(path)}"
 
 
-def _plain(value: object) -> object:
-    return json.loads(json.dumps(value, default=str))
+def _text(value: object) -> str:
+    """Return the one text for ``value``; configurations of models may hold infinity."""
+    return json.dumps(value, sort_keys=True, default=str)
