@@ -354,14 +354,20 @@ def run_page(page: Path) -> dict[Block, str]:
 # the templates of packages, are generated, installed and verified in every run. Ranks, their
 # experts and weights from a trainer have tests of their own as well; these pages start processes.
 SLOW = (
+    "described-devices.md",
     "expert-parallel.md",
+    "nf4.md",
+    "pack.md",
     "run-on-several-processes.md",
+    "triton-kernels.md",
     "tutorial.md",
     "update-weights.md",
+    "verify.md",
     "write-a-compiled-kernel.md",
     "write-a-kernel.md",
     "write-a-model.md",
     "write-a-platform.md",
+    "write-a-plugin.md",
     "write-a-scheme.md",
 )
 

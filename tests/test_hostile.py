@@ -37,10 +37,15 @@ Report = dict[str, Any]
 each_case = pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.skipif(not has_compiler(), reason=NEEDS))
-        if case.needs_compiler
-        else case
-        for case in CASES
+        pytest.param(
+            case,
+            marks=[
+                pytest.mark.skipif(case.needs_compiler and not has_compiler(), reason=NEEDS),
+                # The fast tests visit every second one.
+                *([pytest.mark.slow] if number % 2 else []),
+            ],
+        )
+        for number, case in enumerate(CASES)
     ],
     ids=str,
 )
@@ -74,13 +79,14 @@ class Visits:
 
     Attributes:
         codes: exit codes of the processes that have ended.
+        tasks: all visits.
         reports: of the visits that have ended, by name.
     """
 
     def __init__(self, site: Path, folder: Path, name: str, tasks: list[dict[str, Any]]) -> None:
         self.codes: list[int] = []
         self.reports: dict[str, Report] = {}
-        self._tasks = tasks
+        self.tasks = self._tasks = tasks
         self._folder = folder
         self._files = {end: folder / f"{name}.{end}" for end in ("json", "jsonl", "out", "err")}
         self._mark = f"HOSTILE_VISITS={folder / name}"
@@ -146,11 +152,13 @@ def site(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def visits(site: Path, folder: Path) -> Iterator[list[Visits]]:
+def visits(site: Path, folder: Path, request: pytest.FixtureRequest) -> Iterator[list[Visits]]:
     """Return two lines of processes, finished, that have visited one half of the cases each."""
+    is_fast = not any(item.get_closest_marker("slow") for item in request.session.items)
+    cases = CASES[::2] if is_fast else CASES
     control = {"name": "control", "use": "kernel", "calls": 0}
     control["config"] = {"platform": "cpu", "plugins": [HEALTHY.name, *PARTS]}
-    halves = [[control, *map(task, CASES[start::2])] for start in (0, 1)]
+    halves = [[control, *map(task, cases[start::2])] for start in (0, 1)]
     started = [Visits(site, folder, f"half{n}", tasks) for n, tasks in enumerate(halves)]
     try:
         for one in started:
@@ -201,7 +209,7 @@ def test_wheels_are_real(case: Hostile, tmp_path: Path, site: Path) -> None:
 
 
 def test_processes_live(visits: list[Visits], reports: dict[str, Report]) -> None:
-    ended = {case.name for case in CASES} - set(reports)
+    ended = {task["name"] for one in visits for task in one.tasks} - set(reports)
     assert [one.codes for one in visits] == [[0], [0]], f"ended by {sorted(ended)}"
     assert [one.text("out") for one in visits] == ["", ""]
     assert not any("HOSTILE OUTPUT" in one.text("err") for one in visits)
@@ -311,6 +319,7 @@ def test_commands_survive(
     assert marked(mark) == []
 
 
+@pytest.mark.slow
 def test_doctor_names_all(site: Path, folder: Path, visits: list[Visits]) -> None:
     """The command ends with 1 and gives every plugin's reason, from the remembered verdicts."""
     project = folder / "project"

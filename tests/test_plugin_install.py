@@ -218,6 +218,7 @@ def test_the_example_comes_with_pip_install_and_goes_with_uninstall(
     assert environment.model() == before
 
 
+@pytest.mark.slow
 def test_one_plugin_name_from_two_distributions_is_a_conflict_that_stops_neither_rest(
     environment: Environment, make_wheel: Callable[..., Path]
 ) -> None:
@@ -246,6 +247,7 @@ def test_one_plugin_name_from_two_distributions_is_a_conflict_that_stops_neither
     assert chosen(environment.model())["kernel", "rms_norm"] == "acme-norms/rms_norm_norms"
 
 
+@pytest.mark.slow
 def test_a_plugin_that_breaks_is_recorded_and_a_healthy_one_beside_it_works(
     environment: Environment, make_wheel: Callable[..., Path]
 ) -> None:

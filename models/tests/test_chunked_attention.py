@@ -167,6 +167,7 @@ def test_a_chunk_as_long_as_the_context_is_plain_attention(llama4: tuple[Path, A
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
+@pytest.mark.slow
 def test_triton_computes_chunks(llama4: tuple[Path, Any]) -> None:
     path, _ = llama4
     report = interpreted("interpreted_chunks.py", path)

@@ -201,6 +201,7 @@ def test_new_weights_are_computed_with(tiny: Path, tmp_path: Path) -> None:
     assert graphs(compiled) == known
 
 
+@pytest.mark.slow
 def test_an_opaque_kernel_is_an_op_of_the_graph(tiny: Path, tmp_path: Path) -> None:
     with register(plugin(OPAQUE), "acme"):
         compiled = loaded(tiny, "eager", cache_dir=tmp_path)

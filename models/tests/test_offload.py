@@ -349,6 +349,7 @@ print(json.dumps([list(done.token_ids), notes, peak, group is not None]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc/self/status")
+@pytest.mark.slow
 def test_a_model_larger_than_the_memory_is_offloaded(tmp_path: Path, own: dict[str, Any]) -> None:
     limit, path = 64 << 20, tmp_path / "model"
     sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 16}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.forks import forks
+from tests.processes import lives
 
 STDLIB = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
 # It tells the ids of the processes, and then generates until it is ended, in a thread where asked.
@@ -71,14 +72,6 @@ def generating(
     finally:
         process.kill()
         process.communicate()
-
-
-def lives(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 def ended(*pids: int, within: float = 30.0) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from serve.tests.conftest import NAME, Answer, Served, events, eventually
+from tests.processes import lives, served
 
 from interposer_models import LanguageModel
 
@@ -38,14 +39,6 @@ class Ranks(Served):
     follower: int
 
 
-def lives(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
 def shared_memory() -> set[str]:
     """Return the names in /dev/shm; what has none goes with the processes."""
     return {entry.name for entry in Path("/dev/shm").iterdir()}
@@ -55,20 +48,10 @@ def shared_memory() -> set[str]:
 def started(folder: Path, offline: LanguageModel, *options: str) -> Iterator[Ranks]:
     asked = [sys.executable, "-m", "interposer_tools", "serve", str(folder), "--port=0"]
     asked += ["--tensor-parallel=2", "--dtype=float32", "--cache-tokens=2048", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(asked, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        told = ""
-        try:
-            while not (found := re.search(r"at http://127.0.0.1:(\d+), Ctrl-C ends it", told)):
-                line = process.stderr.readline()
-                assert line, told
-                told += line
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            (follower,) = (c for c in children if "_parallel.process" in command_of(c))
-            yield Ranks(int(found[1]), offline, process, int(follower))
-        finally:
-            process.kill()
+    with served(asked, signal.SIGKILL) as (url, process):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (follower,) = (c for c in children if "_parallel.process" in command_of(c))
+        yield Ranks(int(url.rpartition(":")[2]), offline, process, int(follower))
 
 
 def command_of(pid: str) -> str:

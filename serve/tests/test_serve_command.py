@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import signal
 import socket
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.adapter_files import write_adapter
 from tests.forks import forks
+from tests.processes import served
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -26,23 +24,11 @@ def command(folder: Path, *options: str) -> list[str]:
     return forks().command("-m", "interposer_tools", "serve", str(folder), *options)
 
 
-@contextmanager
-def started(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run the command until the block ends, and yield where it serves."""
-    asked = command(folder, "--port=0", "--cache-tokens=1024", *options)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(asked, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        told = ""
-        try:
-            while not (found := re.search(r"at (http://\S+), Ctrl-C ends it", told)):
-                line = process.stderr.readline()
-                assert line, told
-                told += line
-            yield found[1], process
-        finally:
-            process.terminate()
-            process.wait(60)
+def started(
+    folder: Path, *options: str
+) -> AbstractContextManager[tuple[str, subprocess.Popen[str]]]:
+    """Return a block in which the command runs, which is given where it serves."""
+    return served(command(folder, "--port=0", "--cache-tokens=1024", *options))
 
 
 def ask(url: str, body: Any = None, key: str = "") -> Any:

@@ -243,7 +243,13 @@ def test_wheel_holds_the_package_and_its_license(kind: str, wheels: dict[str, Pa
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
-@each_kind
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in (PluginKind.KERNEL, NATIVE) else [pytest.mark.slow])
+        for kind in KINDS
+    ],
+)
 def test_installed_package_passes_its_own_tests(
     kind: str, written: dict[str, Path], installed: Installed
 ) -> None:

@@ -182,6 +182,7 @@ def test_several_processes_report_what_one_does(run: Run, tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs signals as of POSIX")
+@pytest.mark.slow
 def test_a_crash_in_one_of_several_processes_ends_no_other(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     done = run("acme-kernels", "-j2", f"--json={file}", kernels="crashing good")

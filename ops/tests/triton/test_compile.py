@@ -30,13 +30,9 @@ TARGET_OF = {target.architecture: target for target in TARGETS}
 FIRST = list({build.kernel: build for build in reversed(BUILDS)}.values())[::-1]
 
 
-# GPUs whose code is alike: the fast test compiles a kernel with matrix instructions for one GPU of
-# each vendor, another kernel for one GPU, all in turns, so that every GPU has its share of the
+# The fast test compiles each kernel for one GPU, in turns, so that every GPU has its share of the
 # kernels. The slow test compiles all of them for all.
-ALIKE = (
-    ("sm_80", "sm_90", "sm_100"),
-    ("gfx908", "gfx1100", "gfx942", "gfx1201", "gfx90a", "gfx950"),
-)
+LARGE = ("sm_80", "gfx1100", "sm_90", "gfx942", "gfx1201", "sm_100", "gfx908", "gfx90a", "gfx950")
 # What has little shared memory differs in what fits.
 SMALL = ("sm_75", "sm_89", "sm_120")
 # What the matrix instructions of AMD are called: CDNA's, and RDNA's.
@@ -45,10 +41,9 @@ TURNS = list(enumerate(FIRST))
 
 
 def some_targets(turn: int, build: Build) -> list[Target]:
-    """Return GPUs that ``build`` is for, others at the next turn."""
-    able = [[name for name in names if name not in build.without] for names in ALIKE]
-    targets = [TARGET_OF[names[turn // 2 % len(names)]] for names in able if names]
-    return targets if build.matrix else [targets[turn % len(targets)]]
+    """Return a GPU that ``build`` is for, another at the next turn."""
+    able = [name for name in LARGE if name not in build.without]
+    return [TARGET_OF[able[turn % len(able)]]] if able else []
 
 
 def assert_compiled(build: Build, found: list[Report], targets: Sequence[Target] = TARGETS) -> None:

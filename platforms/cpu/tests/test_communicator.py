@@ -74,6 +74,7 @@ def test_the_kit_finds_nothing_in_two_and_four_processes() -> None:
     assert not faults
 
 
+@pytest.mark.slow
 def test_a_fused_norm_has_the_bits_of_its_parts_also_when_compiled(tmp_path: Path) -> None:
     with ranks("norm", 2, tmp_path) as processes:
         assert [told(process) for process in processes] == [{"same": 30, "compiled": 1}] * 2

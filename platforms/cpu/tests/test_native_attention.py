@@ -199,6 +199,7 @@ def test_8_bit_caches_serve_float16(cache_dtype: torch.dtype, head_scales: bool)
     ),
     data=st.data(),
 )
+@pytest.mark.slow
 def test_sequences_grow_over_parts_and_pages(
     heads: tuple[int, int],
     head_size: int,
