@@ -354,6 +354,7 @@ def run_page(page: Path) -> dict[Block, str]:
 # the templates of packages, are generated, installed and verified in every run. Ranks, their
 # experts and weights from a trainer have tests of their own as well; these pages start processes.
 SLOW = (
+    "command-line.md",
     "described-devices.md",
     "expert-parallel.md",
     "nf4.md",

@@ -64,6 +64,7 @@ def test_run_with_a_temperature_is_repeatable_by_seed(command: Command, llama: P
     assert facts(command, *options)["token_ids"] == facts(command, *options)["token_ids"]
 
 
+@pytest.mark.slow
 def test_run_places_experts_on_ranks(command: Command, qwen3_moe: Path) -> None:
     options = ("run", qwen3_moe, "--prompt", "x", "--dtype", "float32", "--max-new-tokens", "6")
     found = facts(command, *options, "--tensor-parallel", "2", "--expert-parallel")["token_ids"]

@@ -59,7 +59,7 @@ def check(method: str, count: int, seed: int) -> None:
 # The slow test spoils those of every scheme.
 @pytest.mark.parametrize("method", [*METHODS[::6], *FAMILIES[::8]])
 def test_spoiled_checkpoints_are_told(method: str) -> None:
-    check(method, count=100, seed=0)
+    check(method, count=50, seed=0)
 
 
 @pytest.mark.slow

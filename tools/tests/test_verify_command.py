@@ -164,6 +164,7 @@ def test_in_isolation_a_crash_is_a_fault_of_its_candidate_alone(run: Run, tmp_pa
     assert "a trial before it ended the process" in crashing.reasons("not run")
 
 
+@pytest.mark.slow
 def test_several_processes_report_what_one_does(run: Run, tmp_path: Path) -> None:
     found = {}
     for option in ("--seed=0", "--jobs=3"):
