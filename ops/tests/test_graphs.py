@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from interposer import Candidate, Choice, Kernel, LayerEntry, Request, Verdict
+from interposer.records import CommunicatorEntry
 from interposer_ops.devices.graphs import judge_choices, judge_compilation
 
 
@@ -100,6 +101,21 @@ def test_what_it_takes_to_keep_graphs_is_said() -> None:
         "cannot be captured: linear_waiting of acme for 'linear', scan_waiting of acme for 'scan' "
         "do not promise to be graph_safe. Try: a plugin with a graph_safe candidate for 'scan': "
         "there is none here"
+    )
+
+
+def test_sums_over_ranks_have_to_be_safe_as_well() -> None:
+    def summing(name: str, *properties: str) -> Candidate:
+        record = CommunicatorEntry(name, "acme.sums:Sums", properties=frozenset(properties))
+        return Candidate(name, "acme", "1.0", 10.0, record, lambda _: Verdict.accept())
+
+    staged, captured = summing("staged"), summing("captured", "graph_safe")
+    request = Request("communicator", "all_reduce")
+    assert judge_choices([Choice(request, captured, "", ())], lambda _: [staged, captured])
+    verdict = judge_choices([Choice(request, staged, "", ())], lambda _: [staged, captured])
+    assert verdict.reason == (
+        "cannot be captured: staged of acme for 'all_reduce' does not promise to be graph_safe. "
+        "Try: Config(require={'graph_safe'})"
     )
 
 

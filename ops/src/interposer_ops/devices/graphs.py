@@ -17,7 +17,7 @@ from interposer.records import LayerEntry, PlatformEntry
 
 __all__ = ["judge_choices", "judge_compilation", "judge_graphs"]
 
-_RUNNING = ("kernel", "attention")
+_RUNNING = ("kernel", "attention", "communicator")
 _SAFE = "graph_safe"
 _MOST_NAMED = 3
 _STANDARD = "standard"
@@ -52,7 +52,8 @@ def judge_choices(
 ) -> Verdict:
     """Refuse if anything that is chosen does not promise to work in a graph.
 
-    Kernels, backends and layers that replace standard ones have to promise ``graph_safe``.
+    Kernels, backends, communicators and layers that replace standard ones have to promise
+    ``graph_safe``.
 
     Args:
         accepted: returns what accepts a request; with it is said where nothing else is safe.
