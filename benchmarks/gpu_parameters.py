@@ -4,7 +4,8 @@
         [--shapes 4096x28672,14336x4096] [--jobs 14] [--seconds N] [--json FILE]
 
 Processes compile all of them first, beside each other. Then each is called in a graph, over as many
-weights as no cache holds. What is fastest goes into the JSON files of ``tuning`` by hand.
+weights as no cache holds. What is fastest goes into the JSON files of ``tuning`` by hand. Results
+are not checked; ``interposer verify`` does that. This program itself has not run on a GPU yet.
 """
 
 from __future__ import annotations
