@@ -24,9 +24,10 @@ class Engine:
         config: Any = importlib.import_module("interposer").Config
         # The kernels of the example would win where they are installed, by their score.
         disabled = importlib.util.find_spec("interposer_example_norm") is not None
+        without = ("interposer-example-norm",) if disabled else ()
         self.lm = models.load(
             path,
-            config=config(disable=("interposer-example-norm",) if disabled else ()),
+            config=config(platform="cpu", disable=without),
             dtype="bfloat16",
             quantization=settings_of(option),
             cache_tokens=settings.cache_tokens,

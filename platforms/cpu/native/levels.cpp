@@ -154,6 +154,17 @@ const Found& found() {
 
 std::atomic<int32_t> forced{kNoLevel};
 
+bool is_of_amd() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
+std::atomic<int32_t> past_caches{-1};
+
 }  // namespace
 
 extern "C" {
@@ -180,4 +191,12 @@ int32_t interposer_force_level(int32_t level) {
 }
 
 const int32_t* interposer_levels() { return found().levels; }
+
+bool interposer_reads_past_caches() {
+  static const bool of_amd = is_of_amd();
+  const int32_t whether = past_caches.load(std::memory_order_relaxed);
+  return whether < 0 ? of_amd : whether != 0;
+}
+
+void interposer_force_reads_past_caches(int32_t whether) { past_caches = whether; }
 }

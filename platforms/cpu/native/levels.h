@@ -32,6 +32,13 @@ int32_t interposer_force_level(int32_t level);
 
 // The levels that the processor supports, ascending, ended by kNoLevel.
 const int32_t* interposer_levels();
+
+// Whether words that are read once come fastest past the second level of caches: on processors of AMD.
+// Those of Intel take more than twice as long so, and read them fastest through it.
+bool interposer_reads_past_caches();
+
+// Answer that with `whether` from now on; below zero, with what the processor is.
+void interposer_force_reads_past_caches(int32_t whether);
 }
 
 // Levels that compilers of some age do not know.

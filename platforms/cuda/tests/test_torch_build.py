@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from interposer_cuda._hardware.torch_build import TorchBuild
@@ -34,19 +36,23 @@ def test_what_runs_on_what(targets: tuple[str, ...], version: tuple[int, int], r
         assert f"is an sm_{version[0]}{version[1]}" in verdict.reason
 
 
-def test_targets_are_read_from_what_torch_says_of_its_build(
-    monkeypatch: pytest.MonkeyPatch,
+def test_targets_are_read_from_the_header_of_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call that torch has for them forbids CUDA to forks, and so it is not made."""
+    """The calls that torch has for them start CUDA or forbid it to forks, and are not made."""
     import torch
 
     flags = (
         "-gencode;arch=compute_80,code=sm_80;-gencode;arch=compute_90,code=sm_90;"
         "-gencode;arch=compute_90,code=compute_90;-gencode;arch=compute_103a,code=sm_103a"
     )
-    said = f"PyTorch built with:\n  - NVCC architecture flags: {flags}\n  - CuDNN 91.9"
-    monkeypatch.setattr(torch.__config__, "show", lambda: said)
+    header = tmp_path / "include" / "ATen" / "cuda" / "CUDAConfig.h"
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(torch.__config__, "show", pytest.fail)
     monkeypatch.setattr(torch._C, "_cuda_getArchFlags", pytest.fail, raising=False)
+    assert TorchBuild.installed().targets == ()
+    header.parent.mkdir(parents=True)
+    header.write_text(f'#define AT_CUDNN_ENABLED() 1\n#define NVCC_FLAGS_EXTRA "{flags}"\n')
     assert TorchBuild.installed().targets == ("sm_80", "sm_90", "compute_90", "sm_103a")
 
 

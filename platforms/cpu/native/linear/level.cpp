@@ -2,6 +2,7 @@
 
 #include <cstddef>
 
+#include "../levels.h"
 #include "../pool.h"
 #include "block.h"
 #include "codes.h"
@@ -23,17 +24,25 @@ constexpr int kMostRows = 4;  // as many sums of 64 bytes as sixteen or 32 regis
 constexpr int64_t kFetchedAhead = 16 * kBlock * 4;
 constexpr int64_t kGroupsAhead = 8;  // of whose scales
 constexpr int kToFirstLevel = 3, kToSecondLevel = 2;  // of caches, as the compiler counts them
-#if defined(__x86_64__)
-constexpr int kForOneUse = 0;  // leaves the other levels to what else a step needs
-#else
-constexpr int kForOneUse = kToFirstLevel;
-#endif
+constexpr int kPastOthers = 0;  // to the first level, leaving the others to what else a step needs
 
 // From so many rows on, words of few bits are decoded once for all of them; those of eight bits,
 // which have no table, sooner.
 constexpr int64_t kManyRows = 16, kSeveralRows = 8;
 
-template <class F, int M, int T, bool kOnce>
+// How a block is read: once, where `kFetch` says into which cache, or again by rows that come later.
+template <int kTo>
+struct ReadOnce {
+  static constexpr bool kOnce = true;
+  static constexpr int kFetch = kTo;
+};
+
+struct ReadAgain {
+  static constexpr bool kOnce = false;
+  static constexpr int kFetch = kToFirstLevel;
+};
+
+template <class F, int M, int T, class Read>
 INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const Prepared& prepared,
                                       const Block& block, int tile, Rows rows,
                                       const char* ahead) {
@@ -41,8 +50,8 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
   constexpr int kChains = M == 1 ? 2 : 1;  // sums that do not wait for each other
   constexpr bool kByMatrices = M % 2 == 0 && Matrices<F>::kKnown;
   constexpr bool kIsRaised = kRaised<F> && !kByMatrices;
-  // Codes alone: those of bfloat16 are read no faster so.
-  constexpr int kWhole = kOnce && F::kInteger ? kForOneUse : kToFirstLevel;
+  // Codes alone: words of bfloat16 are read no faster otherwise.
+  constexpr int kWhole = F::kInteger ? Read::kFetch : kToFirstLevel;
   constexpr int kFetch = T == kTiles ? kWhole : kToSecondLevel;
   const interposer_packed& weight = *product.weight;
   const int64_t groups = num_groups(weight);
@@ -97,28 +106,27 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
 // come later find it in a cache, where fetching takes 1 to 3 % of the time. Memory is fetched in its
 // order, evenly over all passes, although each of them reads only a part of every row of words: so it
 // is as far ahead of the first pass as the last one is behind.
-template <class F, int M, int T, bool kOnce>
+template <class F, int M, int T, class Read>
 INTERPOSER_INLINE void multiply_by_tiles(const interposer_product& product,
                                          const Prepared& prepared, const Block& block, Rows rows,
                                          bool from_memory) {
   constexpr int64_t kPasses = kTiles / T;
   // What is decoded takes longer to multiply than to read.
-  if constexpr (kRegisterTiles > 1 && kPasses > 1 && kOnce && F::kParts == 1) {
+  if constexpr (kRegisterTiles > 1 && kPasses > 1 && Read::kOnce && F::kParts == 1) {
     if (from_memory && num_groups(*product.weight) == 1) {
-      return multiply_by_pieces<F, M, T, kForOneUse>(product, prepared, block, rows);
+      return multiply_by_pieces<F, M, T, Read::kFetch>(product, prepared, block, rows);
     }
   }
   const int64_t bytes = padded_inputs(product.weight->inputs) / F::kInputs * kBlock * 4;
   const char* ahead = block.words + bytes / kPasses * (kPasses - 1) + kFetchedAhead;
   for (int tile = 0; tile < kTiles; tile += T) {
     if (block.first_output + tile * kLanes >= product.weight->outputs) break;
-    multiply_tiles<F, M, T, kOnce>(product, prepared, block, tile, rows, from_memory ? ahead : nullptr);
+    multiply_tiles<F, M, T, Read>(product, prepared, block, tile, rows, from_memory ? ahead : nullptr);
     ahead += bytes / kPasses;
   }
 }
 
-// `kOnce` says that no other rows read the block.
-template <class F, int M, bool kOnce = true>
+template <class F, int M, class Read>
 void multiply_rows(const interposer_product& product, const Prepared& prepared, const Block& block,
                    Rows rows, bool from_memory) {
   // With sums of groups beside the totals, half of the tiles fill the registers. Sums of integers
@@ -128,41 +136,61 @@ void multiply_rows(const interposer_product& product, const Prepared& prepared, 
   constexpr int T = kRegisterTiles == 1 ? (M == 1 ? 2 : 1) : kHalf ? 2 : 4;
   if constexpr (T == 4 && kMany) {
     if (num_groups(*product.weight) > 1) {
-      return multiply_by_tiles<F, M, 2, kOnce>(product, prepared, block, rows, from_memory);
+      return multiply_by_tiles<F, M, 2, Read>(product, prepared, block, rows, from_memory);
     }
   }
-  multiply_by_tiles<F, M, T, kOnce>(product, prepared, block, rows, from_memory);
+  multiply_by_tiles<F, M, T, Read>(product, prepared, block, rows, from_memory);
+}
+
+// The last rows all at once, so that memory is waited for beside all products.
+constexpr int kLastRows = kRegisterTiles > 1 ? 8 : kMostRows;
+
+template <class F, class Read>
+void multiply_last(const interposer_product& product, const Prepared& prepared, const Block& block,
+                   Rows rows, int64_t count, bool from_memory) {
+  switch (count) {
+    case 1:
+      return multiply_rows<F, 1, Read>(product, prepared, block, rows, from_memory);
+    case 2:
+      return multiply_rows<F, 2, Read>(product, prepared, block, rows, from_memory);
+    case 3:
+    case 4:
+      return multiply_rows<F, 4, Read>(product, prepared, block, rows, from_memory);
+    case 5:
+    case 6:
+      if constexpr (kLastRows > 4) {
+        multiply_rows<F, 6, Read>(product, prepared, block, rows, from_memory);
+      }
+      return;
+    case 7:
+    case 8:
+      if constexpr (kLastRows > 4) {
+        multiply_rows<F, 8, Read>(product, prepared, block, rows, from_memory);
+      }
+      return;
+  }
 }
 
 template <class F>
 void multiply_block(const interposer_product& product, const Prepared& prepared, const Block& block,
                     int64_t row, int64_t end) {
-  // The last ones all at once, so that memory is waited for beside all products.
-  constexpr int kLastRows = kRegisterTiles > 1 ? 8 : kMostRows;
   bool first = true;
   // Sums of integers leave room for more rows, and the more there are, the less often weights are read.
   constexpr int kChunk = F::kInteger ? kLastRows : kMostRows;
   for (; end - row > kLastRows; row += kChunk, first = false) {
-    multiply_rows<F, kChunk, false>(product, prepared, block, row, first);
+    multiply_rows<F, kChunk, ReadAgain>(product, prepared, block, row, first);
   }
   const Rows rows = {row, end - 1};
-  switch (end - row) {
-    case 1:
-      return multiply_rows<F, 1>(product, prepared, block, rows, first);
-    case 2:
-      return multiply_rows<F, 2>(product, prepared, block, rows, first);
-    case 3:
-    case 4:
-      return multiply_rows<F, 4>(product, prepared, block, rows, first);
-    case 5:
-    case 6:
-      if constexpr (kLastRows > 4) multiply_rows<F, 6>(product, prepared, block, rows, first);
-      return;
-    case 7:
-    case 8:
-      if constexpr (kLastRows > 4) multiply_rows<F, 8>(product, prepared, block, rows, first);
-      return;
+#if defined(__x86_64__)
+  // Words of other formats are fetched into the same cache either way.
+  if constexpr (F::kInteger || F::kParts == 1) {
+    if (interposer_reads_past_caches()) {
+      return multiply_last<F, ReadOnce<kPastOthers>>(product, prepared, block, rows, end - row, first);
+    }
+    return multiply_last<F, ReadOnce<kToSecondLevel>>(product, prepared, block, rows, end - row, first);
   }
+#endif
+  multiply_last<F, ReadOnce<kToFirstLevel>>(product, prepared, block, rows, end - row, first);
 }
 
 template <class F>

@@ -72,7 +72,14 @@ std::string fault_of(const Case& golden) {
   const Runner run = runner_of(golden.op);
   if (run == nullptr) return "nothing here runs this op";
   try {
-    return compare(golden, run(golden));
+    std::string fault = compare(golden, run(golden));
+    // Words of weights are read in the way of the other vendor's processors, too.
+    if (fault.empty() && golden.op.find("linear") != std::string::npos) {
+      interposer_force_reads_past_caches(!interposer_reads_past_caches());
+      fault = compare(golden, run(golden));
+      interposer_force_reads_past_caches(-1);
+    }
+    return fault;
   } catch (const std::exception& error) {
     return error.what();
   }

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from interposer import Verdict
 
 # The oldest driver for Linux, by the major version of CUDA.
 _LEAST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
-# In what torch says of its build: "-gencode;arch=compute_90,code=sm_90".
+# In the flags that nvcc was given: "-gencode;arch=compute_90,code=sm_90".
 _TARGET = re.compile(r"\bcode=((?:sm|compute)_\d+[af]?)\b")
 _WHEELS = "https://download.pytorch.org/whl/"
 
@@ -39,9 +40,11 @@ class TorchBuild:
         """Return the build of the torch that is imported, or would be."""
         import torch  # here, so that whoever brings a build of his own need not wait for it
 
-        # torch.cuda.get_arch_list() looks for devices first, and even the flags that it reads then,
-        # torch._C._cuda_getArchFlags(), forbid CUDA to all forks of this process.
-        targets = dict.fromkeys(_TARGET.findall(torch.__config__.show()))
+        # Whatever torch has to say of its targets either starts CUDA in this process
+        # (torch.__config__.show()) or forbids it to all forks (torch.cuda.get_arch_list()).
+        header = Path(torch.__file__).with_name("include") / "ATen/cuda/CUDAConfig.h"
+        flags = header.read_text("utf-8", "replace") if header.is_file() else ""
+        targets = dict.fromkeys(_TARGET.findall(flags))
         return cls(
             torch.__version__, torch.version.cuda or "", torch.version.hip or "", (*targets,)
         )
