@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from interposer.errors import ConfigError, RankError, RequestError
-from interposer_models import LanguageModel, Meeting, WeightsFrom, launched, send_weights
+from interposer_models import LanguageModel, Meeting, WeightsFrom, launched, load, send_weights
 from interposer_models._checkpoint.row_room import RowRoom
 from interposer_models._checkpoint.tensor_places import TensorPlace
 from interposer_ops.layers.cuts import Slice
@@ -118,6 +120,33 @@ def test_followers_come_to_a_meeting_with_the_trainer(
             come(lm, 2)
         assert torch.equal(lm.logits(PROMPT), wanted)
         assert trainer.end() == []
+
+
+def test_threads_of_a_meeting_end_before_python_does(paths: list[Path], tmp_path: Path) -> None:
+    """One that frees a tensor while Python ends would abort the process."""
+    old, new = paths
+    address = f"file://{tmp_path}/last"
+    program = f"""
+import atexit
+from pathlib import Path
+
+def tell():
+    print(*[task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")])
+
+atexit.register(tell)  # before all others, so that it is called last
+from interposer_models import Meeting, send_weights
+from safetensors.torch import load_file
+send_weights(load_file({str(new / WEIGHTS)!r}), Meeting({address!r}, 0, 2))
+tell()
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        lm = load(old, dtype="float32", cache_tokens=64)
+        assert lm.update_weights(WeightsFrom(Meeting(address, 1, 2), timeout_seconds=60)) == ()
+        before, last = trainer.communicate(timeout=60)[0].splitlines()
+    assert trainer.returncode == 0
+    assert "gloo" in before
+    assert "gloo" not in last
 
 
 def test_a_meeting_needs_a_rank_an_address_and_the_others(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -91,3 +92,5 @@ class _Met:
 
 
 _MET: dict[Meeting, _Met] = {}
+# Ends the threads of gloo. One that frees the last tensors while Python ends aborts the process.
+atexit.register(_MET.clear)

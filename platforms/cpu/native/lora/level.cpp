@@ -218,8 +218,10 @@ INTERPOSER_INLINE void add_pairs(const interposer_lora_expand& call, const int64
         times(low[t]);
 #else
         const float* x = call.x + tokens[t] * call.x_stride + r;
-        sums[t][v] += as_floats(weights << 16) * x[0];
-        sums[t][v] += as_floats(weights & 0xffff0000u) * x[1];
+        // Of a word, the half that comes first in memory is that of the first rank.
+        constexpr int kHigh = __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__ ? 0 : 1;
+        sums[t][v] += as_floats(weights << 16) * x[1 - kHigh];
+        sums[t][v] += as_floats(weights & 0xffff0000u) * x[kHigh];
 #endif
       }
     }
