@@ -132,10 +132,14 @@ uint32_t Segment::late() const {
 // The ranks whose process is not there.
 uint32_t Segment::dead(uint32_t among) const {
   uint32_t found = 0;
+  const Member& own = member(rank_);
   for (int rank = 0; rank < size_; ++rank) {
     const Member& other = member(rank);
     if (!(among >> rank & 1)) continue;
-    if (started(other.process.load()) != other.started.load()) found |= 1u << rank;
+    const int64_t process = other.process.load(), began = other.started.load();
+    // A thread of this process. Emulators tell each thread another start of its process.
+    if (process == own.process.load() && began == own.started.load()) continue;
+    if (started(process) != began) found |= 1u << rank;
   }
   return found;
 }
