@@ -30,7 +30,7 @@ SAMPLE = {
         "convnext resnet swin vit sam wav2vec2 whisper clip llava gemma3 qwen2_5_vl"
     ),
 }
-LONG = {"images, sound and several", "mixtures and hybrids"}
+LONG = {"encoders", "images, sound and several", "mixtures and hybrids"}
 HALF = ["llama", "gemma3_text", "bert", "t5", "whisper", "mixtral"]
 CHUNKS = 12
 Rows = list[dict[str, Any]]

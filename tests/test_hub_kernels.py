@@ -87,6 +87,7 @@ def python(*arguments: object, **variables: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_functions_compute_what_their_ops_define(repository: Path) -> None:
     found = json.loads(python(FUNCTIONS, repository, 6))
     assert found["faults"] == {}

@@ -368,6 +368,7 @@ def test_a_model_is_quantized_by_name(hub: Hub, tmp_path: Path) -> None:
     assert load(tmp_path / "quantized", cache_tokens=512).generate("def", max_new_tokens=2)
 
 
+@pytest.mark.slow
 def test_the_command_takes_the_library_s_own_settings(hub: Hub, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "interposer_tools", "run", NAME, "--prompt", "def", "--json"],

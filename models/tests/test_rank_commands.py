@@ -48,6 +48,7 @@ def test_a_chat_of_two_ranks_says_what_one_says(tmp_path: Path) -> None:
     assert "12 tokens (length)" in done.stderr
 
 
+@pytest.mark.slow
 def test_bench_measures_two_ranks() -> None:
     sizes = ("--prompt", "24", "--contexts", "16", "--new-tokens", "4", "--batch", "2")
     done = interposer("bench", STDLIB, *sizes, "--rounds", "1", "--read-mib", "1", "--json")

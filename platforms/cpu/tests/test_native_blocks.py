@@ -89,7 +89,10 @@ def attention(dtype: torch.dtype) -> AttentionSpec:
     )
 
 
-@pytest.mark.parametrize("layer_id", ["gated_mlp", "self_attention", "decoder_block"])
+@pytest.mark.parametrize(
+    "layer_id",
+    ["gated_mlp", pytest.param("self_attention", marks=pytest.mark.slow), "decoder_block"],
+)
 def test_layers_conform_in_one_call(layer_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called = {"gated_mlp": "mlp", "self_attention": "project_heads"}.get(layer_id, layer_id)
     calls: list[str] = []

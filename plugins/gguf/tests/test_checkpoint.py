@@ -62,7 +62,16 @@ def test_names_are_those_of_the_stream(directory: Callable[[str], Path], write: 
         assert any(name.endswith("_proj.q4_1") for name in yielded) == (stored_as == "q4_1")
 
 
-@pytest.mark.parametrize("stored_as", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
+@pytest.mark.parametrize(
+    "stored_as",
+    [
+        "q8_0",
+        "q4_0",
+        "q4_1",
+        pytest.param("q5_0", marks=pytest.mark.slow),
+        pytest.param("q5_1", marks=pytest.mark.slow),
+    ],
+)
 def test_blocks_give_what_their_numbers_give(
     directory: Callable[[str], Path], write: Write, dequantize: Dequantize, stored_as: str
 ) -> None:
@@ -70,7 +79,9 @@ def test_blocks_give_what_their_numbers_give(
     assert_is_dequantized(write(directory("llama"), stored_as), dequantize)
 
 
-@pytest.mark.parametrize("stored_as", ["q4_k", "q5_k", "q6_k"])
+@pytest.mark.parametrize(
+    "stored_as", ["q4_k", pytest.param("q5_k", marks=pytest.mark.slow), "q6_k"]
+)
 def test_long_blocks_give_what_their_numbers_give(
     directory: Callable[[str], Path],
     write: Write,

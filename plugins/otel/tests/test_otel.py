@@ -301,6 +301,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activity", ["discovery", "probe", "selection", "load", "tune"])
 def test_a_real_model_leaves_a_span_for_each_activity(
     report: dict[str, Any], activity: str
@@ -314,6 +315,7 @@ def test_a_real_model_leaves_a_span_for_each_activity(
         assert span["subject"]
 
 
+@pytest.mark.slow
 def test_a_real_load_takes_as_long_as_what_it_is_made_of(report: dict[str, Any]) -> None:
     load = next(span for span in report["spans"] if span["name"] == "interposer.load")
     assert load["subject"] == str(MODEL)
@@ -326,6 +328,7 @@ def test_a_real_load_takes_as_long_as_what_it_is_made_of(report: dict[str, Any])
     assert all(load["start"] <= span["start"] for span in inside)
 
 
+@pytest.mark.slow
 def test_a_real_model_tells_its_choices(report: dict[str, Any]) -> None:
     caller = next(span for span in report["spans"] if span["name"] == CALLER)
     assert caller["events"].count("interposer.selected") >= report["choices"] - 2
