@@ -352,8 +352,8 @@ def run_page(page: Path) -> dict[Block, str]:
 
 # Every page that the tutorial leads through has tests of its own, and what the others begin with,
 # the templates of packages, are generated, installed and verified in every run. Ranks, their
-# experts and weights from a trainer have tests of their own as well; these pages start processes. The
-# rest takes long beside what it shows that no other page or test does.
+# experts and weights from a trainer have tests of their own as well; these pages start processes.
+# The rest takes long beside what it shows that no other page or test does.
 SLOW = (
     "command-line.md",
     "described-devices.md",
