@@ -190,6 +190,7 @@ def matrices() -> int:
     return sum(t.nbytes for t in found if t.ndim == 3 and ranks & {*t.shape})
 
 
+@pytest.mark.slow
 def test_a_version_is_freed_when_its_last_request_ends(
     lm: LanguageModel, folders: list[Path]
 ) -> None:

@@ -62,7 +62,10 @@ def test_bench_measures_two_ranks() -> None:
     )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -15), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGTERM, -15, marks=pytest.mark.slow), (signal.SIGINT, 130)],
+)
 def test_a_signal_to_run_ends_both_ranks(number: signal.Signals, code: int) -> None:
     before = shared_memory()
     options = ("--max-new-tokens", "1000", "--tensor-parallel", "2")

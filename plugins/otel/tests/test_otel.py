@@ -334,6 +334,7 @@ def test_a_real_model_tells_its_choices(report: dict[str, Any]) -> None:
     assert caller["events"].count("interposer.selected") >= report["choices"] - 2
 
 
+@pytest.mark.slow
 def test_without_opentelemetry_the_plugin_is_quarantined_and_the_rest_works(
     tmp_path: Path,
 ) -> None:
