@@ -27,7 +27,10 @@ MODULES = sorted(
 
 def interpreted(*arguments: str) -> str:
     """Return what Python prints with triton told to interpret, before it is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    # The interpreter multiplies by numpy, numpy by OpenBLAS. On some processors that gives a row
+    # of float32 other last bits by where the row stands in a matrix; its oldest kernels do not.
+    settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_CORETYPE": "Prescott"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", **settings}
     command = [sys.executable, "-W", "error::RuntimeWarning", *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=3000, check=False
