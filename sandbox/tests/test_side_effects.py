@@ -249,7 +249,7 @@ def test_variables_are_put_back_and_those_that_changed_named(
     before: dict[str, str], changes: list[tuple[str, str | None]]
 ) -> None:
     variables, after = {"OTHER": "1", **before}, dict[str, str | None]()
-    with SideEffects(Host(lambda: variables), alone=False) as side_effects:
+    with SideEffects(Host(lambda: variables)) as side_effects:
         for name, change in changes:
             after[name] = change
             if change is None:
