@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from interposer import Capability, Communicator, Config, Device, Ranks, Registry, Request, Resolver
-from interposer.errors import NoCandidateError
+from interposer.errors import NoCandidateError, RequestError
 from interposer.tooling import Plugins
 from interposer_cuda import plugin
 from interposer_cuda._symmetric_memory import sums
@@ -70,6 +70,15 @@ def test_sums_are_written_to_what_was_given(
 def test_nothing_is_added_up_of_nothing(calls: list[tuple[str, str, int]]) -> None:
     x = torch.empty(0, 4)
     assert made(sums.OneShot).all_reduce(x) is x
+    assert not calls
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_more_than_the_buffer_holds_is_refused_by_its_bytes(
+    calls: list[tuple[str, str, int]], name: str
+) -> None:
+    with pytest.raises(RequestError, match=r"4104 bytes .* shared memory of 4096"):
+        made(OPS[name]).all_reduce(torch.ones(1026))
     assert not calls
 
 

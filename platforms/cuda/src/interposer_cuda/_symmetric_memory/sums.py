@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from interposer import Communicator, Ranks, Request, Verdict
+from interposer.errors import RequestError
 
 MOST_BYTES = 8 << 20
 """The bytes of the shared buffer of each communicator, up to which a sum may have."""
@@ -83,10 +84,16 @@ class OneShot(Communicator):
 
         Args:
             x: bfloat16 or float32, up to ``MOST_BYTES``.
+        Raises: RequestError: there are more bytes, so that the ranks have no room for them.
         """
         assert self._buffer is not None
         if not x.numel():
             return x
+        if x.nbytes > self._buffer.nbytes:
+            raise RequestError(
+                f"{x.nbytes} bytes are to be added up in shared memory of {self._buffer.nbytes}. "
+                'Try: Config(communicators={"all_reduce": "torch"})'
+            )
         padded = -(-x.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         shared = self._buffer[:padded].view(x.dtype)
         own = shared[: x.numel()].view(x.shape)
