@@ -46,7 +46,7 @@ _ROOT = Path("/")
 _FOLDER = "sys/kernel/mm/transparent_hugepage"
 _CAN_MAP = all(hasattr(mmap, name) for name in ("MAP_ANONYMOUS", "MAP_PRIVATE"))
 _LEAST_MAPPED_BYTES = 1 << 18
-_MOST_SPARE_BYTES = 64 << 20
+_MOST_SPARE_BYTES = 16 << 20
 _SHARED_MAP_BYTES = 32 << 20
 _LINE_BYTES = 64
 
@@ -88,7 +88,7 @@ def reused(spare: Spare | None = None) -> Iterator[None]:
 
     The layers of a model hold plain weights of the same few sizes one after another. New memory is
     cleared by the system and lies in no cache, which takes as long as copying a weight there. Up to
-    64 MiB are kept, until the block ends. Other threads and later memory have no part in it.
+    16 MiB are kept, until the block ends. Other threads and later memory have no part in it.
 
     Args:
         spare: what was kept in an earlier block, and is kept for later ones.
