@@ -253,9 +253,13 @@ def test_no_process_is_left(visits: list[Visits]) -> None:
 
 
 def test_time_is_bounded(reports: dict[str, Report]) -> None:
-    """A refusal takes no longer than its deadline and the start of a new examiner."""
-    slow = {name: report["seconds"] for name, report in reports.items() if report["seconds"] > 15}
-    assert not slow
+    """A refusal takes no longer than its deadline and the start of a new examiner.
+
+    The control refuses nothing: what it takes is what else has to be done on a machine so busy.
+    """
+    seconds = {name: report["seconds"] for name, report in reports.items()}
+    most = 15 + seconds["control"]
+    assert {name: taken for name, taken in seconds.items() if taken > most} == {}
 
 
 @pytest.mark.slow  # a command below sees everything as well

@@ -19,7 +19,7 @@ from interposer_vllm._taking import TAKEN
 
 PLACES = ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")
 REFERENCE = {"linear": "reference"}
-PACKED = {"linear": "linear_packed_by_rows"}
+NATIVE = {"linear": "linear_native"}
 
 
 @pytest.fixture
@@ -51,9 +51,9 @@ def test_nothing_is_chosen_by_asking(processors: None) -> None:
 def test_other_kernels_and_other_layers_are_another_model(processors: None) -> None:
     found = {
         factor(REFERENCE),
-        factor(PACKED),
+        factor(NATIVE),
         factor(REFERENCE, PLACES[:1]),
-        factor({**REFERENCE, f"linear@{PLACES[0]}": PACKED["linear"]}),
+        factor({**REFERENCE, f"linear@{PLACES[0]}": NATIVE["linear"]}),
     }
     assert len(found) == 4
 
@@ -79,7 +79,7 @@ def test_vllm_names_compiled_models_by_it(no_policy: None, monkeypatch: pytest.M
     register()
     assert TAKEN["compiled"]
     names = []
-    for kernels in (REFERENCE, PACKED, REFERENCE):
+    for kernels in (REFERENCE, NATIVE, REFERENCE):
         with use(kernels=kernels), closed_session():
             bind(PLACES)
             assert kernels["linear"] in str(envs.compile_factors()["interposer"])
