@@ -202,7 +202,11 @@ def assert_no_larger_of_many(ours: list[torch.Tensor], theirs: list[torch.Tensor
     Where both sides round alike, as without products of bfloat16, either has the larger mean: up to
     two standard errors of the differences.
     """
-    for size in (lambda error: error.square().mean(), lambda error: error.abs().amax(-1).mean()):
+    sizes: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda error: error.square().mean(),
+        lambda error: error.abs().amax(-1).mean(),
+    )
+    for size in sizes:
         pairs = zip(ours, theirs, strict=True)
         larger = torch.stack([size(own) - size(other) for own, other in pairs])
         assert larger.mean() <= 2 * larger.std() / len(larger) ** 0.5
