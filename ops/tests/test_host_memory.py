@@ -106,7 +106,8 @@ def test_what_lasts_shares_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all((tensor == value).all() for value, tensor in enumerate(tensors))
     # The third one has a map of its own; the others leave 5.7 of the 32 MiB of theirs.
     rest = present_bytes(tensors[-1].data_ptr() + tensors[-1].nbytes, 5 * MIB)
-    assert rest < 2 * MIB  # it is no memory, but for that of the huge page that was begun
+    # It is no memory, but for that of the huge page that was begun, in whole small pages.
+    assert rest <= 2 * MIB
     assert torch.equal(copy.deepcopy(tensors[1]), tensors[1])
 
 
