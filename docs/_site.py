@@ -106,39 +106,11 @@ def api_modules() -> Iterator[Module]:
 
 
 def public_names() -> str:
-    """Return every public name by its dotted path, a line each, with its signature.
-
-    Members of a class stand below it, indented.
-    """
-    loader, modules = _loaded()
+    """Return every public module and every public name by its dotted path, a line each."""
     lines = []
-    for module in modules:
-        package = loader.modules_collection[module.name]
-        lines.append(module.name)
-        for name in module.members:
-            member: Any = package.members[name]
-            target = member.final_target if member.is_alias else member
-            lines.append(f"{module.name}.{_signature(name, target)}")
-            if target.is_class:
-                lines += [f"    {line}" for line in _members(target)]
+    for module in api_modules():
+        lines += [module.name, *(f"{module.name}.{name}" for name in module.members)]
     return "".join(f"{line}\n" for line in lines)
-
-
-def _members(target: Any) -> Iterator[str]:
-    """Yield the public members of a class by name, and its constructor first."""
-    for name, member in sorted(target.members.items()):
-        if not member.is_alias and (name == "__init__" or not name.startswith("_")):
-            yield _signature(name, member)
-
-
-def _signature(name: str, target: Any) -> str:
-    if target.is_function:
-        return str(target.signature()).replace(target.name, name, 1)
-    if target.is_class:
-        bases = ", ".join(str(base) for base in target.bases)
-        return f"{name}({bases})" if bases else name
-    annotation = getattr(target, "annotation", None)
-    return f"{name}: {annotation}" if annotation else name
 
 
 def _loaded() -> tuple[griffe.GriffeLoader, list[Module]]:
