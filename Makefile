@@ -5,13 +5,15 @@ INSTALLED := $(VENV)/.installed
 
 DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platforms/*/pyproject.toml plugins/*/pyproject.toml))
 
-# Three test workers share two processors, as many tests wait for processes that they started: two
-# left 40 % of the time unused, and a fourth one makes it no faster. Each gets one thread. Hundreds of processes import the distributions,
-# so what they compile is kept, even where whoever runs the tests keeps nothing.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup
+# One thread for each test worker. Hundreds of processes import the distributions, so their bytecode
+# is kept, even where PYTHONDONTWRITEBYTECODE is set.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# What the machine at hand may lack: an accelerator, emulators, other versions of torch, vLLM.
+AVAILABLE := not gpu and not foreign and not versions and not vllm
+SEED := $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(2**32))'))
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help install demo test quick test-slow test-vllm test-foreign test-torch test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench wheels cycles clean
+.PHONY: FORCE help install demo test test-quick test-process test-all test-vllm test-foreign test-torch test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench wheels cycles clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -21,17 +23,26 @@ install: $(INSTALLED) ## Install every distribution and the tools into .venv, if
 demo: $(INSTALLED) ## Run the example of the README.
 	$(BIN)/python examples/demo.py
 
-# The linters take one processor for a minute, and so they run beside the tests.
-test: $(INSTALLED) ## Run the linters and every test that needs neither long, nor a GPU, nor another program.
-	@$(MAKE) --no-print-directory --jobs=2 lint quick
+# One after the other: a linter beside the tests would take the processor that a test waits for.
+test: $(INSTALLED) ## Run what every change must pass: the linters, then the quick and the process tests.
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory test-quick
+	@$(MAKE) --no-print-directory test-process
 
-quick: $(INSTALLED)
-	$(PYTEST) -m "not slow and not gpu and not foreign and not versions and not vllm"
+test-quick: $(INSTALLED) ## Run the tests that start no process and open no socket.
+	$(PYTEST) -n 2 --dist loadgroup -m "not process and not slow and $(AVAILABLE)"
 
-# What else these want is of the system, as below, and is named where it is missing.
-test-slow: $(INSTALLED) ## Run the slow tests.
+# One worker: these wait for the processes that they start.
+test-process: $(INSTALLED) ## Run the tests that start processes or servers.
+	$(PYTEST) -m "process and not slow and $(AVAILABLE)"
+
+# The seed of hypothesis is new for each run; `make test-all SEED=N` repeats one.
+test-all: $(INSTALLED) ## Run all tests that this machine can run, with a random seed. Hours.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group wheels
-	$(PYTEST) -m "slow and not gpu and not vllm"
+	@$(MAKE) --no-print-directory lint
+	@echo "hypothesis seed: $(SEED)"
+	$(PYTEST) -n 2 --dist loadgroup --hypothesis-profile=random --hypothesis-seed=$(SEED) -m "not process and $(AVAILABLE)"
+	$(PYTEST) --hypothesis-profile=random --hypothesis-seed=$(SEED) -m "process and $(AVAILABLE)"
 
 # Other architectures want packages of the system, which the tests name where they miss them.
 test-foreign: $(INSTALLED) ## Build llama.cpp and compare with it; run kernels of ARM and s390x in emulators. An hour.

@@ -12,16 +12,19 @@ from types import ModuleType
 
 import pytest
 from hypothesis import settings
+from tests import tiers
 from tqdm import tqdm
 
 from interposer import Config, Registry, hookimpl
 from interposer.records import Record
 from interposer.tooling import Plugins
 
-# A deadline per example fails on a busy machine, and says nothing about the code.
-settings.register_profile("unhurried", settings.get_profile("default"), deadline=None)
-if settings.get_current_profile_name() == "default":  # in CI, its own profile has none either
-    settings.load_profile("unhurried")
+# A landing must not depend on examples that nobody has seen before, so they are the same in each
+# run; `make test-all` draws others and prints the seed. A deadline per example fails on a busy
+# machine and says nothing about the code.
+settings.register_profile("landing", derandomize=True, deadline=None)
+settings.register_profile("random", derandomize=False, deadline=None, print_blob=True)
+settings.load_profile("landing")
 
 # A progress bar starts a thread that never ends; what all threads share is compared without others.
 tqdm.monitor_interval = 0
@@ -41,6 +44,30 @@ _VERDICTS.mkdir(parents=True, exist_ok=True)
 _CACHE.mkdir(exist_ok=True)
 with contextlib.suppress(FileExistsError):
     (_CACHE / "verdicts").symlink_to(_VERDICTS)
+
+
+# Examining plugins in a child process is a promise of the core with tests of its own; quick tests
+# start no process, so what is installed runs unexamined there. The file stands for the user's.
+_QUICK_POLICY = _CACHE.with_name("interposer-quick-policy")
+_DEFAULT_POLICY = _CACHE.with_name("interposer-default-policy")
+_FILE = _QUICK_POLICY / "interposer" / "config.toml"
+_FILE.parent.mkdir(parents=True, exist_ok=True)
+_FILE.write_text('isolation = "off"\n', encoding="utf-8")
+os.environ["XDG_CONFIG_HOME"] = str(_QUICK_POLICY)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hold the border between the tiers."""
+    config.pluginmanager.register(tiers)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures, those of a module too
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Give each test the policy of its tier."""
+    folder = str(_QUICK_POLICY if tiers.is_quick(item) else _DEFAULT_POLICY)
+    if os.environ["XDG_CONFIG_HOME"] != folder:
+        os.environ["XDG_CONFIG_HOME"] = folder
+        Config.refresh()
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook as well
