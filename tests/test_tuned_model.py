@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 
@@ -19,11 +19,17 @@ from interposer_tools import tune
 
 MODEL = Path(__file__).parents[1] / "examples" / "models" / "stdlib-lm"
 CALLS: list[int] = []
+READINGS = count()
+
+
+def timer() -> float:
+    """Return one more second with each reading, and with each call of ``slow``."""
+    return float(next(READINGS))
 
 
 def slow(x: torch.Tensor) -> torch.Tensor:
     CALLS.append(len(x))
-    time.sleep(0.002)
+    next(READINGS)
     return silu_and_mul(x)
 
 
@@ -50,12 +56,13 @@ def choice_of(plan: Planned) -> Choice:
 def test_tuning_puts_wrong_scores_right(tmp_path: Path) -> None:
     config = Config(cache_dir=str(tmp_path), platform="cpu")
     assert choice_of(planned(MODEL, config)).chosen.name == "silu_and_mul_slow"
-    table = tune(MODEL, tokens=(8,), repeats=3, config=config)
+    table = tune(MODEL, tokens=(8,), repeats=3, config=config, timer=timer)
     choice = choice_of(planned(MODEL, config))
     assert choice.chosen.name != "silu_and_mul_slow"
-    assert choice.seconds["mis_scored/silu_and_mul_slow"] > 0.002
-    # The others may be as fast as each other, which leaves it to the score.
-    assert choice.seconds[choice.chosen.qualified_name] < 0.002
+    # All but one are as fast as each other, which leaves it to the score.
+    assert len(choice.seconds) > 1
+    expected = {**dict.fromkeys(choice.seconds, 1.0), "mis_scored/silu_and_mul_slow": 2.0}
+    assert choice.seconds == pytest.approx(expected)
     assert "in the measurements of this host" in choice.why
     (slower,) = [r for r in choice.refusals if r.candidate == "silu_and_mul_slow"]
     assert "slower" in slower.reason

@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
+from functools import partial
+from typing import cast
 
 import pytest
 import torch
 
 from interposer import Capability, Device, Platform
 from interposer_testing.workload import typical_sequences, typical_step
-from interposer_tools._tuner.clock import Clock
+from interposer_tools._tuner.clock import Clock, Spread
 
 
 class Recording:
-    """A platform as far as the clock needs one."""
+    """A platform as far as the clock needs one; its device finishes its work in ``synchronize``.
+
+    Attributes:
+        seconds: the time now, as ``timer`` returns it.
+        pending_seconds: length of the work that the device has not finished.
+        synchronized: number of calls of ``synchronize``.
+    """
 
     def __init__(self) -> None:
+        self.seconds = 0.0
+        self.pending_seconds = 0.0
         self.synchronized = 0
 
     def synchronize(self, device: str) -> None:
         self.synchronized += 1
+        self.seconds += self.pending_seconds
+        self.pending_seconds = 0.0
+
+    def timer(self) -> float:
+        return self.seconds
 
 
-def clock(platform: object, cache_bytes: int = 1024) -> Clock:
+def clock(platform: Recording, cache_bytes: int = 1024) -> Clock:
     capability = Capability("any", caches_bytes={"l1": 64, "l2": cache_bytes})
-    assert isinstance(platform, Recording | Platform)
-    return Clock(platform, Device("bench", "cpu", "bench", capability))  # type: ignore[arg-type]
+    device = Device("bench", "cpu", "bench", capability)
+    return Clock(cast("Platform", platform), device, platform.timer)
 
 
 def test_calls_take_turns_and_each_goes_first() -> None:
@@ -39,20 +53,28 @@ def test_calls_take_turns_and_each_goes_first() -> None:
 
 
 def test_a_spread_is_that_of_the_calls() -> None:
-    pauses = iter([0.0, 0.0, 0.02, 0.2, 0.06, 0.04, 0.08])  # two to warm up
+    durations = iter([50.0, 50.0, 2.0, 20.0, 6.0, 4.0, 8.0])  # two to warm up
+    platform = Recording()
 
     def call() -> None:
-        time.sleep(next(pauses))
+        platform.seconds += next(durations)
 
-    (spread,) = clock(Recording()).time([call], repeats=5)
-    assert 0.06 <= spread.median < 0.08 <= spread.high < 0.2
-    assert 0.04 <= spread.low < 0.06
+    (spread,) = clock(platform).time([call], repeats=5)
+    assert spread == Spread(median=6.0, low=4.0, high=8.0)
 
 
 def test_work_is_waited_for_before_and_after_each_call() -> None:
+    """A call's time includes the work that it left to the device, and no work of another call."""
     platform = Recording()
-    clock(platform).time([lambda: None, lambda: None], repeats=4)
+
+    def leave_work(seconds: float) -> None:
+        platform.pending_seconds += seconds
+
+    calls = [partial(leave_work, 1.0), partial(leave_work, 3.0)]
+    spreads = clock(platform).time(calls, repeats=4)
     assert platform.synchronized == 1 + 2 * 2 * 4
+    assert [spread.median for spread in spreads] == [1.0, 3.0]
+    assert all(spread.low == spread.median == spread.high for spread in spreads)
 
 
 def test_caches_are_cold() -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import typer
 
+import interposer_tools
 from interposer import (
     AttentionBackend,
     AttentionBatch,
@@ -45,7 +46,7 @@ from interposer import (
 from interposer.errors import ConfigError
 from interposer.hookspecs import hookimpl
 from interposer.tooling import Plugins, default_store
-from interposer_tools import Table, tune
+from interposer_tools import Table
 from interposer_tools._commands.tune import tune as command_tune
 
 DEVICE = Device("bench", "cpu", "a bench", Capability("any", caches_bytes={"l1": 4096}))
@@ -58,6 +59,25 @@ SPEC = AttentionSpec(
     page_size=16,
     scale=1.0,
 )
+
+
+class FakeTimer:
+    """A timer that advances only when the code under test says that it has worked."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def advance(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+TIMER = FakeTimer()
+tune = partial(interposer_tools.tune, timer=TIMER)
+SLOW_SECONDS, REFERENCE_SECONDS, FAST_SECONDS = 3.0, 2.0, 1.0
+UNTIMED_SECONDS = 1000.0  # work that must not be part of a measurement
 
 
 class Bench(Platform):
@@ -94,6 +114,7 @@ def scale_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> 
 @custom_op("scale", cases=scale_cases, constants=("weight",), sample=scale_sample)
 def scale(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return ``x * weight``."""
+    TIMER.advance(REFERENCE_SECONDS)
     return x * weight
 
 
@@ -104,16 +125,24 @@ def unsampled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def slow(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    time.sleep(0.003)
+    TIMER.advance(SLOW_SECONDS)
     return x * weight
 
 
 def fast(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    TIMER.advance(FAST_SECONDS)
+    return x * weight
+
+
+def proportional(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Take a second per token."""
+    TIMER.advance(float(len(x)))
     return x * weight
 
 
 def transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     assert weight.shape == (x.shape[1], 1), "it wants its weight prepared"
+    TIMER.advance(FAST_SECONDS)
     return x * weight.T[0]
 
 
@@ -122,7 +151,7 @@ preparations: list[Mapping[str, Any]] = []
 
 def prepare(**constants: torch.Tensor) -> dict[str, torch.Tensor]:
     preparations.append(constants)
-    time.sleep(0.01)
+    TIMER.advance(UNTIMED_SECONDS)
     return {"weight": constants["weight"][:, None]}
 
 
@@ -139,6 +168,7 @@ def failing(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def flaky(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Fail after a while, once there are more tokens."""
     runs.append(len(x))
+    TIMER.advance(FAST_SECONDS)
     if len(runs) > 8:
         raise SystemExit("enough")
     return x * weight
@@ -160,9 +190,9 @@ class Layer(PluggableLayer):
 
 
 class Paged(AttentionBackend):
-    """Binds an op, and sleeps as long as its class says."""
+    """A backend whose calls take ``seconds``."""
 
-    pause = 0.0
+    seconds = FAST_SECONDS
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
@@ -177,7 +207,7 @@ class Paged(AttentionBackend):
         return KVCacheLayout(page, 1, (0, 1, 2, 3, 4), self.spec.cache_dtype)
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
-        time.sleep(0.02)  # is not timed
+        TIMER.advance(UNTIMED_SECONDS)
         return batch
 
     def forward(
@@ -190,19 +220,19 @@ class Paged(AttentionBackend):
     ) -> torch.Tensor:
         assert not cache.isnan().any()
         assert int(plan.slots.max()) < cache.shape[1] * self.spec.page_size
-        time.sleep(self.pause)
+        TIMER.advance(self.seconds)
         return query
 
     def forward_stored(
         self, query: torch.Tensor, cache: torch.Tensor, plan: AttentionBatch, *rest: Any
     ) -> torch.Tensor:
         assert self.spec.type == "encoder_decoder"
-        time.sleep(self.pause)
+        TIMER.advance(self.seconds)
         return query
 
 
 class SlowPaged(Paged):
-    pause = 0.003
+    seconds = SLOW_SECONDS
 
 
 class BindingPaged(Paged):
@@ -283,10 +313,14 @@ def test_kernels_with_wrong_scores_are_put_right(make_plan: MakePlan) -> None:
     assert (before.chosen.name, before.seconds) == ("scale_slow", {})
     tune(make_plan(SLOW, FAST), tokens=(1, 4), repeats=3)
     after = choice_of(make_plan(SLOW, FAST), "kernel", "scale")
-    assert after.chosen.name in ("scale_fast", "reference")
-    assert set(after.seconds) == {"acme/scale_slow", "acme/scale_fast", "acme/reference"}
-    assert after.seconds["acme/scale_slow"] > 0.003 > after.seconds["acme/scale_fast"]
-    # The two fast ones may be as fast as each other, which leaves it to the score.
+    assert after.chosen.name == "scale_fast"
+    assert after.seconds == pytest.approx(
+        {
+            "acme/scale_slow": SLOW_SECONDS,
+            "acme/scale_fast": FAST_SECONDS,
+            "acme/reference": REFERENCE_SECONDS,
+        }
+    )
     assert "in the measurements of this host" in after.why
     (refusal,) = [r for r in after.refusals if r.candidate == "scale_slow"]
     assert "slower" in refusal.reason
@@ -307,12 +341,14 @@ def test_what_is_pinned_or_forbidden_is_timed_all_the_same(make_plan: MakePlan) 
 
 
 def test_figures_are_those_of_each_number_of_tokens(make_plan: MakePlan) -> None:
-    (entry,) = tune(make_plan(SLOW), tokens=(16, 1, 4, 4), repeats=3).entries
-    for figures in entry.value.candidates.values():
-        assert list(figures.per_tokens) == ["1", "4", "16"]
-        assert figures.low <= figures.seconds <= figures.high
-        medians = figures.per_tokens.values()
-        assert min(medians) <= figures.seconds <= max(medians)
+    record = kernel("scale_proportional", "proportional", 1.0)
+    (entry,) = tune(make_plan(record), tokens=(16, 1, 4, 4), repeats=3).entries
+    reference = entry.value.candidates["acme/reference"]
+    assert reference.per_tokens == {"1": 2.0, "4": 2.0, "16": 2.0}
+    proportional = entry.value.candidates["acme/scale_proportional"]
+    assert proportional.per_tokens == {"1": 1.0, "4": 4.0, "16": 16.0}
+    assert proportional.seconds == pytest.approx(4.0)
+    assert (proportional.low, proportional.high) == pytest.approx((4.0, 4.0))
     assert entry.key.dims == {"width": 16}
     assert (entry.key.device, entry.key.platform, entry.key.dtype) == (
         "a bench",
@@ -325,7 +361,8 @@ def test_constants_are_prepared_once_and_not_timed(make_plan: MakePlan) -> None:
     record = kernel("scale_transposed", "transposed", 9.0, prepare="acme_scale:prepare")
     (entry,) = tune(make_plan(record), tokens=(1, 4, 16), repeats=3).entries
     assert len(preparations) == 1
-    assert entry.value.candidates["acme/scale_transposed"].seconds < 0.01
+    seconds = entry.value.candidates["acme/scale_transposed"].seconds
+    assert seconds == pytest.approx(FAST_SECONDS)
     assert entry.value.failed == {}
 
 
@@ -336,7 +373,7 @@ def test_what_fails_costs_itself_only_and_is_remembered(make_plan: MakePlan) -> 
     assert "no such instruction" in reason
     assert version == "in code"
     after = choice_of(make_plan(*records), "kernel", "scale")
-    assert after.chosen.name in ("scale_fast", "reference")
+    assert after.chosen.name == "scale_fast"
     assert after.notes == ()
 
 
@@ -406,7 +443,9 @@ def test_attention_with_wrong_scores_is_put_right(make_plan: MakePlan, kind: Any
     assert choice_of(make_plan(*ATTENTION, build=build), "attention", kind).chosen.name == "slow"
     (entry,) = tune(make_plan(*ATTENTION, build=build), tokens=(1, 40), repeats=3).entries
     assert entry.key.kind == "attention"
-    assert entry.value.candidates["acme/quick"].seconds < 0.003, "planning is timed"
+    seconds = {name: figures.seconds for name, figures in entry.value.candidates.items()}
+    expected = {"acme/slow": SLOW_SECONDS, "acme/quick": FAST_SECONDS}  # without ``plan``
+    assert seconds == pytest.approx(expected)
     after = choice_of(make_plan(*ATTENTION, build=build), "attention", kind)
     assert after.chosen.name == "quick"
     assert "fastest" in after.why
@@ -437,22 +476,27 @@ def test_requests_are_timed_once(make_plan: MakePlan) -> None:
     assert [entry.key.dims for entry in table.entries] == [{"width": 16}, {"width": 32}]
 
 
-def test_progress_and_observers_are_told(make_plan: MakePlan) -> None:
+def test_progress_and_observers_are_told(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[tuple[int, int, str]] = []
-    finished: list[tuple[str, str, bool, object]] = []
+    finished: list[tuple[str, str, int, int, object]] = []
 
     def interposer_finished(
         activity: str, subject: str, start_ns: int, end_ns: int, facts: Mapping[str, object]
     ) -> None:
         if activity == "tune":
-            finished.append((activity, subject, start_ns < end_ns, facts["candidates"]))
+            finished.append((activity, subject, start_ns, end_ns, facts["candidates"]))
 
     plan = make_plan(SLOW, hooks={"interposer_finished": interposer_finished})
+    readings = iter((5, 7, 11))  # of the wall clock: a kernel is timed, a layer is not
+    wall_clock = SimpleNamespace(time_ns=lambda: next(readings))
+    monkeypatch.setattr("interposer_tools._tuner.tuner.time", wall_clock)
     tune(plan, tokens=(1,), repeats=3, progress=lambda *facts: told.append(facts))
     # The layer is a request as well.
     assert [(done, total) for done, total, _ in told] == [(0, 2), (1, 2), (2, 2)]
     assert "scale" in told[0][2]
-    assert finished == [("tune", told[0][2], True, 2)]
+    assert finished == [("tune", told[0][2], 5, 7, 2)]
 
 
 def test_the_table_is_what_is_kept(make_plan: MakePlan) -> None:

@@ -28,9 +28,16 @@ class Spread:
 
 
 class Clock:
-    """Times calls on one device, from the call to the end of its work there."""
+    """Times calls on one device, from the call to the end of its work there.
 
-    def __init__(self, platform: Platform, device: Device) -> None:
+    Args:
+        timer: returns the seconds since any fixed moment.
+    """
+
+    def __init__(
+        self, platform: Platform, device: Device, timer: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._timer = timer
         self._platform = platform
         self._device = device.torch_device
         largest = max(device.capability.caches_bytes.values(), default=0) or _UNKNOWN_CACHE_BYTES
@@ -58,10 +65,10 @@ class Clock:
     def _once(self, call: Callable[[], object]) -> float:
         self._buffer.add_(1)  # reads and writes more than the caches hold
         self._platform.synchronize(self._device)
-        start = time.perf_counter()
+        start = self._timer()
         call()
         self._platform.synchronize(self._device)
-        return time.perf_counter() - start
+        return self._timer() - start
 
 
 def _spread(seconds: Sequence[float]) -> Spread:

@@ -40,6 +40,7 @@ def tune(
     dtype: str = "auto",
     config: Config | None = None,
     progress: Progress | None = None,
+    timer: Callable[[], float] = time.perf_counter,
 ) -> Table:
     """Time what could be chosen for ``model`` on this machine, and keep it for the selection.
 
@@ -53,6 +54,7 @@ def tune(
             behind a context of 512; more are one prompt.
         dtype: to compute in, for a model directory.
         config: policy for the plan, above every other source.
+        timer: returns the seconds since any fixed moment.
     Returns: what was measured, with what was not and why; it is in the cache directory as well.
     Raises:
         ConfigError: ``tokens`` or ``repeats`` cannot be used, or the device is only described.
@@ -76,18 +78,24 @@ def tune(
             f"{plan.resolver.device.name} is only described and cannot be measured. "
             "Try: tune on a machine that has one, and ship the table with a plugin"
         )
-    return _Session(plan, sorted(set(tokens)), repeats).run(progress)
+    return _Session(plan, sorted(set(tokens)), repeats, timer).run(progress)
 
 
 class _Session:
     """The measurement of one plan."""
 
-    def __init__(self, plan: Planned, tokens: Sequence[int], repeats: int) -> None:
+    def __init__(
+        self,
+        plan: Planned,
+        tokens: Sequence[int],
+        repeats: int,
+        timer: Callable[[], float],
+    ) -> None:
         self.plan = plan
         self.resolver = plan.resolver
         self.tokens = tokens
         self.repeats = repeats
-        self.clock = Clock(plan.placement.platform, self.resolver.device)
+        self.clock = Clock(plan.placement.platform, self.resolver.device, timer)
         self.measurements = Measurements(
             self.resolver.registry, self.resolver.device, self.resolver.config
         )
