@@ -13,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,14 @@ from tests.forks import forks
 from tests.hostile.case import Hostile
 from tests.hostile.native import NEEDS, has_compiler
 from tests.hostile.pack import CASES, HEALTHY, install, wheel
+from tests.waiting import WAIT_SECONDS, wait_until
 
 # The processes are shared by all tests of this module.
-pytestmark = pytest.mark.xdist_group("hostile")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(1800),
+    pytest.mark.xdist_group("hostile"),
+]
 
 PARTS = ("interposer-ops", "interposer-quantization", "interposer-models", "interposer-cpu")
 # Seconds that a stage may take, and a call of a kernel that does not show that it works.
@@ -55,7 +59,7 @@ def task(case: Hostile) -> dict[str, Any]:
     """Return the visit in which the plugin of ``case`` takes part, a healthy one and the SDK."""
     beside = [f"hostile-{name}" for name in case.beside]
     listed = [case.listed_as, *beside, HEALTHY.name, *PARTS]
-    config: dict[str, Any] = {"platform": "cpu", "plugins": listed, "probe_seconds": 20.0}
+    config: dict[str, Any] = {"platform": "cpu", "plugins": listed, "probe_seconds": WAIT_SECONDS}
     calls = SHORT_CALL if any("within 1 s" in word for word in case.words) else 0
     if any("within 1.5 s" in word for word in case.words):
         config["probe_seconds"] = SHORT
@@ -122,7 +126,7 @@ class Visits:
     def finish(self) -> None:
         """Return when every visit has ended."""
         while True:
-            self.codes.append(self.process.wait(timeout=300))
+            self.codes.append(self.process.wait())  # ``visit.py`` ends itself if a visit hangs
             lines = self._files["jsonl"].read_text("utf-8").splitlines()
             self.reports = {report["name"]: report for report in map(json.loads, lines)}
             left = [task for task in self._tasks if task["name"] not in self.reports]
@@ -156,8 +160,13 @@ def visits(site: Path, folder: Path, request: pytest.FixtureRequest) -> Iterator
     """Return two lines of processes, finished, that have visited one half of the cases each."""
     is_fast = not any(item.get_closest_marker("slow") for item in request.session.items)
     cases = CASES[::2] if is_fast else CASES
-    control = {"name": "control", "use": "kernel", "calls": 0}
-    control["config"] = {"platform": "cpu", "plugins": [HEALTHY.name, *PARTS]}
+    control: dict[str, Any] = {"name": "control", "use": "kernel", "calls": 0}
+    # Its verdicts are remembered, so no short limit applies to the healthy plugin later.
+    control["config"] = {
+        "platform": "cpu",
+        "plugins": [HEALTHY.name, *PARTS],
+        "probe_seconds": WAIT_SECONDS,
+    }
     halves = [[control, *map(task, cases[start::2])] for start in (0, 1)]
     started = [Visits(site, folder, f"half{n}", tasks) for n, tasks in enumerate(halves)]
     try:
@@ -246,20 +255,10 @@ def test_it_harms_nobody(case: Hostile, reports: dict[str, Report]) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs a /proc as of Linux")
 def test_no_process_is_left(visits: list[Visits]) -> None:
-    patience = time.monotonic() + 5
-    while any(one.survivors() for one in visits) and time.monotonic() < patience:
-        time.sleep(0.1)
-    assert [one.survivors() for one in visits] == [[], []]
+    def survivors() -> list[int]:
+        return [process for one in visits for process in one.survivors()]
 
-
-def test_time_is_bounded(reports: dict[str, Report]) -> None:
-    """A refusal takes no longer than its deadline and the start of a new examiner.
-
-    The control refuses nothing: what it takes is what else has to be done on a machine so busy.
-    """
-    seconds = {name: report["seconds"] for name, report in reports.items()}
-    most = 15 + seconds["control"]
-    assert {name: taken for name, taken in seconds.items() if taken > most} == {}
+    wait_until(lambda: not survivors(), lambda: f"the end of processes {survivors()}")
 
 
 @pytest.mark.slow  # a command below sees everything as well
@@ -310,17 +309,12 @@ def test_commands_survive(
     words = [str(MODEL) if word == "MODEL" else word for word in command]
     with (project / "out").open("wb") as out, (project / "err").open("wb") as errors:
         arguments = [sys.executable, "-P", "-m", "interposer_tools", *words]
-        done = subprocess.run(
-            arguments, env=environment, cwd=project, stdout=out, stderr=errors, timeout=290
-        )
+        done = subprocess.run(arguments, env=environment, cwd=project, stdout=out, stderr=errors)
     said = (project / "err").read_text(encoding="utf-8")
     assert done.returncode == 0, said
     assert "Traceback" not in said
     assert (project / "out").read_text(encoding="utf-8").strip()
-    patience = time.monotonic() + 5
-    while marked(mark) and time.monotonic() < patience:
-        time.sleep(0.1)
-    assert marked(mark) == []
+    wait_until(lambda: not marked(mark), lambda: f"the end of processes {marked(mark)}")
 
 
 @pytest.mark.slow
@@ -332,7 +326,7 @@ def test_doctor_names_all(site: Path, folder: Path, visits: list[Visits]) -> Non
     (project / "interposer.toml").write_text(text, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(site)}
     command = ("-m", "interposer_tools", "doctor", "--json")
-    done = forks().run(*command, env=environment, cwd=project, timeout=200)
+    done = forks().run(*command, env=environment, cwd=project)
     assert done.returncode == 1, done.stderr
     problems = {
         (problem["subject"], problem["reason"]) for problem in json.loads(done.stdout)["problems"]

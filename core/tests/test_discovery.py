@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from importlib_metadata import EntryPoint
 
 from interposer import Config
 from interposer._plugins.discovery import discover, installed_distributions
@@ -101,6 +101,7 @@ def test_nobody_goes_by_the_name_of_another(folder: str, claimed: str, install: 
     assert not hasattr(__builtins__, "acme_ran")
 
 
+@pytest.mark.process
 def test_a_name_of_the_sdk_is_examined_as_any_other(install: Install, tmp_path: Path) -> None:
     ends = "import os\nos._exit(3)\n"
     install("interposer_models-9.dist-info", "interposer-models", POINTS, ends)
@@ -113,12 +114,22 @@ def test_a_name_of_the_sdk_is_examined_as_any_other(install: Install, tmp_path: 
     assert "ops" in names(plugins)
 
 
-def test_endless_entry_points_are_one_refusal_and_quick(install: Install) -> None:
+def test_endless_entry_points_are_one_refusal_and_are_not_parsed(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = "".join(f"p{number} = acme_module\n" for number in range(100_000))
     install("acme-1.0.dist-info", "acme", f"[interposer.plugins]\n{lines}")
-    start = time.perf_counter()
+    parsed_values: list[str] = []
+    construct = EntryPoint.__init__
+
+    def note_and_construct(point: EntryPoint, name: str, value: str, group: str) -> None:
+        parsed_values.append(value)
+        construct(point, name, value, group)
+
+    monkeypatch.setattr(EntryPoint, "__init__", note_and_construct)
     (broken,) = (failure for failure in warned() if failure.distribution == "acme")
-    assert time.perf_counter() - start < 2
+    assert parsed_values
+    assert "acme_module" not in parsed_values
     assert "characters; 100,000 are allowed" in broken.error.reason
 
 

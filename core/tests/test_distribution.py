@@ -92,6 +92,7 @@ def test_the_facts_are_those_of_the_metadata(site: Path) -> None:
     assert found.altered_files() == []
 
 
+@pytest.mark.process
 def test_one_wheel_has_one_fingerprint_however_it_is_installed(tmp_path: Path, site: Path) -> None:
     records, prints = set(), {read(site).fingerprint}
     for folder in ("first", "second"):  # pip notes where the wheel was, and writes a script

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from tests.waiting import WAIT_SECONDS
 
 import interposer
 import interposer_sandbox
@@ -30,7 +31,13 @@ from interposer._examination.task import Task
 from interposer._validation.distribution import Distribution
 from interposer_sandbox import Finding
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork"),
+]
+
+# Limits for code that hangs. On a busy machine it may need one of the longer to come to that code.
+LIMITS = (0.5, 5.0, 50.0)
 
 Examined = Callable[..., Finding]
 
@@ -74,7 +81,7 @@ class Plugin:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return Config(cache_dir=str(tmp_path / "cache"), probe_seconds=20.0)
+    return Config(cache_dir=str(tmp_path / "cache"), probe_seconds=WAIT_SECONDS)
 
 
 @pytest.fixture
@@ -93,16 +100,25 @@ def examined(make: Callable[..., Plugin], config: Config) -> Iterator[Examined]:
     """Return an examination of a plugin module whose last lines are given."""
 
     def examine_source(source: str, records: str = _RECORDS, **more: str) -> Finding:
-        seconds = 0.5 if more.pop("hurry", "") else 20.0
         text = _HEADER + textwrap.dedent(records) + textwrap.dedent(source)
         plugin = make(plugin=text, **more)
-        patient = Config(cache_dir=config.cache_dir, probe_seconds=seconds)
-        return examine(plugin.distribution, plugin.task, patient)
+        return examine(plugin.distribution, plugin.task, config)
 
     yield examine_source
     # Whatever happened, the process lives and serves a healthy one.
     healthy = make(plugin=_HEALTHY)
     assert examine(healthy.distribution, healthy.task, config)
+
+
+def refused_as_late(distribution: Distribution, task: Task, stage: str, config: Config) -> bool:
+    """Return whether code that hangs in ``stage`` is refused there, by one of ``LIMITS``."""
+    for seconds in LIMITS:
+        limit = Config(cache_dir=config.cache_dir, probe_seconds=seconds)
+        finding = examine(distribution, task, limit)
+        assert not finding
+        if re.match(f"did not return within {seconds:g} s while {stage}", finding.reason):
+            return True
+    return False
 
 
 def test_a_healthy_plugin_is_accepted(examined: Examined) -> None:
@@ -116,10 +132,6 @@ _HOOKS = [
     (
         "def interposer_records():\n    while True: yield 1",
         "declares more than 1,000 records",
-    ),
-    (
-        "def interposer_records():\n    while True: pass",
-        "did not return within 0.5 s while calling interposer_records",
     ),
     ("def interposer_records():\n    print('x')\n    return []", r"interposer_records prints 'x"),
     ("def interposer_recrods():\n    return []", "hooks are not valid: .*interposer_recrods"),
@@ -147,9 +159,19 @@ _HOOKS = [
 @pytest.mark.parametrize(("hook", "reason"), _HOOKS)
 def test_hooks_and_records_are_checked(hook: str, reason: str, examined: Examined) -> None:
     marker = "" if "@hookimpl" in hook else "@hookimpl\n"
-    hurry = "yes" if "did not return" in reason else ""
-    verdict = examined("", marker + hook, hurry=hurry)
+    verdict = examined("", marker + hook)
     assert re.search(reason, verdict.reason, re.DOTALL), verdict.reason
+
+
+def test_a_hook_that_does_not_return_is_refused(
+    make: Callable[..., Plugin], config: Config
+) -> None:
+    hook = "@hookimpl\ndef interposer_records():\n    while True: pass\n"
+    plugin = make(plugin=_HEADER + hook)
+    stage = "calling interposer_records"
+    assert refused_as_late(plugin.distribution, plugin.task, stage, config)
+    healthy = make(plugin=_HEALTHY)
+    assert examine(healthy.distribution, healthy.task, config)
 
 
 def test_five_hundred_records_are_no_fault(examined: Examined) -> None:
@@ -229,22 +251,25 @@ class Acme(Platform):
         ("raise OSError('x')", "probing .*:Acme raised OSError"),
         ("import os; os.abort()", "killed by SIGABRT while probing .*:Acme"),
         ("import torch; torch.set_num_threads(97)", "changes torch's number of threads"),
-        (
-            "import threading; threading.Barrier(2).wait()",
-            "did not return within 2 s while probing",
-        ),
     ],
 )
 def test_platforms_are_probed(
     probe: str, reason: str, make: Callable[..., Plugin], config: Config
 ) -> None:
-    source = "import torch\n" + _PLATFORM.replace("{probe}", probe)
-    plugin = make(platform=source)
-    limit = Config(cache_dir=config.cache_dir, probe_seconds=2.0)
+    plugin = make(platform="import torch\n" + _PLATFORM.replace("{probe}", probe))
     task = Task("platform", {"target": f"{plugin.package}.platform:Acme"})
-    verdict = examine(plugin.distribution, task, limit if "did not return" in reason else config)
+    verdict = examine(plugin.distribution, task, config)
     assert verdict.accepted is not bool(reason)
     assert re.search(reason, verdict.reason), verdict.reason
+
+
+def test_a_probe_that_does_not_return_is_refused(
+    make: Callable[..., Plugin], config: Config
+) -> None:
+    probe = "import threading; threading.Barrier(2).wait()"
+    plugin = make(platform="import torch\n" + _PLATFORM.replace("{probe}", probe))
+    task = Task("platform", {"target": f"{plugin.package}.platform:Acme"})
+    assert refused_as_late(plugin.distribution, task, "probing", config)
 
 
 def test_a_verdict_is_remembered_in_memory_and_on_disk(
@@ -283,7 +308,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(
     make: Callable[..., Plugin], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    config = Config(cache_dir=str(tmp_path / "file"), probe_seconds=20.0)
+    config = Config(cache_dir=str(tmp_path / "file"), probe_seconds=WAIT_SECONDS)
     plugin = make(plugin=_HEALTHY)
     forget_verdicts()
     writing = pytest.warns(VerdictWarning, match="cannot be written")
@@ -291,10 +316,20 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(
         assert examine(plugin.distribution, plugin.task, config)
 
 
-def test_a_higher_limit_is_another_chance(make: Callable[..., Plugin], config: Config) -> None:
-    plugin = make(plugin=_HEALTHY + "import time; time.sleep(1)")
+def waits_while_it_exists(file: Path) -> str:
+    """Return source that waits for the end of ``file``."""
+    return f"import time, pathlib\nwhile pathlib.Path({str(file)!r}).exists(): time.sleep(0.01)\n"
+
+
+def test_a_higher_limit_is_another_chance(
+    make: Callable[..., Plugin], config: Config, tmp_path: Path
+) -> None:
+    busy = tmp_path / "busy"
+    busy.touch()
+    plugin = make(plugin=_HEALTHY + waits_while_it_exists(busy))
     short = Config(cache_dir=config.cache_dir, probe_seconds=0.3)
     assert not examine(plugin.distribution, plugin.task, short)
+    busy.unlink()
     assert not examine(plugin.distribution, plugin.task, short)
     assert examine(plugin.distribution, plugin.task, config)
 
@@ -314,10 +349,10 @@ def test_who_took_too_long_gets_one_more_chance_in_the_next_process(
     make: Callable[..., Plugin], config: Config, tmp_path: Path
 ) -> None:
     busy = tmp_path / "busy"
-    waits = f"import time, pathlib\nwhile pathlib.Path({str(busy)!r}).exists(): time.sleep(0.1)\n"
-    short = Config(cache_dir=config.cache_dir, probe_seconds=1.0)
-    for freed in (True, False):
-        plugin = make(plugin=_HEALTHY + waits)
+
+    def accepted_in_the_next_process(seconds: float, freed: bool) -> bool:
+        short = Config(cache_dir=config.cache_dir, probe_seconds=seconds)
+        plugin = make(plugin=_HEALTHY + waits_while_it_exists(busy))
         busy.touch()
         assert not examine(plugin.distribution, plugin.task, short)
         assert examine(plugin.distribution, plugin.task, short).span is None
@@ -325,10 +360,15 @@ def test_who_took_too_long_gets_one_more_chance_in_the_next_process(
         if freed:
             busy.unlink()
         again = examine(plugin.distribution, plugin.task, short)
-        assert (again.span is not None, again.accepted) == (True, freed)
+        assert again.span is not None
         forget_verdicts()
         last = examine(plugin.distribution, plugin.task, short)
-        assert (last.span is None, last.accepted) == (True, freed)
+        assert (last.span is None, last.accepted) == (True, again.accepted)
+        return again.accepted
+
+    # On a busy machine a healthy plugin may need one of the longer limits.
+    assert any(accepted_in_the_next_process(seconds, freed=True) for seconds in LIMITS)
+    assert not accepted_in_the_next_process(LIMITS[0], freed=False)
 
 
 def test_without_isolation_this_process_does_it(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from threading import Barrier, Event, get_ident
 
 import pytest
+from tests.waiting import WAIT_SECONDS, wait_until
 
 from interposer import Config, current_registry, place
 from interposer_sandbox import cached
 
 _FORK = """
-import os, signal, threading
+import os, signal, sys, threading
 from interposer_sandbox import cached
 
 entered, release = threading.Event(), threading.Event()
@@ -32,7 +32,7 @@ thread.start()
 entered.wait()
 child = os.fork()
 if child == 0:
-    signal.alarm(20)  # ends a child that waits
+    signal.alarm(int(sys.argv[1]))  # ends a child that waits
     os._exit(number("quick"))
 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 release.set()
@@ -41,24 +41,38 @@ print(code)
 """
 
 
+def is_in_cached(thread: int) -> bool:
+    """Return whether a thread is in a call of a cached function, or waits for its lock."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code is not cached.__call__.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+@pytest.mark.process
 def test_threads_that_ask_at_once_share_one_call() -> None:
-    calls = []
+    calls, callers = [], []
+    release = Event()
 
     @cached
     def slow(argument: int) -> object:
         calls.append(argument)
-        time.sleep(0.05)
+        release.wait()
         return object()
 
-    barrier = Barrier(8)
-
-    def ask(_: int) -> object:
-        barrier.wait()
+    def ask() -> object:
+        callers.append(get_ident())
         return slow(1)
 
     with ThreadPoolExecutor(8) as pool:
-        found = set(pool.map(ask, range(8)))
-    assert (len(found), calls) == (1, [1])
+        results = [pool.submit(ask) for _ in range(8)]
+        try:
+            # The first caller returns only after the others have asked.
+            wait_until(lambda: sum(map(is_in_cached, callers)) == 8, "eight callers")
+        finally:
+            release.set()
+    assert len({result.result() for result in results}) == 1
+    assert calls == [1]
 
 
 def test_a_failure_is_tried_again() -> None:
@@ -76,6 +90,7 @@ def test_a_failure_is_tried_again() -> None:
     assert (flaky(), flaky()) == (3, 3)
 
 
+@pytest.mark.process
 def test_discovery_and_placement_happen_once_for_all_threads() -> None:
     # Two names of one plugin, so that no other test has asked for this registry before.
     config = Config(platform="cpu", disable=frozenset({"example-norm", "interposer-example-norm"}))
@@ -89,8 +104,9 @@ def test_discovery_and_placement_happen_once_for_all_threads() -> None:
         assert len(set(pool.map(ask, range(8)))) == 1
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform == "win32", reason="needs os.fork")
 def test_a_process_forked_during_a_call_does_not_wait_for_it() -> None:
-    command = [sys.executable, "-W", "ignore", "-c", _FORK]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    command = [sys.executable, "-W", "ignore", "-c", _FORK, str(int(WAIT_SECONDS))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "7"

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from tests.waiting import WAIT_SECONDS
 
 from interposer import (
     Case,
@@ -204,12 +205,13 @@ def test_what_failed_at_run_time_outlives_what_is_added_in_code(make_plugin: Mak
         del failures["some/kernel"]
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_fork_during_a_registration_can_register(make_plugin: Make) -> None:
     with registry._lock.held:
         pid = os.fork()
         if pid == 0:
-            signal.alarm(20)  # ends a child that waits
+            signal.alarm(int(WAIT_SECONDS))  # ends a child that waits
             register(make_plugin("acme"))
             os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7

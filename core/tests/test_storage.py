@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import platformdirs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.waiting import WAIT_SECONDS, wait_until
 
 import interposer._config.storage
 from interposer import Config
@@ -267,6 +267,7 @@ def test_a_folder_that_cannot_be_named_costs_an_error() -> None:
         store.write("figures", KEY, 1)
 
 
+@pytest.mark.process
 def test_processes_that_write_at_once_lose_nothing(store: Store) -> None:
     command = [sys.executable, "-c", WRITER, str(store.folder)]
     names = ["a", "b", "c", "d"]
@@ -274,7 +275,7 @@ def test_processes_that_write_at_once_lose_nothing(store: Store) -> None:
         subprocess.Popen([*command, name], stderr=subprocess.PIPE, text=True) for name in names
     ]
     for writer in writers:
-        _, errors = writer.communicate(timeout=120)
+        _, errors = writer.communicate(timeout=WAIT_SECONDS)
         assert writer.returncode == 0, errors
     for name in names:
         for number in range(20):
@@ -287,15 +288,13 @@ def test_processes_that_write_at_once_lose_nothing(store: Store) -> None:
     assert len(listed(store.folder / "figures")) == 4 * 20 + 1
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 def test_a_writer_that_is_killed_leaves_a_whole_entry(store: Store) -> None:
     for _ in range(3):
         writer = subprocess.Popen([sys.executable, "-c", ENDLESS, str(store.folder)])
         try:
-            give_up = time.monotonic() + 60
-            while store.read("figures", {"shared": True}) is None:
-                assert time.monotonic() < give_up
-                time.sleep(0.01)
+            wait_until(lambda: store.read("figures", {"shared": True}), "the first entry")
         finally:
             writer.send_signal(signal.SIGKILL)
             writer.wait()
@@ -337,6 +336,7 @@ def test_the_store_is_where_the_configuration_says(
     assert default_store() == Store(tmp_path / "variable")
 
 
+@pytest.mark.process
 def test_the_light_modules_import_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -400,6 +400,7 @@ def homeless(shared: Path, home: str | None = None, cache_dir: str = "") -> tupl
     return done.stdout, done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may become someone else"
 )
@@ -417,6 +418,7 @@ def test_a_user_without_a_home_is_served(shared: Path, cache_dir: str) -> None:
     assert homeless(shared)[0] == "None\nStorageError\n"
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs the permissions of Unix")
 def test_a_home_that_cannot_be_searched_is_not_fatal(shared: Path) -> None:
     home = shared / "home"

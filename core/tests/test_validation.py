@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.waiting import WAIT_SECONDS
 
 from interposer import (
     AttentionEntry,
@@ -388,6 +389,7 @@ def test_other_modules_are_not_imported_for_it(
     assert check_classes([kind("a", "acme_static.never:x")]) == []
 
 
+@pytest.mark.process
 def test_the_names_of_a_script_are_checked(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -400,7 +402,7 @@ def test_the_names_of_a_script_are_checked(tmp_path: Path) -> None:
         "print(json.dumps([check_records(kernels), 'torch' in sys.modules]))\n"
     )
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, script], capture_output=True, text=True, check=True, timeout=WAIT_SECONDS
     )
     faults, torch = json.loads(done.stdout)
     assert faults == [

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.waiting import WAIT_SECONDS
 
 from interposer_sandbox import check_import_string, is_loaded
 
@@ -211,6 +212,7 @@ def test_blocked_modules_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_import_string("acme_blocked:x") == "there is no module 'acme_blocked'"
 
 
+@pytest.mark.process
 def test_a_script_is_looked_into(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -222,7 +224,7 @@ def test_a_script_is_looked_into(tmp_path: Path) -> None:
         "print(json.dumps([check_import_string(f'__main__:{name}') for name in names]))\n"
     )
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, script], capture_output=True, text=True, check=True, timeout=WAIT_SECONDS
     )
     assert json.loads(done.stdout) == [
         "",

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.waiting import WAIT_SECONDS
 
 from interposer_sandbox import Host, SideEffects
 
@@ -79,7 +80,10 @@ def test_what_is_changed_is_told_and_put_back(light: bool, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("get", "put", "other", "setting"),
     [
-        (torch.get_num_threads, torch.set_num_threads, 97, "number of threads"),
+        pytest.param(
+            *(torch.get_num_threads, torch.set_num_threads, 97, "number of threads"),
+            marks=pytest.mark.process,  # ``SideEffects`` sleeps while it waits for threads
+        ),
         (torch.get_default_dtype, torch.set_default_dtype, torch.float64, "default dtype"),
         (torch.is_grad_enabled, torch._C._set_grad_enabled, False, "gradient mode"),
         (
@@ -143,7 +147,7 @@ def test_changes_of_other_threads_are_neither_blamed_nor_undone(
     start, done = threading.Event(), threading.Event()
 
     def work() -> None:
-        start.wait(60)
+        start.wait(WAIT_SECONDS)
         os.environ["ACME_APP"] = "1"
         sys.path.append("/acme")
         os.chdir("/")
@@ -155,7 +159,7 @@ def test_changes_of_other_threads_are_neither_blamed_nor_undone(
     try:
         with SideEffects(HOST, alone=False, package="acme") as side_effects:
             start.set()
-            assert done.wait(60)
+            assert done.wait(WAIT_SECONDS)
         assert side_effects.effects == []
         assert (os.environ["ACME_APP"], sys.path[-1], Path.cwd()) == ("1", "/acme", Path("/"))
         assert torch.get_float32_matmul_precision() == "medium"
@@ -172,12 +176,12 @@ def test_blocks_of_several_threads_may_overlap() -> None:
     def overlapped() -> None:
         with SideEffects(HOST, alone=False) as side_effects:
             first.set()
-            assert second.wait(60)
+            assert second.wait(WAIT_SECONDS)
         effects.extend(side_effects.effects)
 
     thread = threading.Thread(target=overlapped)
     thread.start()
-    assert first.wait(60)
+    assert first.wait(WAIT_SECONDS)
     with SideEffects(HOST, alone=False) as side_effects:  # begins and ends after the other
         second.set()
         thread.join()
@@ -195,6 +199,7 @@ def test_a_stream_that_was_kept_works_afterwards() -> None:
     assert heard.getvalue() == "later\n"
 
 
+@pytest.mark.process  # as above
 def test_a_thread_is_told_unless_it_ended() -> None:
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, name="mine")

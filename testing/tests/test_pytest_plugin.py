@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 from tests.forks import forks
 
 pytest_plugins = "pytester"
+pytestmark = pytest.mark.process
 
 # A plugin of installed metadata, without pip: what lies in the folder of the test is on the path.
 OPS = """
@@ -68,6 +68,7 @@ def acme(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.P
     (metadata / "RECORD").write_text("acme_ops.py,,\nacme_plugin.py,,\n")
     # What is examined first is not the subject here, and takes seconds.
     (pytester.path / "interposer.toml").write_text('isolation = "off"\n')
+    forks()  # starts without this folder on its path
     monkeypatch.setenv("PYTHONPATH", str(pytester.path))
     monkeypatch.setenv("INTERPOSER_PLUGINS", "acme-kernels,interposer-cpu")
     pytester.makeini("[pytest]\naddopts = --strict-markers\nfilterwarnings = error\n")
@@ -81,13 +82,10 @@ def run(project: pytest.Pytester, marker: str, *options: str) -> pytest.RunResul
 
 def run_all(project: pytest.Pytester, *options: str) -> pytest.RunResult:
     """Run pytest as ``runpytest_subprocess`` does, in a fork of a process that has torch."""
-    start = time.monotonic()
     command = ("-m", "pytest", f"--basetemp={project.path / 'basetemp'}", "-p", "no:cacheprovider")
     done = forks().run(*command, *options, cwd=project.path)
-    seconds = time.monotonic() - start
-    return pytest.RunResult(
-        done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), seconds
-    )
+    out, err = done.stdout.splitlines(), done.stderr.splitlines()
+    return pytest.RunResult(done.returncode, out, err, duration=0.0)
 
 
 def test_each_candidate_aspect_and_dtype_is_a_test(acme: pytest.Pytester) -> None:

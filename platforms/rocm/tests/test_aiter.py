@@ -50,7 +50,7 @@ from interposer_testing.cases import normal
 from interposer_testing.workload import paged_batch, random_projections
 
 # One worker asks about the package.
-pytestmark = pytest.mark.xdist_group("aiter")
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("aiter")]
 
 PARTS = {"interposer-ops", "interposer-rocm"}
 # The folder that was asked about last.
