@@ -49,6 +49,7 @@ def no_network() -> tuple[str, ...]:
     pytest.skip("needs unshare, and the right to make a network namespace")
 
 
+@pytest.mark.process
 @pytest.mark.versions
 @pytest.mark.timeout(5400)
 def test_all_stages_run_from_the_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "vllm_serve.py"
 
 # Plays the Python that has vLLM: its server, and the client, whose figures are of the server asked.
@@ -53,14 +57,10 @@ def run(tmp_path: Path, **variables: str) -> str:
 
 
 def test_rounds_are_compared_server_by_server(tmp_path: Path) -> None:
-    lines = run(tmp_path).splitlines()
-    for line in (
-        "| vllm serve | plain | bridge | ratio |",
-        "| tokens/s, 2 at once | 20.0 (20.0-20.0) | 30.0 (30.0-30.0) | x1.50 (1.50-1.50) |",
-        "| TPOT, p95 ms, 2 at once | 8.0 (8.0-8.0) | 4.0 (4.0-4.0) | x0.50 (0.50-0.50) |",
-    ):
-        assert line in lines
-    assert not any("NOT RUN" in line for line in lines)
+    printed = run(tmp_path)
+    assert "NOT RUN" not in printed
+    assert "x1.50" in printed  # 30 tokens/s with interposer, 20 without
+    assert "x0.50" in printed  # 4 ms for a token with interposer, 8 without
 
 
 def test_vllm_is_not_measured_beside_itself(tmp_path: Path) -> None:

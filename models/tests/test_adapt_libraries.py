@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waiting import WAIT_SECONDS, wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from interposer_models import adapt, load_encoder
@@ -126,22 +126,24 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     address = f"http://127.0.0.1:{port}"
     try:
-        upto = time.monotonic() + 120
-        while True:
+
+        def answers() -> bool:
             assert process.poll() is None, (tmp_path / "log").read_text()
             try:
-                urllib.request.urlopen(f"{address}/health", timeout=5).close()
-                break
-            except (urllib.error.URLError, TimeoutError):
-                assert time.monotonic() < upto, (tmp_path / "log").read_text()
-                time.sleep(0.5)
+                urllib.request.urlopen(f"{address}/health", timeout=WAIT_SECONDS).close()
+            except urllib.error.URLError:
+                return False
+            return True
+
+        wait_until(answers, (tmp_path / "log").read_text)
         yield address, folder
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(WAIT_SECONDS)
     assert "63 of 63 modules are bound" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.process
 def test_the_server_of_transformers_serves_an_adapted_model(server: tuple[str, Path]) -> None:
     address, folder = server
     prompt = "def main():"
@@ -164,7 +166,7 @@ def test_the_server_of_transformers_serves_an_adapted_model(server: tuple[str, P
             json.dumps(settings).encode(),
             {"content-type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
             return json.load(answer)["choices"][0]
 
     assert ask("/v1/completions", prompt=prompt)["text"] == expected[0]

@@ -11,9 +11,6 @@ import pytest
 from interposer_cpu import native
 
 VOCAB, HIDDEN = 1 << 17, 512
-TABLE_MIB = VOCAB * HIDDEN * 2 / 2**20
-# Modules that are imported, parts of a check, and what huge pages round up.
-ROOM_MIB = 64
 
 SCRIPT = f"""
 import json
@@ -40,10 +37,13 @@ before = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
 handle = adapt(large)
 kernel = handle.places[0].kernel
-print(json.dumps([before, status("VmRSS"), status("VmHWM"), kernel]))
+after, peak = status("VmRSS"), status("VmHWM")
+control = torch.ones({VOCAB}, {HIDDEN}, dtype=torch.bfloat16)
+print(json.dumps([after - before, peak - before, status("VmRSS") - after, kernel]))
 """
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to measure memory")
 @pytest.mark.skipif(bool(native.why_absent()), reason="needs the native kernels, which pack tables")
@@ -51,8 +51,9 @@ def test_a_table_is_never_held_three_times() -> None:
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    before, after, peak, kernel = json.loads(done.stdout.splitlines()[-1])
+    risen, peak, table, kernel = json.loads(done.stdout.splitlines()[-1])
     assert "native" in kernel
-    assert after - before <= ROOM_MIB
+    # Half a table is for imported modules, parts of a check, and rounding to huge pages.
+    assert risen <= 0.5 * table
     # Plain and packed; a third one would be there to compare them.
-    assert peak - before <= TABLE_MIB + ROOM_MIB < 2 * TABLE_MIB
+    assert peak <= 1.5 * table

@@ -67,6 +67,7 @@ def check(outcome: dict[str, Any]) -> None:
     assert "scales of parts are not those of the whole" in outcome["quantization"]
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_tensor_parallel_models_compute_the_same(tmp_path: Path) -> None:
     for _, outcome in run(tmp_path, "tp:llama", "tp:starcoder2"):
@@ -75,6 +76,7 @@ def test_tensor_parallel_models_compute_the_same(tmp_path: Path) -> None:
         assert outcome["left"] == []
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_parts_of_experts_and_shared_tables_compute_the_same(tmp_path: Path) -> None:
     asked = ("tp:qwen2", "tp:tied", "tp:gemma2", "tp:gpt_oss", "tp:mixtral", "ep:mixtral")

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from functools import cache
+from itertools import count as counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models.tests.test_speculation import idle
 from tests.adapter_files import write_adapter
+from tests.stalled_steps import stalled_steps
+from tests.waiting import WAIT_SECONDS
 
 from interposer.errors import RequestError, UnknownNameError
 from interposer_models import (
@@ -31,6 +34,9 @@ from interposer_models import (
     SamplingParams,
     load,
 )
+from interposer_models._asynchronous.delivery import Delivery
+from interposer_models._asynchronous.generation import Stages
+from interposer_models._asynchronous.step_thread import StepThread
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -73,16 +79,16 @@ def stepping(lm: LanguageModel, step: Callable[[Callable[[], Any]], Any]) -> Ite
         yield
 
 
-def slowly(step: Callable[[], Any]) -> Any:
-    time.sleep(0.005)
-    return step()
+async def until(model: AsyncLanguageModel, condition: Callable[[], bool]) -> None:
+    """Wait until a condition is true between two steps; the engine's thread evaluates it."""
+    while not await model.call(condition):
+        pass
 
 
-async def eventually(holds: Callable[[], bool]) -> None:
-    upto = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < upto, "it never held"
-        await asyncio.sleep(0.002)
+async def rounds(model: AsyncLanguageModel, count: int) -> None:
+    """Wait until the engine's thread has taken orders ``count`` times."""
+    for _ in range(count):
+        await model.call(lambda: None)
 
 
 def alike(found: Completion, wanted: Completion) -> None:
@@ -102,7 +108,7 @@ REQUESTS = st.lists(
         st.integers(1, 40),  # new ones
         st.integers(0, len(KINDS) - 1),
         st.integers(1, 2),  # answers
-        st.integers(0, 5),  # tokens until it leaves, or milliseconds until it begins
+        st.integers(0, 5),  # tokens until it leaves, or rounds until it begins
     ),
     min_size=1,
     max_size=8,
@@ -118,13 +124,13 @@ def test_requests_of_any_threads_get_the_answers_of_generate(
         _, way, length, count, kind, n, early = request
         text = ("import os, sys\n" * 4)[:length]
         params = SamplingParams(max_new_tokens=count, **KINDS[kind])
-        await asyncio.sleep(early / 1000)
+        await rounds(model, early)
         if way == "wrong":
             with pytest.raises(UnknownNameError, match="Unknown adapter 'none'"):
                 await model.generate(text, adapter="none")
         elif way == "cancelled":
             task = asyncio.create_task(model.generate(text, params, n=n))
-            await asyncio.sleep(early / 1000)
+            await rounds(model, early)
             task.cancel()
             await asyncio.wait([task])
         elif way == "whole":
@@ -159,7 +165,7 @@ def test_requests_of_any_threads_get_the_answers_of_generate(
     model = AsyncLanguageModel(small)
     with ThreadPoolExecutor(3) as threads:
         for done in [threads.submit(asyncio.run, run(model, thread)) for thread in range(3)]:
-            done.result(60)
+            done.result(WAIT_SECONDS)
     assert model.num_unfinished == 0
     model.close()
     assert idle(small)
@@ -172,19 +178,19 @@ def test_leaving_a_stream_or_cancelling_a_task_frees_pages_at_once(small: Langua
             async for delta in model.stream([1, 2, 3], **ENDLESS):
                 assert delta.index == 0
                 break
-            await eventually(lambda: idle(small))
+            await until(model, lambda: idle(small))
             task = asyncio.create_task(model.generate([[1, 2, 3]], **ENDLESS))
-            await eventually(lambda: small.engine.busy)
+            await until(model, lambda: small.engine.busy)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await eventually(lambda: idle(small))
+            await until(model, lambda: idle(small))
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(model.generate([[1, 2, 3]], **ENDLESS), 0.05)
-            await eventually(lambda: idle(small))
+            await until(model, lambda: idle(small))
             assert model.num_unfinished == 0
 
-    with stepping(small, slowly):
+    with stalled_steps(small):
         asyncio.run(run())
 
 
@@ -197,24 +203,25 @@ def test_a_failing_step_fails_all_that_ran_and_no_later_request(
         if broken.is_set():
             broken.clear()
             raise ValueError("a kernel failed")
-        return slowly(step)
+        return step()
 
     async def run() -> None:
         async with AsyncLanguageModel(small) as model:
             running = [
                 asyncio.create_task(model.generate([[token]], **ENDLESS)) for token in (1, 2, 3)
             ]
-            await eventually(lambda: len(small.engine.scheduler.running) == 3)
+            await until(model, lambda: len(small.engine.scheduler.running) == 3)
             broken.set()
             for error in await asyncio.gather(*running, return_exceptions=True):
                 assert isinstance(error, ValueError)
                 assert str(error) == "a kernel failed"
             assert model.trouble == "the last step of the engine failed"
+            steps.release()
             (found,) = await model.generate("import", max_new_tokens=5)
             alike(found, expected("import", 5, 0, 1)[0])
             assert model.trouble == ""
 
-    with stepping(small, sometimes):
+    with stalled_steps(small) as steps, stepping(small, sometimes):
         asyncio.run(run())
     assert idle(small)
 
@@ -244,7 +251,7 @@ def test_closing_ends_the_thread_and_what_is_unfinished(small: LanguageModel, te
     async def run() -> None:
         async with AsyncLanguageModel(small) as model:
             waiting = [asyncio.create_task(model.generate([prompt], **ENDLESS)) for _ in range(5)]
-            await eventually(lambda: len(small.engine.scheduler.running) == 3)
+            await until(model, lambda: len(small.engine.scheduler.running) == 3)
         for task in waiting:
             with pytest.raises(RequestError, match="The model was closed"):
                 await task
@@ -252,7 +259,7 @@ def test_closing_ends_the_thread_and_what_is_unfinished(small: LanguageModel, te
             await model.generate([prompt])
         model.close()  # again does nothing
 
-    with stepping(small, slowly):
+    with stalled_steps(small):
         asyncio.run(run())
     assert idle(small)
 
@@ -260,23 +267,27 @@ def test_closing_ends_the_thread_and_what_is_unfinished(small: LanguageModel, te
 def test_a_model_that_nobody_holds_and_a_loop_that_was_closed_leave_nothing(
     small: LanguageModel,
 ) -> None:
-    def named() -> list[str]:
-        return [each.name for each in threading.enumerate() if "interposer" in each.name]
+    async def finished(model: AsyncLanguageModel) -> None:
+        while model.num_unfinished:
+            await rounds(model, 1)
+        assert await model.call(lambda: idle(small))
 
-    def abandoned() -> None:
+    def abandoned() -> list[threading.Thread]:
         model = AsyncLanguageModel(small)
         loop = asyncio.new_event_loop()
         generation = loop.run_until_complete(opened(model))
         loop.close()
-        with stepping(small, slowly):
-            asyncio.run(eventually(lambda: model.num_unfinished == 0))
-        asyncio.run(eventually(lambda: idle(small)))
+        with stalled_steps(small):
+            asyncio.run(finished(model))
         assert generation.stages.ended
-        assert named()
+        return [each for each in threading.enumerate() if "interposer" in each.name]
 
-    abandoned()
+    threads = abandoned()
+    assert threads
     gc.collect()
-    asyncio.run(eventually(lambda: not named()))
+    for thread in threads:
+        thread.join(WAIT_SECONDS)
+        assert not thread.is_alive()
 
 
 async def opened(model: AsyncLanguageModel) -> Any:
@@ -293,15 +304,16 @@ def test_answers_beyond_the_bound_are_refused(small: LanguageModel) -> None:
                 asyncio.create_task(model.generate([[token]], **ENDLESS)) for token in (1, 2)
             ]
             running.append(asyncio.create_task(model.generate([[3], [4]], **ENDLESS)))
-            await eventually(lambda: model.num_unfinished == 4)
+            await until(model, lambda: model.num_unfinished == 4)
             with pytest.raises(QueueFullError, match="4 answers are running or waiting, and 5 may"):
                 await model.generate([[5], [6]])
             running[0].cancel()
-            await eventually(lambda: model.num_unfinished == 3)
+            await until(model, lambda: model.num_unfinished == 3)
+            steps.release()
             for found in await model.generate([[5], [6]], max_new_tokens=2):
                 assert len(found.token_ids) == 2
 
-    with stepping(small, slowly):
+    with stalled_steps(small) as steps:
         asyncio.run(run())
     with pytest.raises(RequestError, match="max_waiting is -1, must be None or at least 0"):
         AsyncLanguageModel(small, max_waiting=-1)
@@ -314,13 +326,17 @@ def test_adapters_and_weights_change_between_steps(llama: Path, tmp_path: Path) 
 
     def noted(step: Callable[[], Any]) -> Any:
         threads.add(threading.current_thread().name)
-        return slowly(step)
+        running, waiting = lm.engine.scheduler.running, lm.engine.scheduler.waiting
+        if not waiting and [sequence.params.max_new_tokens for sequence in running] == [150]:
+            time.sleep(0)  # the long request gets no tokens while it is alone
+            return []
+        return step()
 
     async def run() -> None:
         async with AsyncLanguageModel(lm) as model:
             before = await model.generate([[1, 2, 3]], max_new_tokens=6)
             running = asyncio.create_task(model.generate([[1, 2, 3]], **ENDLESS))
-            await eventually(lambda: lm.engine.busy)
+            await until(model, lambda: lm.engine.busy)
             await model.load_adapter("own", own)
             assert lm.adapters == ("own",)
             with_own = await model.generate([[1, 2, 3]], max_new_tokens=6, adapter="own")
@@ -328,7 +344,7 @@ def test_adapters_and_weights_change_between_steps(llama: Path, tmp_path: Path) 
             with pytest.raises(RequestError, match="while requests are unfinished"):
                 await model.update_weights({})
             running.cancel()
-            await eventually(lambda: not lm.engine.busy)
+            await until(model, lambda: not lm.engine.busy)
             await model.remove_adapter("own")
             with pytest.raises(UnknownNameError):
                 await model.generate([[1, 2, 3]], adapter="own")
@@ -353,10 +369,11 @@ def test_an_error_of_a_request_that_joins_reaches_that_one(small: LanguageModel)
     async def run() -> None:
         async with AsyncLanguageModel(small) as model:
             held = threading.Event()
-            blocking = asyncio.create_task(model.call(held.wait))
+            blocking = asyncio.create_task(model.call(held.wait, WAIT_SECONDS))
             good = asyncio.create_task(model.generate([[1, 2, 3]], max_new_tokens=4))
             bad = asyncio.create_task(model.generate([[4, 5]], max_new_tokens=4))
-            await eventually(lambda: model.num_unfinished == 2)
+            while model.num_unfinished < 2:
+                await asyncio.sleep(0)
             with pytest.MonkeyPatch.context() as patch:
                 own = small.engine.add
 
@@ -398,3 +415,69 @@ def test_chats_are_those_of_the_model(chat_model: LanguageModel) -> None:
 def chat_model() -> LanguageModel:
     folder = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
     return load(folder, "float32", cache_tokens=1024)
+
+
+def test_stages_are_read_from_the_clock_once_each(small: LanguageModel) -> None:
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+
+    async def run() -> Stages:
+        steps = StepThread(small, None, clock=counter(1).__next__)
+        try:
+            generation = steps.open([([1, 2, 3], params)], 1, streams=False)
+            await generation.completions()
+        finally:
+            steps.stop()
+        return generation.stages
+
+    # The clock was also read at the beginning of the second and third step, for 4 and 5.
+    assert asyncio.run(run()) == Stages(received=1, started=2, first_token=3, ended=6)
+
+
+class Timers:
+    """An event loop that keeps its timers, so that the test calls them."""
+
+    def __init__(self) -> None:
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
+        self.timers.append((seconds, callback))
+
+
+class CountingReader:
+    """A reader that counts how often it was woken."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+        self.num_wakes = 0
+
+    def wake(self) -> None:
+        self.num_wakes += 1
+        self.found.clear()
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+
+def test_tokens_of_a_stream_are_delivered_together_after_a_rest() -> None:
+    loop, reader = Timers(), CountingReader()
+    delivery = Delivery(cast(asyncio.AbstractEventLoop, loop))
+    delivery.streams.add(reader)
+    delivery.deliver([(reader, None)])
+    assert (reader.num_wakes, delivery.rests) == (1, True)
+    reader.found += [1, 2]
+    delivery.deliver([])  # starts no second timer
+    ((seconds, end_rest),) = loop.timers
+    assert seconds == 0.01
+    end_rest()
+    assert (reader.num_wakes, delivery.rests, len(loop.timers)) == (2, True, 2)
+    loop.timers[1][1]()
+    assert (reader.num_wakes, delivery.rests, len(loop.timers)) == (2, False, 2)
+
+
+@pytest.mark.parametrize(("num_streams", "seconds"), [(1, 0.01), (40, 0.02), (1000, 0.04)])
+def test_a_rest_grows_with_the_number_of_streams(num_streams: int, seconds: float) -> None:
+    loop = Timers()
+    delivery = Delivery(cast(asyncio.AbstractEventLoop, loop))
+    delivery.streams |= {CountingReader() for _ in range(num_streams)}
+    delivery.deliver([])
+    assert [timer[0] for timer in loop.timers] == [seconds]

@@ -11,11 +11,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.waiting import WAIT_SECONDS
 from transformers import AutoTokenizer
 
 from interposer.errors import RequestError
@@ -201,6 +201,7 @@ def chat(path: Path, typed: str, *options: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.process
 def test_the_command_remembers_until_it_is_told_to_forget(path: Path, lm: LanguageModel) -> None:
     typed = "import os\ndef f():\n/clear\nimport os\n" + "x " * 2000 + "\n/nothing\n/exit\nimport\n"
     told, said = chat(path, typed, "--max-new-tokens", "4", "--dtype", "float32")
@@ -220,6 +221,7 @@ def test_the_command_remembers_until_it_is_told_to_forget(path: Path, lm: Langua
     assert "There is no /nothing." in said
 
 
+@pytest.mark.process
 def test_the_command_refuses_a_model_without_a_template_at_once(tmp_path: Path) -> None:
     shutil.copytree(STDLIB, tmp_path / "bare")
     (tmp_path / "bare" / "chat_template.jinja").unlink()
@@ -228,6 +230,7 @@ def test_the_command_refuses_a_model_without_a_template_at_once(tmp_path: Path) 
     assert "holds no chat template" in said
 
 
+@pytest.mark.process
 def test_a_template_that_is_not_there_is_wrong_usage(path: Path) -> None:
     told, said = chat(path, "import os\n", "--template", "none.jinja")
     assert told == ""
@@ -235,6 +238,7 @@ def test_a_template_that_is_not_there_is_wrong_usage(path: Path) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.process
 def test_an_interrupt_ends_the_answer_and_not_the_conversation(path: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "interposer_tools", "chat", str(path)]
@@ -246,11 +250,9 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(path: Path) -> No
 
     def until(pattern: str) -> None:
         nonlocal seen
-        end = time.monotonic() + 60
         while not re.search(pattern, seen):
-            assert time.monotonic() < end, seen
-            if select.select([ours], [], [], 1)[0]:
-                seen += os.read(ours, 4096).decode(errors="replace")
+            assert select.select([ours], [], [], WAIT_SECONDS)[0], seen
+            seen += os.read(ours, 4096).decode(errors="replace")
 
     try:
         until("> ")
@@ -261,7 +263,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(path: Path) -> No
         seen = seen.partition("first after")[2]
         until("> ")
         os.write(ours, b"/exit\n")
-        assert process.wait(60) == 0
+        assert process.wait(WAIT_SECONDS) == 0
     finally:
         process.kill()
         process.wait()

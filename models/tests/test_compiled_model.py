@@ -145,6 +145,7 @@ def test_the_shipped_model_is_one_graph(backend: str, tmp_path: Path) -> None:
     assert f"note: steps are compiled: by {backend!r}" in str(explain(compiled))
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_later_process_finds_what_inductor_made(tiny: Path, tmp_path: Path) -> None:
     script = Path(__file__).with_name("inductor_model.py")

@@ -1,14 +1,15 @@
-"""What a rank reads of a file of experts: the pages of its own, and hardly any of others."""
+"""A rank reads its own experts from a file, and hardly any bytes of others."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from models.tests.test_rank_reading import AROUND, mapped_bytes
+from models.tests.test_rank_reading import ReadBytes, control_bytes, first_byte, mapped_bytes
 from safetensors.torch import save_file
 from torch import nn
 
@@ -81,39 +82,89 @@ def watched(checkpoint: Checkpoint, touched: list[int]) -> Iterator[tuple[str, t
         touched.append(mapped_bytes(shard) - before)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_rank_reads_its_own_experts(checkpoint: Checkpoint, count: int) -> None:
-    is_stacked = "experts.down_proj" in checkpoint.names()
+def control_of(checkpoint: Checkpoint, experts: Sequence[int]) -> int:
+    """Return how far ``mapped_bytes`` rises where a plain map reads these experts."""
+    (shard,) = checkpoint.shards
+    expert_bytes = {"experts.down_proj": EXPERT_BYTES // 3}
+    expert_bytes["experts.gate_up_proj"] = 2 * EXPERT_BYTES // 3
+    if "experts.down_proj" in checkpoint.names():
+        ranges = [
+            (first_byte(shard, name) + expert * num_bytes, num_bytes)
+            for name, num_bytes in expert_bytes.items()
+            for expert in experts
+        ]
+    else:
+        ranges = [
+            (first_byte(shard, f"experts.{expert}.{name}.weight"), EXPERT_BYTES // 3)
+            for expert in experts
+            for name in NAMES
+        ]
+    return control_bytes(shard, ranges)
+
+
+def model_of(checkpoint: Checkpoint, rank: int, count: int) -> Mixture:
     with torch.device("meta"):
-        model = Mixture(site_of(count - 1, count), is_stacked)
-    weights, touched = Weights(model, "cpu"), list[int]()
-    weights.load(watched(checkpoint, touched), "test", names=checkpoint.names())
+        return Mixture(site_of(rank, count), "experts.down_proj" in checkpoint.names())
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_rank_copies_its_own_experts(checkpoint: Checkpoint, count: int) -> None:
+    model = model_of(checkpoint, count - 1, count)
+    with ReadBytes() as read:
+        stream = read.watch(checkpoint.stream())
+        Weights(model, "cpu").load(stream, "test", names=checkpoint.names())
     layer: Any = model.experts
     held = layer.held if count > 1 else tuple(range(EXPERTS))
-    around = 2 * len(touched) * AROUND  # both ends of each tensor
-    assert 0.9 * len(held) * EXPERT_BYTES <= sum(touched) <= len(held) * EXPERT_BYTES + around
+    assert read.num_bytes == len(held) * EXPERT_BYTES
     assert [float(one[0, 0]) for one in layer.operands[0]] == list(held)
 
 
-def test_a_rank_reads_the_experts_that_come_to_it(checkpoint: Checkpoint) -> None:
-    is_stacked = "experts.down_proj" in checkpoint.names()
-    with torch.device("meta"):
-        model = Mixture(site_of(1, 2), is_stacked)
-    weights, touched = Weights(model, "cpu"), list[int]()
-    names = checkpoint.names()
+def test_a_rank_copies_the_experts_that_come_to_it(checkpoint: Checkpoint) -> None:
+    model, names = model_of(checkpoint, 1, 2), checkpoint.names()
+    weights = Weights(model, "cpu")
     weights.load(checkpoint.stream(), "test", names=names)
     layer = model.experts
     assert isinstance(layer, PlacedExperts)
     assert layer.held == (3, 4)
     before = layer.operands[0]
     placement = ExpertPlacement(EXPERTS, ((4, 1, 2), (3, 0)))
-    moved = weights.relocate({layer: placement}, watched(checkpoint, touched), names, "test")
-    assert 0.9 * 2 * EXPERT_BYTES <= sum(touched) <= 2 * EXPERT_BYTES + 2 * len(touched) * AROUND
+    with ReadBytes() as read:
+        stream = read.watch(checkpoint.stream())
+        moved = weights.relocate({layer: placement}, stream, names, "test")
+    assert read.num_bytes == 2 * EXPERT_BYTES
     assert [float(one[0, 0]) for one in layer.operands[0]] == [3.0, 0.0]
     # In place, so that what was captured with the operands sees them.
     assert (moved, layer.operands[0] is before) == ((), True)
-    touched.clear()
     other = ExpertPlacement(EXPERTS, ((1, 4, 2), (3, 0)))  # which changes the other rank alone
-    weights.relocate({layer: other}, watched(checkpoint, touched), names, "test")
-    assert sum(touched) == 0
+    with ReadBytes() as read:
+        weights.relocate({layer: other}, read.watch(checkpoint.stream()), names, "test")
+    assert read.num_bytes == 0
     assert layer.routes.placement == other
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc/self/smaps")
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_pages_of_other_experts_are_not_read(checkpoint: Checkpoint, count: int) -> None:
+    model, touched = model_of(checkpoint, count - 1, count), list[int]()
+    stream = watched(checkpoint, touched)
+    Weights(model, "cpu").load(stream, "test", names=checkpoint.names())
+    layer: Any = model.experts
+    held = layer.held if count > 1 else tuple(range(EXPERTS))
+    assert sum(touched) == pytest.approx(control_of(checkpoint, held), rel=0.2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc/self/smaps")
+@pytest.mark.slow
+def test_only_pages_of_experts_that_come_to_a_rank_are_read(checkpoint: Checkpoint) -> None:
+    model, names, touched = model_of(checkpoint, 1, 2), checkpoint.names(), list[int]()
+    weights = Weights(model, "cpu")
+    weights.load(checkpoint.stream(), "test", names=names)
+    layer: Any = model.experts
+    for placement, arriving in (
+        (ExpertPlacement(EXPERTS, ((4, 1, 2), (3, 0))), (3, 0)),
+        (ExpertPlacement(EXPERTS, ((1, 4, 2), (3, 0))), ()),
+    ):
+        touched.clear()
+        weights.relocate({layer: placement}, watched(checkpoint, touched), names, "test")
+        assert sum(touched) == pytest.approx(control_of(checkpoint, arriving), rel=0.2)

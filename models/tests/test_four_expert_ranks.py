@@ -15,6 +15,7 @@ from interposer_models import ExpertParallel, launched, load
 FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_four_ranks_say_what_one_process_does(tmp_path: Path) -> None:
     configs: dict[str, dict[str, Any]] = {}

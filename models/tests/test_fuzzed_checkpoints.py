@@ -56,12 +56,7 @@ def check(method: str, count: int, seed: int) -> None:
     assert "ConfigError" in found or method in FAMILIES
 
 
-# The slow test spoils those of every scheme.
-@pytest.mark.parametrize("method", [*METHODS[::6], *FAMILIES[::8]])
-def test_spoiled_checkpoints_are_told(method: str) -> None:
-    check(method, count=50, seed=0)
-
-
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("method", [*METHODS, *FAMILIES])

@@ -37,6 +37,7 @@ NEEDED = {
     "tokenizer.json",
     "tokenizer_config.json",
 }
+pytestmark = pytest.mark.process
 
 
 @dataclass

@@ -12,6 +12,7 @@ import pytest
 import torch
 from models.tests.conftest import SIZES, write_checkpoint
 from tests.adapter_files import write_adapter
+from tests.waiting import WAIT_SECONDS
 from transformers import LlamaConfig
 
 from interposer import Config
@@ -34,11 +35,12 @@ PROMPTS = [
     [(7 * place + 3 * n) % 250 for n in range(length)]
     for place, length in enumerate((3, 40, 1, 17, 64, 9, 30, 5))
 ]
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")
 def loads() -> Iterator[Loads]:
-    with launched(2, timeout_seconds=60.0) as found:
+    with launched(2, timeout_seconds=WAIT_SECONDS) as found:
         yield found
 
 

@@ -31,7 +31,7 @@ from interposer.errors import ConfigError
 from interposer.records import PlatformEntry
 from interposer_models import LanguageModel, load
 from interposer_models._offload.placing import BlockSize, placed
-from interposer_models._packed.packed_file import PackedFile
+from interposer_models._packed.packed_file import MappedMemory, PackedFile
 from interposer_ops.layers.experts import Experts
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40]
@@ -138,23 +138,24 @@ def test_mixtures_stream_what_every_token_reads(mixture: Path, own: dict[str, An
     assert tokens(lm) == tokens(whole)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's mincore")
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_of_experts_only_those_are_read_that_tokens_go_to(
-    quantization: str | None, tmp_path: Path, own: dict[str, Any]
-) -> None:
+def loaded_experts(
+    tmp_path: Path, quantization: str | None, own: dict[str, Any]
+) -> tuple[LanguageModel, Path, Callable[[], float]]:
+    """Load a model whose experts are mapped.
+
+    Returns: the model, its packed file, and a function that returns how many bytes the experts
+        have that tokens were routed to until then.
+    """
     path = tmp_path / "model"
     sizes: dict[str, Any] = {"num_experts": 32, "num_experts_per_tok": 2, "head_dim": 16}
     sizes |= {"moe_intermediate_size": 512, "num_hidden_layers": 2, "hidden_size": 256}
     write_checkpoint(Qwen3MoeConfig(**{**SIZES, **sizes}), path)
-    asked: dict[str, Any] = {"dtype": "float32", "quantization": quantization, **own}
-    load(path, offload="20%", **asked)  # writes the packed file
+    options: dict[str, Any] = {"dtype": "float32", "quantization": quantization, **own}
+    load(path, offload="20%", **options)  # writes the packed file
     gc.collect()
     (packed,) = (tmp_path / "packed").glob("*.safetensors")
     forget(packed)
-    if cached_bytes(packed):
-        pytest.skip("needs a file system that does not keep files in memory")
-    lm = load(path, offload="20%", **asked)
+    lm = load(path, offload="20%", **options)
     assert "experts mapped" in "\n".join(told(lm))
     chosen: set[tuple[int, int]] = set()  # layers and experts
 
@@ -165,14 +166,54 @@ def test_of_experts_only_those_are_read_that_tokens_go_to(
         if isinstance(layer, Experts):
             layer.register_forward_pre_hook(note)
     # Matrices of attention are smaller, and the embedding alone has so many bytes.
-    held = [size for _, size in PackedFile.open(packed).facts.memories]
-    expert_bytes = sum(size for size in held if size >= 100_000 and size != 256 * 256 * 4) / 64
-    before = settled(lambda: cached_bytes(packed))
+    memories = [size for _, size in PackedFile.open(packed).facts.memories]
+    expert_bytes = sum(s for s in memories if s >= 100_000 and s != 256 * 256 * 4) / 64
+    return lm, packed, lambda: len(chosen) * expert_bytes
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_system_is_asked_to_read_only_experts_that_tokens_go_to(
+    quantization: str | None, tmp_path: Path, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requested: set[tuple[int, int]] = set()  # memories of the file and pages of theirs
+    advise = MappedMemory.advise
+
+    def record(self: MappedMemory, number: int, start: int = 0, stop: int | None = None) -> None:
+        size = self._memories[number][1]
+        last = size if stop is None else min(stop, size)
+        pages = range(max(start, 0) // mmap.PAGESIZE, -(-last // mmap.PAGESIZE))
+        requested.update((number, page) for page in pages)
+        advise(self, number, start, stop)
+
+    lm, _, chosen_bytes = loaded_experts(tmp_path, quantization, own)
+    monkeypatch.setattr(MappedMemory, "advise", record)
     for prompt in ([5], [6, 7, 8]):
         lm.generate([prompt], max_new_tokens=1)
-        needed = len(chosen) * expert_bytes
-        read = settled(lambda: cached_bytes(packed)) - before
-        assert needed <= read <= 1.3 * needed
+        read = len(requested) * mmap.PAGESIZE
+        assert chosen_bytes() <= read <= 1.1 * chosen_bytes()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's mincore")
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_system_reads_only_experts_that_tokens_go_to(
+    quantization: str | None, tmp_path: Path, own: dict[str, Any]
+) -> None:
+    lm, packed, chosen_bytes = loaded_experts(tmp_path, quantization, own)
+    control = tmp_path / "control"
+    control.write_bytes(bytes(packed.stat().st_size))
+    forget(control)
+    if cached_bytes(control):
+        pytest.skip("needs a file system that does not keep files in memory")
+    before = settled(lambda: cached_bytes(packed))
+    with control.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        for prompt in ([5], [6, 7, 8]):
+            lm.generate([prompt], max_new_tokens=1)
+            os.pread(file.fileno(), int(chosen_bytes()), 0)
+            expected = settled(lambda: cached_bytes(control))
+            read = settled(lambda: cached_bytes(packed)) - before
+            assert 0.95 * expected <= read <= 1.3 * expected
 
 
 def forget(path: Path) -> None:
@@ -314,10 +355,11 @@ def test_a_described_device_says_what_would_not_fit(tmp_path: Path) -> None:
 
 
 # Limited after its imports, which do not count. Where no group can be made, the budget is given and
-# the rise of what is resident is told.
+# the rise of resident memory is compared with that of a plain tensor of ``limit`` bytes.
 LIMITED = """
 import contextlib, json, re, sys
 from pathlib import Path
+import torch
 import interposer_models
 from interposer import Config
 from memory_limit import limited
@@ -339,16 +381,19 @@ with contextlib.ExitStack() as stack:
     lm = interposer_models.load(path, **options)
     (done,) = lm.generate([[1, 2, 3]], max_new_tokens=3)
     if group is None:
-        peak = resident() - before
+        peak, before = resident() - before, resident()
+        control = torch.ones(limit, dtype=torch.uint8)
+        limit = resident() - before
     else:
         names = "memory.max_usage_in_bytes", "memory.peak"
         peak = max(int((group / n).read_text()) for n in names if (group / n).exists())
 notes = [note for note in lm.resolver.notes if note.startswith("offload")]
-print(json.dumps([list(done.token_ids), notes, peak, group is not None]))
+print(json.dumps([list(done.token_ids), notes, peak, limit, group is not None]))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc/self/status")
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_model_larger_than_the_memory_is_offloaded(tmp_path: Path, own: dict[str, Any]) -> None:
     limit, path = 64 << 20, tmp_path / "model"
@@ -363,8 +408,8 @@ def test_a_model_larger_than_the_memory_is_offloaded(tmp_path: Path, own: dict[s
     command = [sys.executable, "-c", LIMITED, str(path), str(tmp_path), str(limit)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
-    token_ids, notes, peak, is_limited = json.loads(done.stdout.splitlines()[-1])
-    assert peak <= limit
+    token_ids, notes, peak, most, is_limited = json.loads(done.stdout.splitlines()[-1])
+    assert peak <= most
     assert ("as nobody said otherwise" if is_limited else "as asked for") in notes[0]
     assert any("streamed" in note for note in notes)
     lm = load(path, offload=False, **own)

@@ -294,6 +294,7 @@ def test_adapters_join_weights_that_are_mapped(copied: Path, tmp_path: Path) -> 
     assert tokens(lm) == tokens(plain)
 
 
+@pytest.mark.process
 def test_a_process_waits_for_another_that_writes(llama: Path, on: Config, cache: Path) -> None:
     script = (
         "import sys, threading\n"
@@ -335,14 +336,13 @@ def test_the_cache_forgets_what_was_not_used_for_longest(llama: Path, cache: Pat
         kept(None, 1000)
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(llama: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    cache.mkdir()
+def test_a_cache_that_cannot_be_written_is_done_without(llama: Path, cache: Path) -> None:
     (cache / "packed").write_text("a file, where the folder should be")
     with pytest.raises(ConfigError, match=r"packed='on' was asked for, but .* cannot be written"):
         loaded(llama, Config(packed="on", cache_dir=cache))
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_the_benchmark_tells_of_each_way_to_load(llama: Path) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "models_starting.py"

@@ -10,8 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from models.tests.test_rank_ends import STDLIB, ended, shared_memory
+from models.tests.test_rank_ends import STDLIB, shared_memory, wait_for_ends
 from tests.forks import forks
+from tests.waiting import WAIT_SECONDS
 
 from interposer_models import load
 
@@ -24,14 +25,22 @@ print(os.getpid(), flush=True)
 runpy.run_module("interposer_tools", run_name="__main__")
 """
 TURN = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
-pytestmark = pytest.mark.skipif("not os.path.isdir('/proc/self')", reason="needs /proc")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif("not os.path.isdir('/proc/self')", reason="needs /proc"),
+]
 
 
 def interposer(*arguments: str | Path, asked: str = "") -> subprocess.CompletedProcess[str]:
     command = forks().command("-m", "interposer_tools", *arguments, "--tensor-parallel", "2")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command, input=asked, capture_output=True, text=True, timeout=60, env=environment
+        command,
+        input=asked,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        env=environment,
     )
 
 
@@ -81,8 +90,8 @@ def test_a_signal_to_run_ends_both_ranks(number: signal.Signals, code: int) -> N
         named = {int(c): Path(f"/proc/{c}/cmdline").read_text() for c in children}
         (follower,) = (child for child, name in named.items() if "_parallel.process" in name)
         os.kill(leader, number)
-        assert ended(leader, follower, within=15)
-        _, told = process.communicate(timeout=15)
+        wait_for_ends(leader, follower)
+        _, told = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == code
     assert "Traceback" not in told
     assert shared_memory() <= before

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.waiting import WAIT_SECONDS
 
 PROGRAM = Path(__file__).with_name("rank_differences.py")
 
@@ -31,12 +32,15 @@ def told(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(PROGRAM), str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=WAIT_SECONDS
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     found: list[dict[str, str]] = json.loads(done.stdout)
     return found
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("what", "said"),
     [

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +13,11 @@ from pathlib import Path
 import pytest
 from tests.forks import forks
 from tests.processes import lives
+from tests.waiting import WAIT_SECONDS, wait_until
 
 STDLIB = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
-# It tells the ids of the processes, and then generates until it is ended, in a thread where asked.
+# It prints the ids of the processes, then generates until it is ended, in a thread if the last
+# argument says so. A thread prints a line once it has generated something.
 PROGRAM = """
 import asyncio, os, signal, sys
 from interposer import Config
@@ -27,6 +28,8 @@ signal.signal(signal.SIGTERM, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 async def serve(lm):
     async with AsyncLanguageModel(lm) as front:
+        await front.generate([[1, 2, 3]], max_new_tokens=1)
+        print("generating", flush=True)
         while True:
             try:
                 await front.generate([[1, 2, 3]], max_new_tokens=300, ignore_eos=True)
@@ -50,7 +53,10 @@ try:
 except InterposerError as error:
     sys.exit(f"error: {error}")
 """
-pytestmark = pytest.mark.skipif("not os.path.isdir('/proc/self')", reason="needs /proc")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif("not os.path.isdir('/proc/self')", reason="needs /proc"),
+]
 
 
 @contextmanager
@@ -74,11 +80,8 @@ def generating(
         process.communicate()
 
 
-def ended(*pids: int, within: float = 30.0) -> bool:
-    end = time.monotonic() + within
-    while any(map(lives, pids)) and time.monotonic() < end:
-        time.sleep(0.02)
-    return not any(map(lives, pids))
+def wait_for_ends(*pids: int) -> None:
+    wait_until(lambda: not any(map(lives, pids)), f"the end of the processes {pids}")
 
 
 def shared_memory() -> set[str]:
@@ -102,6 +105,10 @@ def kill_leader_beside_a_stopped_follower(leader: int, follower: int) -> None:
     os.kill(leader, signal.SIGKILL)
 
 
+# The time limit of the ranks in tests that wait until it is over.
+SHORT_SECONDS = 10.0
+
+
 @pytest.mark.parametrize(
     ("what", "said"),
     [
@@ -118,21 +125,24 @@ def kill_leader_beside_a_stopped_follower(leader: int, follower: int) -> None:
 )
 def test_all_ranks_end_with_the_reason(what: Callable[[int, int], None], said: str) -> None:
     before = shared_memory()
-    with generating(timeout_seconds=3.0 if what is stop_follower else 60.0) as found:
+    with generating(SHORT_SECONDS if what is stop_follower else WAIT_SECONDS) as found:
         process, leader, follower = found
         what(leader, follower)
-        assert ended(leader, follower)
-        _, told = process.communicate(timeout=30)
+        wait_for_ends(leader, follower)
+        _, told = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode
     assert re.search(said, told)
     assert shared_memory() <= before
 
 
+# It has to wait until the time is over.
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_a_program_whose_steps_are_in_a_thread() -> None:
-    with generating(3.0, "thread") as (process, leader, follower):
-        time.sleep(0.2)
+    with generating(SHORT_SECONDS, "thread") as (process, leader, follower):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "generating\n", process.communicate()[1]
         stop_follower(leader, follower)
-        assert ended(leader, follower)
-        _, told = process.communicate(timeout=30)
+        wait_for_ends(leader, follower)
+        _, told = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode
     assert re.search(r"error: Rank 0: .*rank 1 (hangs|did not come)", told)

@@ -75,6 +75,7 @@ def told(
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(SIZE)]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "family",
     [

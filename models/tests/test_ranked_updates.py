@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from models.tests.test_update_weights import WEIGHTS, stored, write
 from models.tests.weight_peer import Peer
 from safetensors.torch import load_file
+from tests.waiting import WAIT_SECONDS
 from torch import nn
 
 from interposer.errors import ConfigError, RankError, RequestError
@@ -47,6 +48,7 @@ def paths(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
 
 
+@pytest.mark.process
 def test_each_rank_has_its_share_of_new_weights_or_of_the_old_ones(
     paths: list[Path], tmp_path: Path
 ) -> None:
@@ -75,6 +77,7 @@ def test_each_rank_has_its_share_of_new_weights_or_of_the_old_ones(
     assert answers[0] == answers[1]
 
 
+@pytest.mark.process
 def test_followers_come_to_a_meeting_with_the_trainer(
     paths: list[Path], trainer: Peer, tmp_path: Path
 ) -> None:
@@ -89,10 +92,10 @@ def test_followers_come_to_a_meeting_with_the_trainer(
 
     def come(lm: LanguageModel, number: int) -> tuple[str, ...]:
         meeting = Meeting(f"{address}{number}", rank=1, size=3)
-        return lm.update_weights(WeightsFrom(meeting, timeout_seconds=20))
+        return lm.update_weights(WeightsFrom(meeting, timeout_seconds=WAIT_SECONDS))
 
     given = f"load_file({str(new / WEIGHTS)!r})"
-    with launched(2, timeout_seconds=60.0) as load:
+    with launched(2, timeout_seconds=WAIT_SECONDS) as load:
         options: dict[str, Any] = {"dtype": "float32", "cache_tokens": 64}
         wanted = load(new, **options).logits(PROMPT)
         lm = load(old, **options)
@@ -122,6 +125,7 @@ def test_followers_come_to_a_meeting_with_the_trainer(
         assert trainer.end() == []
 
 
+@pytest.mark.process
 def test_threads_of_a_meeting_end_before_python_does(paths: list[Path], tmp_path: Path) -> None:
     """One that frees a tensor while Python ends would abort the process."""
     old, new = paths
@@ -142,13 +146,15 @@ tell()
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
         lm = load(old, dtype="float32", cache_tokens=64)
-        assert lm.update_weights(WeightsFrom(Meeting(address, 1, 2), timeout_seconds=60)) == ()
-        before, last = trainer.communicate(timeout=60)[0].splitlines()
+        source = WeightsFrom(Meeting(address, 1, 2), timeout_seconds=WAIT_SECONDS)
+        assert lm.update_weights(source) == ()
+        before, last = trainer.communicate(timeout=WAIT_SECONDS)[0].splitlines()
     assert trainer.returncode == 0
     assert "gloo" in before
     assert "gloo" not in last
 
 
+@pytest.mark.process
 def test_a_meeting_needs_a_rank_an_address_and_the_others(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rank of this process .* is 3, and 2"):
         send_weights({}, Meeting("file:///nowhere", 3, 2))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 from models.tests.test_update_weights import WEIGHTS, stored, write
 from models.tests.weight_peer import TOKENS, Peer, digest, join, noise
 from safetensors.torch import load_file
+from tests.waiting import WAIT_SECONDS
 from torch import distributed
 
 from interposer.errors import CheckpointError, ConfigError, RankError
@@ -28,7 +28,7 @@ from interposer_models._transfer.links import device_of
 from interposer_models._transfer.receiver import offer_of
 
 # All share the processes.
-pytestmark = pytest.mark.xdist_group("weight-peers")
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("weight-peers")]
 
 NUMBERS = count()
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -250,20 +250,18 @@ def test_a_trainer_that_fails_tells_its_reason(
     assert digest(lm) == before
 
 
-def test_a_silent_trainer_ends_an_update_in_time(
+def test_a_silent_trainer_ends_an_update(
     group: Group, written: Callable[[str], list[Path]]
 ) -> None:
     old, new = written("plain")
     lm = load(old, "float32", cache_tokens=64)
     before, trainer = digest(lm), Peer()
-    slow = f"send_weights(breaking({str(new / WEIGHTS)!r}, 5, 'sleep'), bucket_bytes=4096)"
+    silent = f"send_weights(breaking({str(new / WEIGHTS)!r}, 5, 'pause'), bucket_bytes=4096)"
     try:
-        with Group(trainer, group.other, group.folder).sending(slow):
-            started = time.monotonic()
+        with Group(trainer, group.other, group.folder).sending(silent):
             with pytest.raises(RankError, match=r"did not answer for 0.5 s"):
                 lm.update_weights(WeightsFrom(timeout_seconds=0.5))
-            assert time.monotonic() - started < 10
-            trainer.kill()
+            trainer.kill()  # it would be silent forever
     finally:
         trainer.close()
     assert digest(lm) == before
@@ -281,7 +279,7 @@ def test_a_trainer_that_dies_changes_nothing(
             Group(trainer, group.other, group.folder).sending(dying, there(old)) as answers,
             pytest.raises(RankError, match="died or did not answer"),
         ):
-            lm.update_weights(WeightsFrom(timeout_seconds=20))
+            lm.update_weights(WeightsFrom(timeout_seconds=WAIT_SECONDS))
     finally:
         trainer.close()
     assert answers == [[], [["RankError", True], "", ""]]
@@ -338,7 +336,7 @@ def test_other_talk_in_the_group_is_refused(
     lm = load(written("plain")[0], "float32", cache_tokens=64)
     before = digest(lm)
     with group.sending(call), pytest.raises(RankError, match=said):
-        lm.update_weights(WeightsFrom(timeout_seconds=20))
+        lm.update_weights(WeightsFrom(timeout_seconds=WAIT_SECONDS))
     assert digest(lm) == before
 
 

@@ -25,6 +25,7 @@ from interposer.records import PlatformEntry, Record
 from interposer_models import Constraint, LanguageModel, SamplingParams, Speculation, load
 from interposer_models._families import examples
 from interposer_models._speculation.balance import Balance
+from interposer_models._speculation.speculator import Speculator
 
 SMALL: dict[str, Any] = {"cache_tokens": 144, "max_sequences": 3, "max_step_tokens": 40}
 # What each request asks for; of the last ones, more than the model's logits decides.
@@ -453,10 +454,98 @@ def test_states_return_to_where_they_were_before_rejected_guesses(
     assert idle(same)
 
 
-def test_it_pauses_by_itself(llama: Path, other: Path, plain: LanguageModel) -> None:
+def timed(lm: LanguageModel, step_seconds: float, draft_seconds: float) -> None:
+    """Give the speculation of a model a clock that only its steps and drafts advance."""
+    engine, now = lm.engine, 0.0
+    loaded = engine.speculation
+    assert isinstance(loaded, Speculator)
+    proposer, compute, propose = loaded._proposer, engine.runner.compute, loaded._proposer.propose
+
+    def computed(*arguments: Any) -> Any:
+        nonlocal now
+        now += step_seconds
+        return compute(*arguments)
+
+    def proposed(*arguments: Any) -> Any:
+        nonlocal now
+        now += draft_seconds
+        return propose(*arguments)
+
+    engine.runner.compute = computed  # type: ignore[assignment, method-assign]
+    proposer.propose = proposed  # type: ignore[assignment, method-assign]
+    engine.speculation = Speculator(
+        engine, proposer, loaded._sampling, 4, Balance(), loaded._kept, clock=lambda: now
+    )
+
+
+def test_drafts_that_cost_more_than_they_gain_are_paused(
+    llama: Path, other: Path, plain: LanguageModel
+) -> None:
     lm = load(llama, "float32", cache_tokens=512, speculation=str(other))
+    timed(lm, step_seconds=1.0, draft_seconds=4.0)
     assert tokens_of(lm, [1, 2], 60) == tokens_of(plain, [1, 2], 60)
-    told = lm.speculation
-    assert told is not None
-    assert told.plain_steps > 3
+    figures = lm.speculation
+    assert figures is not None
+    # The first drafted step of a size is not counted; the second one costs too much.
+    assert figures.drafted_steps <= 2
+    assert figures.plain_steps > 40
     assert plain.speculation is None
+
+
+def test_drafts_that_gain_are_not_paused(llama: Path, plain: LanguageModel) -> None:
+    lm = load(llama, "float32", cache_tokens=512, speculation=str(llama))
+    timed(lm, step_seconds=1.0, draft_seconds=0.5)
+    assert tokens_of(lm, [1, 2], 60) == tokens_of(plain, [1, 2], 60)
+    figures = lm.speculation
+    assert figures is not None
+    assert figures.plain_steps == 4  # three before the first draft, and the last token
+    assert figures.drafted_steps > 10
+
+
+class Recorder(Balance):
+    """A cost model that allows every second step to have drafts and records what was measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_allowed = False
+        self.measured: list[tuple[str, float, float]] = []
+
+    def rests(self) -> bool:
+        return False
+
+    def allows(self, num_sequences: int) -> bool:
+        self.is_allowed = not self.is_allowed
+        return self.is_allowed
+
+    def count_plain(self, num_sequences: int, seconds: float, guessing_seconds: float) -> None:
+        kind = "allowed" if self.is_allowed else "not allowed"
+        self.measured.append((f"plain, {kind}", seconds, guessing_seconds))
+
+    def count_drafted(
+        self, num_sequences: int, seconds: float, num_tokens: int, guessing_seconds: float
+    ) -> None:
+        self.measured.append(("drafted", seconds, guessing_seconds))
+
+
+def test_seconds_of_drafts_and_of_steps_are_measured_apart(llama: Path) -> None:
+    lm = load(llama, "float32", cache_tokens=512, speculation=str(llama))
+    loaded, recorder = lm.engine.speculation, Recorder()
+    assert isinstance(loaded, Speculator)
+    readings: list[float] = []
+
+    def clock() -> float:
+        readings.append(2.0 ** len(readings))
+        return readings[-1]
+
+    lm.engine.speculation = Speculator(
+        lm.engine, loaded._proposer, loaded._sampling, 4, recorder, clock=clock
+    )
+    stream = lm.stream([1, 2], max_new_tokens=30, ignore_eos=True)
+    while recorder.measured[-1:] != [("drafted", 2.0, 1.0)]:
+        readings.clear()  # so that each step reads 1, 2, 4 and 8 s
+        assert next(stream, None) is not None, recorder.measured
+    readings.clear()
+    while recorder.measured[-1][0] == "drafted":
+        assert next(stream, None) is not None, recorder.measured
+    assert recorder.measured[-1] == ("plain, not allowed", 1.0, 2.0)
+    stream.close()  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ import pytest
 from interposer import Config
 from interposer_models import LanguageModel, load
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 PROMPTS = [[5, 6, 7, 8], [9] * 12]
 PROGRAM = """
 import json, sys

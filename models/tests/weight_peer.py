@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
+from tests.waiting import WAIT_SECONDS
 from torch import distributed
 
 from interposer_models import Meeting, WeightsFrom, send_weights
@@ -76,7 +77,7 @@ def join(store: Path | str, rank: int, size: int) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=WAIT_SECONDS),
     )
 
 
@@ -156,7 +157,7 @@ def received_by_ranks(old: str, new: str, dtype: str, **options: Any) -> list[ob
     results: list[object] = [updated(lm)]
     tokens += [delta.token_id for delta in stream]
     results.append(tokens == [*undisturbed])
-    results += [updated(lm), updated(lm, timeout_seconds=20)]
+    results += [updated(lm), updated(lm, timeout_seconds=WAIT_SECONDS)]
     lm.update_weights(load_file(f"{old}/model.safetensors"))
     return [*found, *results, digest(lm)]
 
@@ -169,7 +170,7 @@ def other_vote() -> None:
 
 def other_bucket() -> None:
     """Begin as ``send_weights`` does, and go on with zeros."""
-    channel = Channel(None, None, 20.0, 4096)
+    channel = Channel(None, None, WAIT_SECONDS, 4096)
     channel.vote("ready")
     channel.post(torch.zeros(HEADER_BYTES, dtype=torch.uint8)).wait()
 
@@ -184,8 +185,8 @@ def breaking(path: str, count: int, how: str) -> Items:
         yield item
     if how == "exit":
         os._exit(3)
-    elif how == "sleep":
-        time.sleep(30)
+    elif how == "pause":
+        signal.pause()  # until the process is killed
     raise OSError("the disk is full")
 
 

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from tests.waiting import WAIT_SECONDS
 
 from interposer import Capability, Config, Device, Ranks, Registry, Resolver, explain
-from interposer.errors import NoCandidateError
+from interposer.errors import NoCandidateError, RankError
 from interposer.tooling import Plugins
 from interposer_ops import plugin
+from interposer_ops.communicators import TorchCommunicator, _group
 from interposer_ops.communicators._portable import sum_of_parts
 
 # Two ranks that say to be of two platforms, so that tensors go through the host's memory.
@@ -31,7 +34,7 @@ from interposer_ops.communicators import OrderedCommunicator, TorchCommunicator
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group(
-    "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=300)
 )
 platform = current_platform(Config(platform="cpu"))
 ranks = Ranks.of(dist.group.WORLD, platform, timeout_seconds=30)
@@ -96,7 +99,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for rank in range(2)
     ]
     try:
-        ends = [process.communicate(timeout=120) for process in both]
+        ends = [process.communicate(timeout=WAIT_SECONDS) for process in both]
     finally:
         for process in both:
             process.kill()
@@ -104,6 +107,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(out.splitlines()[-1]) for out, _ in ends]
 
 
+@pytest.mark.process
 def test_ranks_know_each_other(found: list[dict[str, Any]]) -> None:
     for rank, facts in enumerate(found):
         assert facts["ranks"] == [rank, 2, [0, 0], ["cpu", "cpu"], "gloo"]
@@ -111,16 +115,19 @@ def test_ranks_know_each_other(found: list[dict[str, Any]]) -> None:
         assert facts["limit"] == 30
 
 
+@pytest.mark.process
 def test_any_dtype_is_moved_and_added_up(found: list[dict[str, Any]]) -> None:
     for facts in found:
         assert facts["dtypes"] == [10.0, 10.0, 5.0]
         assert facts["moved"] == [[3.0, 3.0]]
 
 
+@pytest.mark.process
 def test_ordered_sums_do_not_depend_on_the_size(found: list[dict[str, Any]]) -> None:
     assert all(facts["ordered"] for facts in found)
 
 
+@pytest.mark.process
 def test_wrong_rows_are_an_error_before_anything_is_sent(found: list[dict[str, Any]]) -> None:
     first = found[0]["errors"]
     assert len(first) == 4
@@ -130,6 +137,7 @@ def test_wrong_rows_are_an_error_before_anything_is_sent(found: list[dict[str, A
     assert "broadcast from rank 2, of 2 ranks" in first[3]
 
 
+@pytest.mark.process
 def test_a_closed_one_says_so(found: list[dict[str, Any]]) -> None:
     for rank, facts in enumerate(found):
         assert facts["closed"] == ["RankError", f"Rank {rank}: the communicator is closed"]
@@ -185,12 +193,9 @@ def test_a_pin_that_promises_too_little_is_refused() -> None:
         )
 
 
+@pytest.mark.process
 def test_tensors_of_a_device_without_a_backend_go_through_the_host(tmp_path: Path) -> None:
     """One rank alone has a group, too; its tensors have no memory, so only copies are seen."""
-    import torch.distributed as dist
-
-    from interposer_ops.communicators import TorchCommunicator
-
     init = f"file://{tmp_path}/store"
     dist.init_process_group("gloo", init_method=init, rank=0, world_size=1)
     try:
@@ -200,3 +205,31 @@ def test_tensors_of_a_device_without_a_backend_go_through_the_host(tmp_path: Pat
         communicator.close()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("reports_at", "lost"), [({1: 0.0, 2: 0.5}, []), ({1: 0.5}, [2]), ({1: 0.0, 2: 5.0}, [2])]
+)
+def test_a_failure_names_the_ranks_that_do_not_report_it_in_time(
+    reports_at: dict[int, float], lost: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now = dist.HashStore(), 0.0  # type: ignore[attr-defined]
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        for rank, at in reports_at.items():
+            if now >= at:
+                store.set(f"interposer/lost/the start of a communicator/{rank}", "it failed")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer\nand more")
+
+    monkeypatch.setattr(_group, "ordered_group", fail)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1, 2])
+    group = SimpleNamespace(get_group_store=lambda: store)
+    ranks = Ranks(0, 3, (0, 0, 0), ("cpu",) * 3, group)
+    with pytest.raises(RankError, match=r"torch.distributed says: Connection closed") as raised:
+        _group.RankGroup(ranks, clock=lambda: now, sleep=sleep)
+    assert list(raised.value.lost) == lost
+    assert now < 2

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waiting import WAIT_SECONDS
 from torch import Tensor
 
 from interposer import ExpertsSpec, Site
@@ -44,7 +45,7 @@ class Exchange:
     """Two ranks in two threads, which give each other what they hold for one another."""
 
     def __init__(self) -> None:
-        self.barrier = Barrier(2, timeout=60)
+        self.barrier = Barrier(2, timeout=WAIT_SECONDS)
         self.sent: list[list[Any]] = [[], []]
 
     def swap(self, rank: int, parts: list[Any]) -> list[Any]:

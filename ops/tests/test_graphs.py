@@ -59,6 +59,7 @@ def test_a_compiled_part_is_found(way: str) -> None:
     assert "a part of the step, is compiled" in judge_compilation(whole).reason
 
 
+@pytest.mark.process
 def test_the_compiler_is_not_imported_to_ask() -> None:
     program = """
 import sys, torch

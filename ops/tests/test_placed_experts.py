@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waiting import WAIT_SECONDS
 from torch import Tensor, nn
 
 from interposer import Communicator, ExpertsSpec, Ranks, Site
@@ -28,7 +29,7 @@ SPEC = ExpertsSpec(
     top_k=TOP_K,
     activation="silu",
 )
-MEETING = Barrier(RANKS, timeout=60)
+MEETING = Barrier(RANKS, timeout=WAIT_SECONDS)
 HELD: list[Any] = [None] * RANKS
 # Of both sides: sums of 16 and 8 products, of two experts and of three ranks are less than 32
 # float32 roundings of 2**-24.

@@ -16,6 +16,7 @@ print(records_text(declared_records()), end="")
 """
 
 
+@pytest.mark.process
 def test_written_records_are_the_declared_ones() -> None:
     """In a process of its own, in which nothing but ops is declared."""
     pytest.importorskip("triton", reason="needs the package triton")

@@ -6,11 +6,12 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import WAIT_SECONDS, wait_until
 
 # Without a network of its own, so that the page alone is asked for.
 OPTIONS = (
@@ -65,11 +66,11 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def wait(self, condition: str, seconds: float = 60) -> None:
-        upto = time.monotonic() + seconds
-        while not self.evaluate(condition):
-            assert time.monotonic() < upto, (condition, self.complaints, self.text("body"))
-            time.sleep(0.05)
+    def wait(self, condition: str) -> None:
+        wait_until(
+            lambda: self.evaluate(condition),
+            lambda: (condition, self.complaints, self.text("body")),
+        )
 
     def text(self, selector: str) -> str:
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
@@ -121,4 +122,4 @@ def opened(chromium: str, url: str, profile: Path) -> Iterator[Page]:
         page.close()
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(WAIT_SECONDS)

@@ -6,10 +6,9 @@ import json
 import shutil
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from tests.waiting import WAIT_SECONDS, wait_until
 
 from interposer_models import Encoder, LanguageModel, load
 from interposer_serve import Limits, application
@@ -77,7 +77,7 @@ class Served:
         sent |= {name.replace("_", "-"): value for name, value in headers.items()}
         request = urllib.request.Request(self.url + path, data, sent)
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
+            with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
                 return read(answer)
         except urllib.error.HTTPError as error:
             return read(error)
@@ -93,7 +93,7 @@ class Served:
         """Return a connection on which a request was sent, and nothing was read."""
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_SECONDS)
         connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
         return connection
 
@@ -119,13 +119,6 @@ def events(content: str) -> list[Any]:
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 30) -> None:
-    upto = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < upto, "it never held"
-        time.sleep(0.005)
-
-
 @contextmanager
 def serving(
     model: Any,
@@ -149,12 +142,12 @@ def serving(
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        eventually(lambda: server.started)
+        wait_until(lambda: server.started, "the start of the server")
         port = server.servers[0].sockets[0].getsockname()[1]
         yield Served(port, model)
     finally:
         server.should_exit = True
-        thread.join(60)
+        thread.join(WAIT_SECONDS)
         assert not thread.is_alive()
     if not isinstance(model, Encoder):
         pool = model.engine.pool

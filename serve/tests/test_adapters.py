@@ -13,7 +13,7 @@ from interposer.errors import ConfigError
 from interposer_models import LanguageModel
 from interposer_serve import application
 
-pytestmark = pytest.mark.xdist_group("serve")
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
 SIZES = {"model.layers.1.self_attn.q_proj": (256, 256), "model.layers.2.mlp.down_proj": (256, 688)}
 

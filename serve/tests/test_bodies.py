@@ -14,7 +14,7 @@ from serve.tests.conftest import STDLIB, Served, serving
 
 from interposer_models import load
 
-pytestmark = pytest.mark.xdist_group("serve")
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
 REFUSED: list[tuple[str, Any, str]] = [
     ("response_format", {}, "allowed is {'type': 'text'}, {'type': 'json_object'} or"),

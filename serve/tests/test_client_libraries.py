@@ -16,7 +16,7 @@ from serve.tests.conftest import NAME, Served
 
 from interposer_models import LanguageModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("serve")]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.xdist_group("serve")]
 
 NEEDS = "needs {}. Try: make test-libraries"
 MESSAGES: Any = [{"role": "user", "content": "import os"}]

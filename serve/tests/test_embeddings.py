@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 
 from interposer_models import Encoder, load_encoder
 
-pytestmark = pytest.mark.xdist_group("serve")
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
 TEXTS = ["import os", "def main():\n    pass", "π"]
 

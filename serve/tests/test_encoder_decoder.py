@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from models.tests.test_encoder_decoder import greedy_of, written
 from serve.tests.conftest import NAME, events, serving
 
 from interposer_models import load
 
 
+@pytest.mark.process
 def test_completions_are_of_the_source(tmp_path: Path) -> None:
     model = written("mbart", tmp_path)
     lm = load(tmp_path, "float32", platform="cpu", cache_tokens=640, max_sequences=4)

@@ -11,7 +11,7 @@ from serve.tests.conftest import NAME, Served, events
 
 from interposer_models import LanguageModel
 
-pytestmark = pytest.mark.xdist_group("serve")
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
 WARM: Any = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
 PROMPTS = ("def main():", "import os", "class A:\n", "x = [", "for i in range(")

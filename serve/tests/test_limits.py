@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import socket
 import threading
-import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.client import HTTPConnection
@@ -13,56 +15,50 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve.tests.conftest import NAME, Served, events, eventually, serving
+from serve.tests.conftest import NAME, Served, events, serving
+from tests.stalled_steps import StalledSteps, stalled_steps
+from tests.waiting import WAIT_SECONDS, wait_until
 
 from interposer.errors import ConfigError
 from interposer_models import LanguageModel, Speculation, load
 from interposer_serve import Limits, application
 
-pytestmark = pytest.mark.xdist_group("serve")
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
 LONG = {"model": NAME, "prompt": "import os", "max_tokens": 900, "ignore_eos": True}
 
 
 @pytest.fixture
-def slow(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Make steps wait for a moment, and return the number of held pages before each."""
-    held: list[int] = []
-    step = lm.engine.step
-
-    def slowly() -> Any:
-        held.append(lm.engine.pool.num_pages - lm.engine.pool.num_free)
-        time.sleep(0.01)
-        return step()
-
-    monkeypatch.setattr(lm.engine, "step", slowly)
-    return held
+def steps(lm: LanguageModel) -> Iterator[StalledSteps]:
+    """Let no answer end until the test says so."""
+    with stalled_steps(lm) as steps:
+        yield steps
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_pages_within_a_step(
-    lm: LanguageModel, slow: list[int], stream: bool
+def test_a_client_that_leaves_frees_its_pages(
+    lm: LanguageModel, steps: StalledSteps, stream: bool
 ) -> None:
     with serving(lm) as served, ThreadPoolExecutor(1) as pool:
         other = pool.submit(served.complete, max_tokens=200, ignore_eos=True, prompt="x")
-        eventually(lambda: len(lm.engine.scheduler.running) == 1)
+        wait_until(lambda: len(lm.engine.scheduler.running) == 1)
         connection = served.connect("/v1/completions", {**LONG, "stream": stream})
-        eventually(lambda: len(lm.engine.scheduler.running) == 2)
+        wait_until(lambda: len(lm.engine.scheduler.running) == 2)
         first, second = lm.engine.scheduler.running
-        eventually(lambda: len(second.output) > 40)
-        tokens = len(second.output)
+        wait_until(lambda: second.output)
         connection.close()
-        eventually(lambda: second.finish_reason is not None)
-        # What one token needs in time is a step; the rest is what the network takes to tell.
+        wait_until(lambda: second.finish_reason is not None)
+        wait_until(lambda: lm.engine.scheduler.running == [first])
         assert (second.finish_reason, second.pages) == ("cancelled", [[]])
-        assert len(second.output) < tokens + 50
-        assert lm.engine.scheduler.running == [first]
+        steps.release()
         assert other.result().body["usage"]["completion_tokens"] == 200
-        eventually(lambda: lm.engine.pool.num_free == lm.engine.pool.num_pages)
-        eventually(lambda: served.metric("interposer_generations_total") == 2)
+        wait_until(lambda: lm.engine.pool.num_free == lm.engine.pool.num_pages)
+        wait_until(lambda: served.metric("interposer_generations_total") == 2)
 
 
-def test_a_stream_whose_client_left_before_it_began_is_cancelled(lm: LanguageModel) -> None:
+def test_a_stream_whose_client_left_before_it_began_is_cancelled(
+    lm: LanguageModel, steps: StalledSteps
+) -> None:
     """As servers tell it that follow a later version of ASGI."""
     app = application(lm, NAME, hosts=None)
     headers = [(b"content-type", b"application/json")]
@@ -72,17 +68,21 @@ def test_a_stream_whose_client_left_before_it_began_is_cancelled(lm: LanguageMod
     async def receive() -> Any:
         return {"type": "http.request", "body": json.dumps({**LONG, "stream": True}).encode()}
 
+    running: list[Any] = []
+
     async def send(_: Any) -> None:
+        await asyncio.to_thread(wait_until, lambda: lm.engine.scheduler.running)
+        running.extend(lm.engine.scheduler.running)
         raise OSError("the client left")
 
-    async def run() -> int:
+    async def run() -> None:
         async with app.router.lifespan_context(app):
             with pytest.raises(OSError, match="the client left"):
                 await app(scope, receive, send)
-            await asyncio.sleep(0.5)
-            return len(lm.engine.scheduler.running)
+            await asyncio.to_thread(wait_until, lambda: not lm.engine.scheduler.running)
 
-    assert asyncio.run(run()) == 0
+    asyncio.run(run())
+    assert [sequence.finish_reason for sequence in running] == ["cancelled"]
 
 
 def test_an_order_to_leave_is_followed_before_the_next_step(lm: LanguageModel) -> None:
@@ -93,23 +93,23 @@ def test_an_order_to_leave_is_followed_before_the_next_step(lm: LanguageModel) -
     def counted() -> Any:
         held.append(len(lm.engine.scheduler.running) + len(lm.engine.scheduler.waiting))
         at_step.release()
-        assert allowed.acquire(timeout=60)
+        assert allowed.acquire(timeout=WAIT_SECONDS)
         return step()
 
     with pytest.MonkeyPatch.context() as patch, serving(lm) as served:
         patch.setattr(lm.engine, "step", counted)
         leaving = served.connect("/v1/completions", {**LONG, "stream": True})
-        assert at_step.acquire(timeout=60)
+        assert at_step.acquire(timeout=WAIT_SECONDS)
         staying = served.connect("/v1/completions", {**LONG, "max_tokens": 3, "stream": True})
 
         def next_step() -> int:
             allowed.release()
-            assert at_step.acquire(timeout=60)
+            assert at_step.acquire(timeout=WAIT_SECONDS)
             return held[-1]
 
-        eventually(lambda: next_step() == 2)
+        wait_until(lambda: next_step() == 2)
         leaving.close()
-        eventually(lambda: served.metric("interposer_generations_total") == 1)
+        wait_until(lambda: served.metric("interposer_generations_total") == 1)
         assert next_step() == 1  # after the step that waited
         for _ in range(8):
             allowed.release()
@@ -121,14 +121,13 @@ def test_tokens_do_not_wait_for_a_step_that_takes_long(lm: LanguageModel) -> Non
     allowed, step = threading.Semaphore(0), lm.engine.step
 
     def waiting() -> Any:
-        assert allowed.acquire(timeout=60)
+        assert allowed.acquire(timeout=WAIT_SECONDS)
         return step()
 
     with pytest.MonkeyPatch.context() as patch, serving(lm) as served:
         patch.setattr(lm.engine, "step", waiting)
         fields = {"prompt": [1, 2, 3], "max_tokens": 5, "stream": True, "logprobs": 0}
         connection = served.connect("/v1/completions", {**LONG, **fields})
-        connection.settimeout(30)
         content = b""
         for num_tokens in (1, 4):
             for _ in range(num_tokens - content.count(b"data: ")):
@@ -153,15 +152,15 @@ def read_all(connection: Any) -> bytes:
     return content
 
 
-def test_a_full_queue_is_told_with_the_time_to_wait(lm: LanguageModel, slow: list[int]) -> None:
+def test_a_full_queue_is_told_with_the_time_to_wait(lm: LanguageModel, steps: StalledSteps) -> None:
     room = lm.engine.scheduler.max_sequences + 2
     with serving(lm, limits=Limits(queue=2)) as served:
         running = [
             served.connect("/v1/completions", {**LONG, "n": room // 2, "stream": True})
             for _ in range(2)
         ]
-        eventually(lambda: len(lm.engine.scheduler.running) == room - 2)
-        eventually(lambda: len(lm.engine.scheduler.waiting) == 2)
+        wait_until(lambda: len(lm.engine.scheduler.running) == room - 2)
+        wait_until(lambda: len(lm.engine.scheduler.waiting) == 2)
         answer = served.complete()
         assert (answer.status, answer.error["code"]) == (429, "queue_full")
         assert answer.error["message"].startswith(f"{room} answers are running or waiting, and")
@@ -171,23 +170,56 @@ def test_a_full_queue_is_told_with_the_time_to_wait(lm: LanguageModel, slow: lis
         assert served.complete(prompt="\ud800").status == 429
         assert served.chat().status == 429
         running[0].close()
-        eventually(lambda: served.complete(max_tokens=1).status == 200)
+        steps.release()
+        wait_until(lambda: served.complete(max_tokens=1).status == 200)
         running[1].close()
 
 
+# A delay that no other timer of an event loop has.
+DEADLINE_SECONDS = 12345
+
+
+@pytest.fixture
+def deadlines(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Return functions that each let the deadline of a request pass, which no clock does."""
+    calls: list[Callable[[], object]] = []
+    call_later = asyncio.BaseEventLoop.call_later
+
+    def record(
+        loop: asyncio.BaseEventLoop, delay: float, callback: Any, *arguments: Any, **how: Any
+    ) -> asyncio.TimerHandle:
+        if delay == DEADLINE_SECONDS:
+            calls.append(lambda: loop.call_soon_threadsafe(callback, *arguments))
+        return call_later(loop, delay, callback, *arguments, **how)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_later", record)
+    return calls
+
+
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_deadline_ends_an_answer(lm: LanguageModel, slow: list[int], stream: bool) -> None:
-    with serving(lm, limits=Limits(deadline_seconds=1)) as served:
-        answer = served.complete(**LONG, stream=stream)
+def test_a_deadline_ends_an_answer(
+    lm: LanguageModel, steps: StalledSteps, deadlines: list[Callable[[], object]], stream: bool
+) -> None:
+    limits = Limits(deadline_seconds=DEADLINE_SECONDS)
+    with serving(lm, limits=limits) as served, ThreadPoolExecutor(1) as pool:
         if stream:
-            *parts, last = answer.body.removesuffix("\n\n").split("\n\n")
-            assert len(parts) > 3
-            error = json.loads(last.removeprefix("data: "))["error"]
+            connection = served.connect("/v1/completions", {**LONG, "stream": True})
+            content = b""
+            while b"data: " not in content:
+                content += connection.recv(65536)
+            deadlines.pop()()
+            body = (content + read_all(connection)).decode()
+            _, error_event = re.findall(r"^data: (.*)\r?$", body, re.MULTILINE)
+            error = json.loads(error_event)["error"]
         else:
-            assert answer.status == 504
-            error = answer.error
+            asked = pool.submit(served.complete, **LONG)
+            wait_until(lambda: deadlines)
+            deadlines.pop()()
+            assert asked.result().status == 504
+            error = asked.result().error
         assert error["code"] == "deadline_exceeded"
-        assert error["message"] == "The answer took longer than 1 s"
+        assert error["message"] == "The answer took longer than 12345 s"
+        steps.release()
         assert served.complete(max_tokens=1).status == 200
 
 
@@ -204,7 +236,7 @@ def test_bodies_and_prompts_have_a_size(lm: LanguageModel) -> None:
 
 def test_a_body_that_tells_no_length_is_cut_off(lm: LanguageModel) -> None:
     with serving(lm, limits=Limits(body_bytes=2000)) as served:
-        connection = HTTPConnection("127.0.0.1", served.port, timeout=60)
+        connection = HTTPConnection("127.0.0.1", served.port, timeout=WAIT_SECONDS)
         with closing(connection):
             connection.request(
                 "POST",
@@ -249,22 +281,39 @@ def test_a_step_that_fails_fails_its_requests_alone(
     assert "a kernel failed" in caplog.text
 
 
-def test_answers_end_before_the_server_does(lm: LanguageModel, slow: list[int]) -> None:
-    with serving(lm, drain=60) as served:
-        pool = ThreadPoolExecutor(4)
+def refuses_connections(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_answers_end_before_the_server_does(lm: LanguageModel, steps: StalledSteps) -> None:
+    pool = ThreadPoolExecutor(4)
+    with serving(lm, drain=int(WAIT_SECONDS)) as served:
         asked = [pool.submit(served.complete, max_tokens=n, stream=True) for n in (20, 40, 60)]
-        eventually(lambda: len(lm.engine.scheduler.running) == 3)
+        wait_until(lambda: len(lm.engine.scheduler.running) == 3)
+
+        def release_when_it_ends() -> None:
+            wait_until(lambda: refuses_connections(served.port), "the end of the server")
+            assert not any(answer.done() for answer in asked)
+            steps.release()
+
+        released = pool.submit(release_when_it_ends)
+    released.result()
     for answer, count in zip(asked, (20, 40, 60), strict=True):
         assert len(events(answer.result().body)) <= count
         assert events(answer.result().body)[-1]["choices"][0]["finish_reason"] == "length"
     pool.shutdown()
 
 
-def test_what_does_not_end_in_time_is_cancelled(lm: LanguageModel, slow: list[int]) -> None:
+def test_what_does_not_end_in_time_is_cancelled(lm: LanguageModel, steps: StalledSteps) -> None:
     with serving(lm, drain=1) as served:
         connection = served.connect("/v1/completions", {**LONG, "stream": True})
-        eventually(lambda: len(lm.engine.scheduler.running) == 1)
-    content = b""
+        content = b""
+        while b"data: " not in content:
+            content += connection.recv(65536)
     while part := connection.recv(65536):
         content += part
     connection.close()

@@ -9,12 +9,13 @@ from typing import Any, Literal
 import openai
 import pytest
 from pydantic import BaseModel, Field
-from serve.tests.conftest import NAME, Served, eventually, serving
+from serve.tests.conftest import NAME, Served, serving
 from serve.tests.test_endpoints import TOOLS
+from tests.waiting import wait_until
 
 from interposer_models import LanguageModel
 
-pytestmark = pytest.mark.xdist_group("serve")
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
 MESSAGES: Any = [{"role": "user", "content": "import os"}]
 
@@ -100,7 +101,7 @@ def test_a_stream_that_is_closed_is_cancelled(client: openai.OpenAI, lm: Languag
     asked: Any = {"model": NAME, "messages": MESSAGES, "extra_body": {"ignore_eos": True}}
     with client.chat.completions.create(**asked, stream=True) as stream:
         next(iter(stream))
-    eventually(lambda: not lm.engine.scheduler.running)
+    wait_until(lambda: not lm.engine.scheduler.running)
 
 
 def test_many_at_once_are_answered(keyed: Served) -> None:

@@ -11,7 +11,7 @@ from serve.tests.conftest import NAME, Served, events
 from interposer_models import LanguageModel
 from interposer_serve._requests import ChatBody, CompletionBody
 
-pytestmark = pytest.mark.xdist_group("serve")
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
 WARM: dict[str, Any] = {"temperature": 1.5, "seed": 1}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from serve.tests.browser import Page, opened, program
-from serve.tests.conftest import NAME, Served, eventually, serving
+from serve.tests.conftest import NAME, Served, serving
+from tests.waiting import wait_until
 
 from interposer_models import LanguageModel
 
-pytestmark = pytest.mark.xdist_group("serve")
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_an_answer_can_be_stopped(page: Page, served: Served) -> None:
     assert len(running) == 1
     page.click("#stop")
     page.wait("document.body.dataset.busy === 'false'")
-    eventually(lambda: not running)
+    wait_until(lambda: not running)
     ask(page, " ")
     page.wait("document.body.dataset.busy === 'false'")
     assert page.texts(".message.error") == []

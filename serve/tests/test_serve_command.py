@@ -17,7 +17,7 @@ from tests.adapter_files import write_adapter
 from tests.forks import forks
 from tests.processes import served
 
-pytestmark = pytest.mark.xdist_group("serve")
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
 
 def command(folder: Path, *options: str) -> list[str]:

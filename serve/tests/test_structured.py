@@ -15,7 +15,7 @@ from serve.tests.conftest import NAME, RESPONSES, Served, events, serving
 
 from interposer_models import LanguageModel, load
 
-pytestmark = pytest.mark.xdist_group("serve")
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
 SCHEMA = {
     "type": "object",

@@ -11,13 +11,15 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
-from serve.tests.conftest import NAME, eventually, serving
+from serve.tests.conftest import NAME, serving
+from tests.stalled_steps import stalled_steps
+from tests.waiting import wait_until
 
 import interposer_serve._tracing as tracing
 from interposer_models import LanguageModel
 from interposer_serve import Limits
 
-pytestmark = pytest.mark.xdist_group("serve")
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
 
 @pytest.fixture
@@ -71,14 +73,15 @@ def test_a_failure_and_a_client_that_left_are_told_apart(
     lm: LanguageModel, exporter: InMemorySpanExporter
 ) -> None:
     long = {"model": NAME, "prompt": "import os", "max_tokens": 1000, "ignore_eos": True}
-    with serving(lm, limits=Limits(deadline_seconds=1)) as served:
+    with stalled_steps(lm), serving(lm) as served:
         served.connect("/v1/completions", {**long, "stream": True}).close()
-        eventually(lambda: "interposer.serve" in told(exporter))
+        wait_until(lambda: "interposer.serve" in told(exporter))
         left = told(exporter)["interposer.serve"]
         assert left.attributes is not None
         assert left.attributes["interposer.serve.client_left"]
         assert left.status.status_code == StatusCode.UNSET
-        exporter.clear()
-        assert served.complete(max_tokens=900, n=32, ignore_eos=True).status == 504
+    exporter.clear()
+    with stalled_steps(lm), serving(lm, limits=Limits(deadline_seconds=1)) as served:
+        assert served.complete(max_tokens=900, ignore_eos=True).status == 504
         late = told(exporter)["interposer.serve"]
         assert late.status.description == "The answer took longer than 1 s"

@@ -33,20 +33,24 @@ def found() -> dict[str, dict[str, Any]]:
     return results
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("conversion", [f"{way} {d}" for way in ("to", "from") for d in NARROW])
 def test_conversions_are_those_of_torch(conversion: str, found: dict[str, dict[str, Any]]) -> None:
     assert found["after"][conversion]
 
 
+@pytest.mark.process
 def test_arithmetic_on_bits_says_what_to_do(found: dict[str, dict[str, Any]]) -> None:
     assert "add of bf16" in found["after"]["doubled"]
     assert ".to(tl.float32)" in found["after"]["doubled"]
 
 
+@pytest.mark.process
 def test_a_product_is_that_of_the_values(found: dict[str, dict[str, Any]]) -> None:
     assert found["after"]["product"]
 
 
+@pytest.mark.process
 def test_the_interpreter_itself_is_still_wrong(found: dict[str, dict[str, Any]]) -> None:
     """Where this fails, triton has mended it, and ``exact_interpreter`` can go."""
     before = found["before"]

@@ -56,10 +56,12 @@ def check(modules: Sequence[str], *arguments: str) -> None:
 
 
 # A process spends six seconds on importing torch, what it traces with, and triton.
+@pytest.mark.process
 def test_kernels_compute_what_their_ops_define() -> None:
     check(MODULES, "--every", "128")
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("module", MODULES)
@@ -67,6 +69,7 @@ def test_kernels_do_so_in_all_quick_cases_and_keep_promises(module: str) -> None
     check([module], "--seed", "1", "--promises")
 
 
+@pytest.mark.process
 def test_kernels_draw_the_noise_of_the_ops() -> None:
     """Bit for bit where it is uniform; its two logarithms are off by a few roundings."""
     found = json.loads(interpreted(str(Path(__file__).with_name("drawn_noise.py"))))
@@ -91,5 +94,6 @@ print(interposer.place().platform.name)
 """
 
 
+@pytest.mark.process
 def test_the_interpreter_is_taken_where_it_is_named() -> None:
     assert interpreted("-c", ASKED).split() == ["interpreter", "True", "cpu"]

@@ -33,6 +33,7 @@ def found() -> dict[str, bool]:
     return results
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "product",
     [

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.waiting import WAIT_SECONDS, wait_until
 
 from interposer import Ranks, current_platform
 from interposer.errors import ConfigError, RankError
@@ -29,10 +28,10 @@ class Rank:
 
     def __init__(self, rank: int, size: int, folder: Path, options: list[str]) -> None:
         store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
-        limit = timedelta(seconds=60)
+        limit = timedelta(seconds=WAIT_SECONDS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
         self.rank, self.folder, self.options = rank, folder, options
-        self.ranks = Ranks.of(dist.group.WORLD, current_platform())
+        self.ranks = Ranks.of(dist.group.WORLD, current_platform(), WAIT_SECONDS)
 
     def communicator(self) -> SharedMemoryCommunicator:
         made = SharedMemoryCommunicator(self.ranks, "cpu")
@@ -41,6 +40,9 @@ class Rank:
 
     def ready(self) -> None:
         (self.folder / f"ready{self.rank}").touch()
+
+    def wait_for_test(self) -> None:
+        wait_until((self.folder / "go").exists, "the test, which lets this rank go on")
 
 
 def reason_of(call: Callable[[], Any]) -> RankError:
@@ -85,11 +87,10 @@ def killed(rank: Rank) -> Found:
     ranks.all_reduce(torch.ones(4))
     rank.ready()
     if rank.rank == 1:
-        time.sleep(60)
+        signal.pause()  # until it is killed
     first = reason_of(lambda: ranks.all_reduce(torch.ones(4)))
-    at = time.monotonic()
     again = reason_of(lambda: ranks.all_reduce(torch.ones(4)))
-    return {"lost": first.lost, "reason": first.reason, "again": again.reason, "at": at}
+    return {"lost": first.lost, "reason": first.reason, "again": again.reason}
 
 
 def interrupted(rank: Rank) -> Found:
@@ -98,15 +99,13 @@ def interrupted(rank: Rank) -> Found:
     ranks = rank.communicator()
     rank.ready()
     if rank.rank == 1:
-        while not (rank.folder / "go").exists():
-            time.sleep(0.01)
+        rank.wait_for_test()
         return {"reason": reason_of(lambda: ranks.all_reduce(torch.ones(4))).reason}
     try:
         ranks.all_reduce(torch.ones(4))
     except KeyboardInterrupt:
         (rank.folder / "told").touch()
-        while not (rank.folder / "go").exists():
-            time.sleep(0.01)
+        rank.wait_for_test()
         return {"raised": "KeyboardInterrupt"}
     return {}
 
@@ -114,13 +113,10 @@ def interrupted(rank: Rank) -> Found:
 def idle(rank: Rank) -> Found:
     ranks = rank.communicator()
     ranks.all_reduce(torch.ones(4))
+    rank.ready()
     if rank.rank == 1:
-        time.sleep(1)
-    began, used = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
-    found = ranks.all_reduce(torch.full((4,), rank.rank + 1.0))
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    processor = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
-    return {"waited": time.monotonic() - began, "processor": processor, "sum": found[0].item()}
+        rank.wait_for_test()
+    return {"sum": ranks.all_reduce(torch.full((4,), rank.rank + 1.0))[0].item()}
 
 
 def place(rank: Rank) -> Found:

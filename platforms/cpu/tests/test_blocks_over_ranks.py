@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waiting import WAIT_SECONDS
 
 from interposer import Config
 from interposer_cpu import native
@@ -17,6 +18,7 @@ from interposer_models import LanguageModel, SamplingParams, launched, load
 
 # Without a compiler the plugin works too, but has none of what is tested here.
 pytestmark = [
+    pytest.mark.process,
     pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent()),
     pytest.mark.xdist_group("ranks"),
 ]
@@ -29,7 +31,7 @@ Loads = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def loads() -> Iterator[Loads]:
-    with launched(2, timeout_seconds=60.0) as found:
+    with launched(2, timeout_seconds=WAIT_SECONDS) as found:
         yield found
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.waiting import WAIT_SECONDS
 
 from interposer import Capability, Config, Device, Platform, Verdict, place
 from interposer.errors import MissingMemberError
@@ -140,6 +141,7 @@ def test_dtypes_have_arithmetic() -> None:
     assert "bfloat16" in names or native.why_absent()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("present", [True, False])
 def test_bfloat16_needs_native_kernels_where_the_hardware_has_none(present: bool) -> None:
     lowest = sorted(next(iter(native.NEEDS[architecture()].values())))
@@ -185,6 +187,7 @@ def test_threads_numa_and_backends() -> None:
     assert platform.compile_backend() in torch.compiler.list_backends()
 
 
+@pytest.mark.process
 @linux
 def test_binding_reaches_every_thread_and_a_refusal_none() -> None:
     before = host.allowed_processors()
@@ -209,6 +212,7 @@ def bind_cores(allowed: list[int], *settings: dict[str, object]) -> list[list[ob
     return found
 
 
+@pytest.mark.process
 @linux
 def test_cores_are_bound_but_for_those_reserved() -> None:
     cores = host.cores()
@@ -224,6 +228,7 @@ def test_cores_are_bound_but_for_those_reserved() -> None:
     assert fewer[2] == firsts[-1:]
 
 
+@pytest.mark.process
 @linux
 def test_only_what_the_process_may_use_is_bound_to() -> None:
     last = host.allowed_processors()[-1]
@@ -235,6 +240,7 @@ def test_only_what_the_process_may_use_is_bound_to() -> None:
     assert affinity == [last]
 
 
+@pytest.mark.process
 def test_two_processes_reduce_by_the_distributed_backend(tmp_path: Path) -> None:
     command = [sys.executable, "-c", REDUCE]
     both = [
@@ -248,7 +254,7 @@ def test_two_processes_reduce_by_the_distributed_backend(tmp_path: Path) -> None
         for rank in range(2)
     ]
     try:
-        ends = [process.communicate(timeout=120) for process in both]
+        ends = [process.communicate(timeout=WAIT_SECONDS) for process in both]
     finally:
         for process in both:
             process.kill()
@@ -266,6 +272,7 @@ def test_a_system_that_cannot_bind_refuses(monkeypatch: pytest.MonkeyPatch) -> N
     assert "cannot bind" in verdict.reason
 
 
+@pytest.mark.process
 def test_the_plugin_module_imports_no_torch() -> None:
     script = (
         "import sys, interposer_cpu.plugin as plugin\n"

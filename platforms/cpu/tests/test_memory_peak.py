@@ -1,4 +1,4 @@
-"""The peak of a block of code on the host, or why it cannot be told."""
+"""The peak of a block of code on the host, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 from interposer_cpu import CPUPlatform
 from interposer_cpu._memory_peak import judge_peak, reset_peak
 
-MIB = 2**20
-
 linux = pytest.mark.skipif(
     not CPUPlatform.provides("memory_profile"), reason="needs a system that tells a peak"
 )
 
 
-# In a process of its own: memory that others gave back to the heap is taken there at no cost.
+# In a process of its own: memory that others gave back to the heap is taken there at no cost. The
+# control is how much the system reports for a plain tensor of 200 MiB there.
 PROFILED = """
 import json, torch
 from interposer_cpu import CPUPlatform
+from interposer_cpu._memory_peak import memory_snapshot
 platform, mib = CPUPlatform(), 2**20
 before = torch.ones(400 * mib, dtype=torch.uint8)
 del before  # a peak of before the block, which is not its own
@@ -30,7 +30,10 @@ with platform.memory_profile("cpu") as profile:
     kept = torch.ones(50 * mib, dtype=torch.uint8)
     passing = torch.ones(150 * mib, dtype=torch.uint8)
     del passing
+before = memory_snapshot("cpu").reserved_bytes
+control = torch.ones(200 * mib, dtype=torch.uint8)
 print(json.dumps({
+    "control": memory_snapshot("cpu").reserved_bytes - before,
     "taken": profile.after.peak_bytes - profile.before.peak_bytes,
     "torch": profile.torch_bytes,
     "total": [profile.after.total_bytes, platform.memory("cpu").total_bytes],
@@ -41,14 +44,17 @@ print(json.dumps({
 
 
 @linux
+@pytest.mark.process
+@pytest.mark.slow
 def test_what_is_given_back_counts_at_the_peak() -> None:
     printed = subprocess.run([sys.executable, "-c", PROFILED], stdout=subprocess.PIPE, check=True)
     found = json.loads(printed.stdout)
-    assert 190 * MIB < found["taken"] < 230 * MIB
-    assert 50 * MIB <= found["torch"] + 5 * MIB < 100 * MIB
+    control = found["control"]
+    assert found["taken"] == pytest.approx(control, rel=0.15)
+    assert 0.2 * control < found["torch"] < 0.5 * control  # 50 MiB are kept
     assert found["total"][0] == found["total"][1]
-    # The peak has to fit beside what others use, though it is over.
-    assert found["free"] - 200 * MIB < found["room"] < found["free"]
+    # The peak has to fit next to the memory of others, though it is over.
+    assert found["free"] - control < found["room"] < found["free"]
 
 
 def test_without_a_count_there_is_no_profile(tmp_path: Path) -> None:

@@ -24,7 +24,11 @@ from interposer_cpu._platform import CPUPlatform
 from interposer_cpu.native import BESIDE, LEVELS, NEEDS, levels_of
 
 # One worker builds, so that the others need not.
-pytestmark = [pytest.mark.xdist_group("native levels"), pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.xdist_group("native levels"),
+    pytest.mark.timeout(1800),
+]
 
 NATIVE = Path(__file__).parents[1] / "native"
 WRITER = Path(__file__).with_name("golden_vectors.py")

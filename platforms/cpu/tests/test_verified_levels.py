@@ -15,6 +15,7 @@ import pytest
 from interposer_cpu import native
 
 pytestmark = [
+    pytest.mark.process,
     pytest.mark.native,
     pytest.mark.slow,
     pytest.mark.timeout(5400),

@@ -56,6 +56,7 @@ class Generation(AsyncIterator[list[Delta]]):
         on_end: Sequence[Callable[[Generation], None]],
         *,
         streams: bool,
+        clock: Callable[[], int] = time.time_ns,
     ) -> None:
         self.prompts = prompts
         self.n = n
@@ -68,6 +69,7 @@ class Generation(AsyncIterator[list[Delta]]):
         self.num_unfinished = self.num_answers
         self.error: Exception | None = None
         self.on_end = on_end
+        self._clock = clock
         self._woken = asyncio.Event()
         self._is_read = False
 
@@ -120,7 +122,7 @@ class Generation(AsyncIterator[list[Delta]]):
         self.fail(RequestError("The request was closed before its answers ended"))
 
     def _end(self) -> None:
-        self.stages.ended = time.time_ns()
+        self.stages.ended = self._clock()
         for told in self.on_end:
             told(self)
 

@@ -37,13 +37,24 @@ class StepThread:
         capacity: answers that may run or wait; None bounds them not.
     """
 
-    def __init__(self, model: LanguageModel, max_waiting: int | None) -> None:
-        """Start the thread."""
+    def __init__(
+        self,
+        model: LanguageModel,
+        max_waiting: int | None,
+        *,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            clock: returns nanoseconds since the epoch, for the stages of each request.
+        """
         self.failed = False
         self.capacity: int | None = None
         if max_waiting is not None:
             self.capacity = model.engine.scheduler.max_sequences + max_waiting
         self._model = model
+        self._clock = clock
         self._num_unfinished = 0
         self._closed = False
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -91,9 +102,10 @@ class StepThread:
                 prompts,
                 n,
                 delivery,
-                time.time_ns() if received is None else received,
+                self._clock() if received is None else received,
                 [self._ended] if on_end is None else [self._ended, on_end],
                 streams=streams,
+                clock=self._clock,
             )
             delivery.num_open += 1
             self._num_unfinished += generation.num_answers
@@ -187,7 +199,7 @@ class StepThread:
             idle = not self._running
 
     def _step(self) -> None:
-        began = time.time_ns()
+        began = self._clock()
         told: list[Told] = []
         try:
             self._model.engine.step()
@@ -241,7 +253,7 @@ class StepThread:
             found.append((stream, stream.read() if stops else stream.take()))
             generation.num_tokens += 1
         if is_first and generation.num_tokens:
-            stages.first_token = time.time_ns()
+            stages.first_token = self._clock()
         if stream.ended:
             generation.num_unfinished -= 1
             self._running.remove((generation, stream))
@@ -264,7 +276,7 @@ class StepThread:
 
     def _abandon(self, generation: Generation) -> None:
         if not generation.stages.ended:
-            generation.stages.ended = time.time_ns()
+            generation.stages.ended = self._clock()
             self._ended(generation)
             self._leave(generation)
 

@@ -153,12 +153,19 @@ def pack_into(
 
 
 def packed_file(
-    planned: Plan, checkpoint: Checkpoint | CheckpointFile, weights: Weights, progress: Progress
+    planned: Plan,
+    checkpoint: Checkpoint | CheckpointFile,
+    weights: Weights,
+    progress: Progress,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> PackedFile:
     """Return the packed weights of a plan, written and published before if there are none.
 
     The model is on the meta device, as it was.
 
+    Args:
+        sleep: waits for so many seconds while another process writes the file.
     Raises:
         CheckpointError: as ``Weights.load``.
         PackedFileError: the model has no packed form, or it cannot be written.
@@ -175,7 +182,7 @@ def packed_file(
             writer = shelf.writer(shelf.kept)
             break
         except BeingWrittenError:
-            time.sleep(PAUSE_SECONDS)
+            sleep(PAUSE_SECONDS)
     try:
         if (found := shelf.find()) is None:  # another process may have written it meanwhile
             facts = pack_into(writer, shelf, planned, checkpoint, weights, progress)

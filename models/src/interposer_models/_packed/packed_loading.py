@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from interposer import CheckpointFile
@@ -41,9 +42,13 @@ def load_weights(
     checkpoint: Checkpoint | CheckpointFile,
     weights: Weights,
     progress: Progress,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Fill the model of a plan, and note where from.
 
+    Args:
+        sleep: waits for so many seconds while another process writes the file.
     Raises:
         CheckpointError: as ``Weights.load``.
         ConfigError: ``packed`` is ``"on"``, and no packed weights can be used.
@@ -56,7 +61,7 @@ def load_weights(
     if wanted != "off":
         refusal = attempted(mapped, progress)
         while wanted == "on" and isinstance(refusal, BeingWrittenError):
-            time.sleep(PAUSE_SECONDS)
+            sleep(PAUSE_SECONDS)
             refusal = attempted(mapped, progress)
         if refusal is None:
             return

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -48,7 +49,13 @@ class Launched:
     """
 
     def __init__(
-        self, size: int, config: Config | None = None, timeout_seconds: float = TIMEOUT_SECONDS
+        self,
+        size: int,
+        config: Config | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Start nothing yet.
 
@@ -56,6 +63,8 @@ class Launched:
             size: how many ranks, with this process.
             config: policy by which the platform is chosen.
             timeout_seconds: within which each rank comes to a step.
+            clock: returns seconds, for the time limit of followers that end.
+            sleep: waits for so many seconds between two looks at these followers.
         Raises: ConfigError: it is no positive number; or this process is one of several already.
         """
         check_number(size)
@@ -66,6 +75,7 @@ class Launched:
             )
         self._size, self._config = size, config
         self._timeout_seconds = timeout_seconds
+        self._clock, self._sleep = clock, sleep
         self._losses = Losses(self._end)
         self._followers: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
@@ -184,10 +194,10 @@ class Launched:
         self._losses.close()
         for channel in self._channels:
             channel.close()  # upon which a follower ends
-        end = time.monotonic() + (_CLOSE_SECONDS if self._losses.first is None else 0.0)
+        end = self._clock() + (_CLOSE_SECONDS if self._losses.first is None else 0.0)
         for process in self._followers:
-            while process.poll() is None and time.monotonic() < end:
-                time.sleep(0.01)
+            while process.poll() is None and self._clock() < end:
+                self._sleep(0.01)
         self._kill()
         self._stack.close()
         if dist.is_initialized():

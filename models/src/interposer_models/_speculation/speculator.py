@@ -53,6 +53,8 @@ class Speculator:
         num_drafts: int,
         balance: Balance | None,
         kept: KeptStates | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Guess nothing yet.
 
@@ -60,6 +62,7 @@ class Speculator:
             num_drafts: S.
             balance: says which steps are with guesses; None makes all so.
             kept: states before guesses; None where the model has none.
+            clock: returns seconds, by which ``balance`` measures steps.
         """
         self.figures = SpeculationFigures()
         self._engine = engine
@@ -68,6 +71,7 @@ class Speculator:
         self._num_drafts = num_drafts
         self._balance = balance
         self._kept = kept
+        self._clock = clock
 
     def step(self, chunks: list[Chunk]) -> list[Event]:
         """Compute a step, with guesses where they pay; see ``StepSpeculation``."""
@@ -84,23 +88,23 @@ class Speculator:
             self.figures.plain_steps += 1
             return events
         rows: list[_Row] = []
-        start = drafted = time.perf_counter()
+        start = drafted = self._clock()
         if balance is None or balance.allows(count):
             rows = self._drafted(chunks)
-            drafted = time.perf_counter()
+            drafted = self._clock()
         if rows:
             events = self._verified(rows)
             self.figures.drafted_steps += 1
             if balance is not None:
-                verifying, guessing = time.perf_counter() - drafted, drafted - start
+                verifying, guessing = self._clock() - drafted, drafted - start
                 balance.count_drafted(count, verifying, len(events), guessing)
             return events
         events = self._engine.run(chunks)
-        ran = time.perf_counter()
+        ran = self._clock()
         self._observe(chunks, starts)
         self.figures.plain_steps += 1
         if balance is not None:
-            guessing = drafted - start + time.perf_counter() - ran
+            guessing = drafted - start + self._clock() - ran
             balance.count_plain(count, ran - drafted, guessing)
         return events
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from inspect import signature
@@ -51,8 +51,21 @@ class RankGroup:
     Raises: RankError: a rank did not come to make it.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Make the group, together with the other ranks.
+
+        Args:
+            clock: returns seconds, for the time in which ranks report after a failure.
+            sleep: waits for so many seconds between two looks at these reports.
+        """
         self._ranks = ranks
+        self._clock, self._sleep = clock, sleep
         self._store = ranks.group.get_group_store()
         self._failure: RankError | None = None
         self.group: Any = None
@@ -97,10 +110,10 @@ class RankGroup:
         missing = set(range(size))
         try:
             self._store.set(f"{key}/{rank}", said)
-            end = time.monotonic() + _GRACE_SECONDS
-            while missing and time.monotonic() < end:
+            end = self._clock() + _GRACE_SECONDS
+            while missing and self._clock() < end:
                 missing -= {other for other in missing if self._store.check([f"{key}/{other}"])}
-                time.sleep(_PAUSE_SECONDS)
+                self._sleep(_PAUSE_SECONDS)
         except RuntimeError:  # the store was a rank's that is lost
             missing = set()
         who = f"ranks {sorted(missing)} did not come" if missing else "a rank is lost"
