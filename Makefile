@@ -13,7 +13,7 @@ AVAILABLE := not gpu and not foreign and not versions and not vllm
 SEED := $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(2**32))'))
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help install demo test test-quick test-process test-all test-vllm test-foreign test-torch test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench wheels cycles clean
+.PHONY: FORCE help install demo test test-quick test-process test-all test-repeat mutants test-vllm test-foreign test-torch test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench wheels cycles clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -43,6 +43,21 @@ test-all: $(INSTALLED) ## Run all tests that this machine can run, with a random
 	@echo "hypothesis seed: $(SEED)"
 	$(PYTEST) -n 2 --dist loadgroup --hypothesis-profile=random --hypothesis-seed=$(SEED) -m "not process and $(AVAILABLE)"
 	$(PYTEST) --hypothesis-profile=random --hypothesis-seed=$(SEED) -m "process and $(AVAILABLE)"
+
+RUNS ?= 10
+test-repeat: $(INSTALLED) ## Run the quick and the process tests RUNS times, to find tests that fail now and then.
+	@for run in $$(seq $(RUNS)); do \
+		echo "run $$run of $(RUNS)"; \
+		$(MAKE) --no-print-directory test-quick && $(MAKE) --no-print-directory test-process || exit 1; \
+	done
+
+# Records which tests execute which lines, changes random lines and runs the tests that execute them.
+mutants: $(INSTALLED) ## Measure how many random faults the landing tests find, see tests/mutants. Hours.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group mutants
+	rm -rf .mutants_cache
+	MUTANTS_RECORD=.mutants_cache $(PYTEST) -n 2 --dist loadgroup -p tests.mutants.recorder -m "not slow and $(AVAILABLE)"
+	$(BIN)/python tests/mutants/mutants.py draw .mutants_cache .mutants_cache/mutants.json
+	$(BIN)/python tests/mutants/mutants.py judge .mutants_cache .mutants_cache/mutants.json .mutants_cache/results.json -m "not slow and $(AVAILABLE)"
 
 # Other architectures want packages of the system, which the tests name where they miss them.
 test-foreign: $(INSTALLED) ## Build llama.cpp and compare with it; run kernels of ARM and s390x in emulators. An hour.

@@ -350,35 +350,16 @@ def run_page(page: Path) -> dict[Block, str]:
     return failures
 
 
-# Every page that the tutorial leads through has tests of its own, and what the others begin with,
-# the templates of packages, are generated, installed and verified in every run. Ranks, their
-# experts and weights from a trainer have tests of their own as well; these pages start processes.
-# The rest takes long beside what it shows that no other page or test does.
-SLOW = (
-    "command-line.md",
-    "described-devices.md",
-    "embed-texts.md",
-    "expert-parallel.md",
-    "nf4.md",
-    "pack.md",
-    "run-on-several-processes.md",
-    "tensor-parallel.md",
-    "transformers-quantizer.md",
-    "triton-kernels.md",
-    "troubleshooting.md",
-    "tune.md",
-    "tutorial.md",
-    "update-weights.md",
-    "verify.md",
-    "write-a-compiled-kernel.md",
-    "write-a-kernel.md",
-    "write-a-model.md",
-    "write-a-platform.md",
-    "write-a-plugin.md",
-    "write-a-scheme.md",
-)
+# The pages that a newcomer opens first run at each landing. `make test-all` runs every page: the
+# others show in a process what tests of the same functions promise without one.
+LANDING_PAGES = ("README.md", "docs/run-a-model.md", "docs/selection.md")
 
 
+def is_landing(page: Path) -> bool:
+    return page.relative_to(ROOT).as_posix() in LANDING_PAGES
+
+
+@pytest.mark.process
 @pytest.mark.timeout(4 * TIMEOUT_SECONDS)
 @pytest.mark.parametrize(
     "block",
@@ -389,7 +370,7 @@ SLOW = (
             id=block.id,
             marks=[
                 pytest.mark.xdist_group(str(page)),
-                *([pytest.mark.slow] if page.name in SLOW else []),
+                *([] if is_landing(page) else [pytest.mark.slow]),
             ],
         )
         for page in PAGES
@@ -402,8 +383,9 @@ def test_block(block: Block) -> None:
 
 
 def test_pages_are_found() -> None:
-    assert ROOT / "README.md" in PAGES
-    assert read_blocks(ROOT / "README.md")
+    landing = [page for page in PAGES if is_landing(page)]
+    assert len(landing) == len(LANDING_PAGES)
+    assert all(map(read_blocks, landing))
 
 
 # A page and what is to be said about it.
@@ -461,11 +443,13 @@ def failures(text: str, folder: Path) -> str:
     return "".join(run_page(page).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "failure"), FAILING.items())
 def test_failing_block_is_noticed(text: str, failure: str, tmp_path: Path) -> None:
     assert failure in failures(text, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", PASSING)
 def test_true_block_passes(text: str, tmp_path: Path) -> None:
     assert failures(text, tmp_path) == ""

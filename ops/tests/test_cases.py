@@ -26,12 +26,19 @@ OPS: dict[str, CustomOp[..., Any]] = {
     if isinstance(record, OpEntry)
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Each op with one dtype at a landing, the dtypes in turn, and with all of them in `make test-all`.
 each_op_and_dtype = pytest.mark.parametrize(
     ("op", "dtype"),
     [
-        pytest.param(op, dtype, id=f"{name}-{dtype}")
-        for name, op in OPS.items()
-        for dtype in getattr(op.cases, "dtypes", DTYPES)
+        pytest.param(
+            op,
+            dtype,
+            id=f"{name}-{dtype}",
+            marks=[] if place == turn % len(dtypes) else [pytest.mark.slow],
+        )
+        for turn, (name, op) in enumerate(OPS.items())
+        for dtypes in [getattr(op.cases, "dtypes", DTYPES)]
+        for place, dtype in enumerate(dtypes)
     ],
 )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from interposer import QuantizationScheme, SchemeEntry
 from interposer.records import load_target
 from interposer_quantization.plugin import interposer_records
 from interposer_testing import check_lightness
 
 
+@pytest.mark.process
 def test_plugin_is_light() -> None:
     assert check_lightness("interposer_quantization.plugin") == []
 

@@ -372,6 +372,7 @@ def doubly_rounded_norm(
     return y * (1 + 4 * torch.finfo(x.dtype).eps), places
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("extra", [0, 8])
 def test_a_kernel_may_state_roundings_of_its_own(trials_of: TrialsOf, extra: int) -> None:
     """A kernel may be off by eight roundings more if its record says so; the op stays as it is."""
@@ -462,6 +463,7 @@ def norm_kernel(name: str, target: str, **options: Any) -> Kernel:
 NORM = OpEntry("toy_norm", f"{__name__}:toy_norm")
 
 
+@pytest.mark.process
 def test_every_case_of_every_candidate_is_a_trial(trials_of: TrialsOf) -> None:
     good = norm_kernel("good", "norm_in_float64")
     bad = norm_kernel("bad", "norm_ignoring_eps")
@@ -476,6 +478,7 @@ def test_every_case_of_every_candidate_is_a_trial(trials_of: TrialsOf) -> None:
     assert {trial.candidate.name for trial in trials if trial.run()} == {"bad"}
 
 
+@pytest.mark.process
 def test_a_refusal_is_told_apart_from_a_run(trials_of: TrialsOf) -> None:
     only_bfloat16 = norm_kernel(
         "only_bfloat16", "raise_an_error", requires=Requires(dtypes=("bfloat16",))
@@ -491,12 +494,14 @@ def test_a_refusal_is_told_apart_from_a_run(trials_of: TrialsOf) -> None:
     assert all(trial.run() == [] for trial in trials if not trial.verdict)
 
 
+@pytest.mark.process
 def test_what_is_for_another_platform_is_left_out(trials_of: TrialsOf) -> None:
     elsewhere = norm_kernel("elsewhere", "raise_an_error", platform="elsewhere")
     here = norm_kernel("here", "norm_in_float64", platform="cpu")
     assert {t.candidate.name for t in trials_of(NORM, elsewhere, here)} == {"reference", "here"}
 
 
+@pytest.mark.process
 def test_what_raises_is_a_fault_with_its_traceback(trials_of: TrialsOf) -> None:
     raising = norm_kernel("raising", "raise_an_error")
     missing = norm_kernel("missing", "nowhere")
@@ -522,16 +527,19 @@ def test_an_op_that_cannot_be_loaded_is_a_fault(trials_of: TrialsOf) -> None:
 # Plugin modules.
 
 
+@pytest.mark.process
 def test_a_light_module_passes() -> None:
     assert check_lightness("interposer.hookspecs") == []
 
 
+@pytest.mark.process
 def test_a_heavy_module_is_blamed() -> None:
     (fault,) = check_lightness("interposer._contract.op")
     assert fault.check == "import"
     assert "torch" in fault.reason
 
 
+@pytest.mark.process
 def test_a_module_that_fails_is_blamed() -> None:
     (fault,) = check_lightness("interposer.nowhere")
     assert "ModuleNotFoundError" in fault.traceback

@@ -36,6 +36,8 @@ from interposer_testing import Fault, Trial, conformance
 from interposer_testing._trials.trial import Aspect
 from interposer_testing.cases._layer import LayerCase, Placed
 
+pytestmark = pytest.mark.process
+
 DEVICE = Device("cpu", "cpu", "test", Capability("any"))
 
 

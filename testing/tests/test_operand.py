@@ -43,6 +43,7 @@ def test_an_operand_is_its_tensor(
         assert (operand.is_written(), operand.strays()) == (True, 0)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are fenced on Linux")
 @pytest.mark.parametrize(
     ("fence", "at_bytes", "ends"),

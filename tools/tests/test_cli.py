@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tests.forks import forks
 
+pytestmark = pytest.mark.process
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 

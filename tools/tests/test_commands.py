@@ -301,18 +301,21 @@ def on_terminal(columns: int, *arguments: str, plugins: str = "none") -> str:
     return printed.decode()
 
 
+@pytest.mark.process
 def test_a_wide_terminal_gets_tables() -> None:
     printed = on_terminal(150, "doctor")
     assert "plugins" in printed
     assert "━━━" in printed
 
 
+@pytest.mark.process
 def test_a_narrow_terminal_gets_plain_text() -> None:
     printed = on_terminal(119, "doctor")
     assert "\nplugins:\r\n" in printed
     assert "━" not in printed
 
 
+@pytest.mark.process
 def test_facts_in_full_are_plain_text_on_any_terminal() -> None:
     printed = on_terminal(150, "explain", "--why", "platform", plugins="interposer-cpu")
     assert "\nplatform\r\n  -> cpu (interposer-cpu " in printed

@@ -230,6 +230,7 @@ def run(*arguments: str | Path, cwd: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("title", EDITS)
 def test_ruff_is_content_with_edits(title: str, edited: dict[str, Path]) -> None:
     run("ruff", "check", "--no-cache", cwd=edited[title])

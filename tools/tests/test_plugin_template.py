@@ -57,9 +57,19 @@ MODULES = {
 SOURCES = ("CMakeLists.txt", "level.c", "level.h", "library.c")
 LONGEST = "a" * 50
 
+pytestmark = pytest.mark.process
+
 Command = Callable[..., tuple[int, str, str]]
 
-each_kind = pytest.mark.parametrize("kind", KINDS)
+# A landing writes a compiled kernel and a model family, which have the most parts.
+LANDING_KINDS = (NATIVE, PluginKind.MODEL)
+each_kind = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in LANDING_KINDS else [pytest.mark.slow])
+        for kind in KINDS
+    ],
+)
 
 
 def new(name: str, kind: str) -> NewPlugin:
@@ -176,7 +186,9 @@ def test_ci_runs_the_tests_and_the_verification(kind: str, written: dict[str, Pa
         assert step in readme
 
 
-@pytest.mark.parametrize("name", ["a", "acme-things", LONGEST])
+@pytest.mark.parametrize(
+    "name", ["a", pytest.param("acme-things", marks=pytest.mark.slow), LONGEST]
+)
 @each_kind
 def test_ruff_is_content(kind: str, name: str, tmp_path: Path) -> None:
     folder = new(name, kind).write(tmp_path)
@@ -245,10 +257,7 @@ def test_wheel_holds_the_package_and_its_license(kind: str, wheels: dict[str, Pa
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=[] if kind in (PluginKind.KERNEL, NATIVE) else [pytest.mark.slow])
-        for kind in KINDS
-    ],
+    [pytest.param(kind, marks=[] if kind == NATIVE else [pytest.mark.slow]) for kind in KINDS],
 )
 def test_installed_package_passes_its_own_tests(
     kind: str, written: dict[str, Path], installed: Installed
@@ -274,12 +283,11 @@ def verified(name: str, folder: Path, *options: str, env: dict[str, str]) -> dic
     [
         pytest.param(PluginKind.KERNEL, [], marks=pytest.mark.slow),
         pytest.param(PluginKind.ATTENTION, [], marks=pytest.mark.slow),
-        (PluginKind.QUANTIZATION, ["--quick"]),
         pytest.param(PluginKind.QUANTIZATION, [], marks=pytest.mark.slow),
-        (PluginKind.LAYER, []),
+        pytest.param(PluginKind.LAYER, [], marks=pytest.mark.slow),
         (PluginKind.MODEL, []),
-        (PluginKind.PLATFORM, []),
-        (PluginKind.PLATFORM, ["--platform", "acme-platform"]),
+        pytest.param(PluginKind.PLATFORM, [], marks=pytest.mark.slow),
+        pytest.param(PluginKind.PLATFORM, ["--platform", "acme-platform"], marks=pytest.mark.slow),
         (NATIVE, ["--quick"]),
         pytest.param(NATIVE, [], marks=pytest.mark.slow),
     ],

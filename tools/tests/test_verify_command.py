@@ -14,6 +14,8 @@ from tests.forks import forks
 
 from interposer_testing import Examined, Ground, Report, Tally
 
+pytestmark = pytest.mark.process
+
 OPS = """
 import os, signal, time
 import torch

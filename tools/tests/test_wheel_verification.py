@@ -17,6 +17,8 @@ from tests.hostile.wheel import PURE, Wheel
 
 from interposer_testing import Report, Tally
 
+pytestmark = pytest.mark.process
+
 PLUGIN = b"""
 from interposer import PlatformEntry, hookimpl
 

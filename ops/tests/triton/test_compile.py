@@ -81,7 +81,14 @@ def test_the_turns_reach_every_target() -> None:
         assert tried | set(SMALL) == set(TARGET_OF)
 
 
-@pytest.mark.parametrize(("turn", "build"), TURNS, ids=[build.kernel for build in FIRST])
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("turn", "build"),
+    [
+        pytest.param(turn, build, id=build.kernel, marks=[pytest.mark.slow] if turn % 8 else [])
+        for turn, build in TURNS
+    ],
+)
 def test_a_kernel_compiles_for_some_gpus(turn: int, build: Build) -> None:
     targets = some_targets(turn, build)
     assert targets
@@ -97,6 +104,7 @@ LARGEST = {
 SMALLEST = dict(zip(LARGEST, SMALL, strict=True))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kernel", LARGEST)
 def test_the_largest_tiles_fit_where_shared_memory_is_small(kernel: str) -> None:
     small = [TARGET_OF[SMALLEST[kernel]]]
