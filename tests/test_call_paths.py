@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[1]
 # The most files, the most frames, and the most frames of the selection's own modules.
 BOUNDS = {

@@ -41,7 +41,7 @@ broken = "broken_plugin"
 Exercise = Callable[[str], dict[str, Any]]
 
 # One worker builds and uses the plugins once for all tests.
-pytestmark = pytest.mark.xdist_group("compat")
+pytestmark = [pytest.mark.xdist_group("compat"), pytest.mark.process]
 
 
 @pytest.fixture(scope="module")

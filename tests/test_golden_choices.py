@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from tests.forks import forks
 
+pytestmark = pytest.mark.process
+
 pytest.importorskip("triton", reason="needs the package triton, whose kernels are candidates")
 
 ROOT = Path(__file__).parents[1]

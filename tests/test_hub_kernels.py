@@ -104,6 +104,7 @@ def test_so_do_their_triton_kernels_when_interpreted(repository: Path) -> None:
     assert len(found["counts"]) == 25
 
 
+@pytest.mark.process
 def test_it_needs_nothing_of_interposer(repository: Path) -> None:
     code = f"""{BLOCK}
 from importlib import import_module
@@ -122,6 +123,7 @@ assert not [name for name in sys.modules if name.startswith("interposer")]
     python("-W", "error::RuntimeWarning", "-c", code)
 
 
+@pytest.mark.process
 def test_builds_are_as_the_package_wants_them(repository: Path) -> None:
     """Its own parsers read the recipe and the facts of every build."""
     from kernels._rust import Build
@@ -157,6 +159,7 @@ def test_builds_are_as_the_package_wants_them(repository: Path) -> None:
         assert all((build / p).read_bytes() == (source / p).read_bytes() for p in expected)
 
 
+@pytest.mark.process
 def test_code_is_that_of_the_ops(repository: Path) -> None:
     """Every function, class and constant stands in a module of the ops, letter by letter."""
     source = repository / "torch-ext" / "interposer_kernels"
@@ -177,6 +180,7 @@ def test_code_is_that_of_the_ops(repository: Path) -> None:
     assert copied > 150
 
 
+@pytest.mark.process
 def test_layers_have_no_state_and_the_arguments_of_what_they_replace(repository: Path) -> None:
     layers = kernels.get_local_kernel(repository).layers
     values = vars(layers).items()
@@ -202,6 +206,7 @@ def kernelized(model: nn.Module, repository: Path, **classes: type[nn.Module]) -
     return model
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_of_transformers_runs_layers(repository: Path, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -233,6 +238,7 @@ def test_a_model_of_transformers_runs_layers(repository: Path, dtype: torch.dtyp
     assert (found - expected).norm() <= tolerance * expected.norm()
 
 
+@pytest.mark.process
 def test_an_encoder_runs_activations(repository: Path) -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -246,6 +252,7 @@ def test_an_encoder_runs_activations(repository: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
 @pytest.mark.parametrize("half", [False, True])
 def test_the_rotary_layer_turns_as_transformers_does(

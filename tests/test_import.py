@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 # Runs before and after the import, in a process of its own.
 PROBE = """
 import os, sys, threading

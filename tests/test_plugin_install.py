@@ -177,6 +177,7 @@ STANDARD = {
 }
 
 
+@pytest.mark.process
 def test_the_example_comes_with_pip_install_and_goes_with_uninstall(
     environment: Environment, tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class _Place:
     line: int
 
 
-class _Places(Visitor):
+class _Places(Visitor):  # type: ignore[misc]  # its library has no types
     """Collects each place of a module that an operator changes."""
 
     def __init__(self, operator: str) -> None:
@@ -78,7 +78,7 @@ def _rank(lines: list[str], line: int) -> int:
 
 
 def draw(
-    root: Path, executed: dict[str, dict[int, object]], number: int, seed: int
+    root: Path, executed: Mapping[str, Mapping[int, object]], number: int, seed: int
 ) -> list[Mutant]:
     """Draw ``number`` mutants, as many from each distribution as from any other.
 

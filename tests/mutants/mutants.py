@@ -117,11 +117,11 @@ def run_tests(checkout: Path, tests: list[str], marks: str) -> tuple[str, str]:
             files = sorted({nodeid.partition("::")[0] for nodeid in tests})
             files = [file for file in files if (checkout / file).is_file()]
             options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "tests.mutants.selection"]
-            code = pytest.main([*options, "--timeout=300", "-m", marks, *files])
+            ended = pytest.main([*options, "--timeout=300", "-m", marks, *files])
             sys.stdout.flush()
-            os._exit(int(code))
+            os._exit(int(ended))
         end = time.monotonic() + LIMIT_SECONDS
-        code = None
+        code: int | None = None
         while code is None and time.monotonic() < end:
             pid, status = os.waitpid(child, os.WNOHANG)
             if pid:

@@ -40,6 +40,7 @@ def test_all_records_conform() -> None:
     assert [(str(trial), faults) for trial in trials() if (faults := trial.run())] == []
 
 
+@pytest.mark.process
 def test_all_kernels_are_tried_and_all_records_declared_right() -> None:
     """The trials of kernels, backends and layers are run in ops/tests/test_conformance.py."""
     ran = set()

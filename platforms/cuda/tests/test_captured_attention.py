@@ -35,6 +35,8 @@ from interposer_models import load
 from interposer_ops.attention import FlexBackend, SdpaBackend
 from interposer_testing.workload import paged_batch, random_projections
 
+pytestmark = pytest.mark.process
+
 MODEL = Path(__file__).parents[3] / "examples/models/stdlib-lm"
 PARTS = frozenset({"interposer-models", "interposer-ops", "interposer-quantization"})
 CAPABILITY = Capability(

@@ -88,6 +88,7 @@ def test_names_of_backends(platform: CUDAPlatform) -> None:
     assert platform.start_method() == "spawn"
 
 
+@pytest.mark.process
 @without_gpu
 def test_without_a_driver_there_is_no_device() -> None:
     with pytest.raises(PluginError, match=r"CUDA's driver lists no device: .*libcuda\.so\.1"):

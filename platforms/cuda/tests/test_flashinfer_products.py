@@ -23,6 +23,8 @@ from interposer_ops import triton as portable
 from interposer_ops.quantized_linear import fp8_block_linear, mxfp8_linear, nvfp4_linear
 from interposer_testing import check_kernel
 
+pytestmark = pytest.mark.process
+
 FLASHINFER = """
 import torch
 

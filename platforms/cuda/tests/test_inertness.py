@@ -7,9 +7,10 @@ from platforms.inertness import MODEL, InertPlugin
 
 from interposer_cuda._hardware.system import look
 
-pytestmark = pytest.mark.skipif(
-    bool(look().nodes), reason="needs a machine without a GPU of NVIDIA"
-)
+pytestmark = [
+    pytest.mark.skipif(bool(look().nodes), reason="needs a machine without a GPU of NVIDIA"),
+    pytest.mark.process,
+]
 
 
 class TestInertness(InertPlugin):

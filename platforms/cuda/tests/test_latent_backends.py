@@ -25,6 +25,8 @@ from interposer_ops.layers.attention import LatentBackend
 from interposer_testing import attention_specs, check_attention, check_kernel
 from interposer_testing.workload import paged_batch, random_projections
 
+pytestmark = pytest.mark.process
+
 SPECS = [
     spec
     for label, spec in attention_specs(page_sizes=(64,))

@@ -22,6 +22,7 @@ needs_gcc = pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc, to co
 pytestmark = [
     needs_gcc,
     pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, for which this plugin is"),
+    pytest.mark.process,
 ]
 
 SOURCE = Path(__file__).with_name("fake_driver.c")

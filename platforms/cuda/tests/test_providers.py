@@ -43,6 +43,8 @@ from interposer_ops.latent_attention import latent_attention_decode
 from interposer_testing import attention_specs, check_attention, check_kernel
 from interposer_testing.workload import random_projections, typical_step
 
+pytestmark = pytest.mark.process
+
 HOPPER = Capability("sm_90", formats=frozenset({"bfloat16", "float16"}))
 DEVICE = Device("none", "cpu", "a device without kernels of its own", Capability("any"))
 BACKENDS: dict[type[AttentionBackend], tuple[str, str]] = {

@@ -86,6 +86,7 @@ def entries(device: str, slow: str) -> Iterator[dict[str, Any]]:
         yield Entry(key=measurements.key(request), value=value).model_dump(mode="json")
 
 
+@pytest.mark.process
 def test_a_shipped_table_decides_on_its_device_alone(package: Path) -> None:
     measured = list(entries("h200", "silu_and_mul_triton"))
     assert measured

@@ -84,6 +84,7 @@ def pinned() -> Resolver:
     return Resolver(current_registry(config), MI250X, config, trusted=frozenset(PARTS))
 
 
+@pytest.mark.process
 def test_it_attends_as_the_ops_define(use: Any) -> None:
     use()
     assert len(SPECS) >= 4
@@ -101,6 +102,7 @@ def test_without_it_the_alternatives_are_named() -> None:
         resolver.attention(spec, Site(resolver, "attention", spec.dtype))
 
 
+@pytest.mark.process
 def test_what_cannot_be_imported_is_told(use: Any) -> None:
     use("raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c10')")
     resolver, spec = pinned(), SPECS[0]
@@ -130,6 +132,7 @@ def test_what_it_cannot_do_is_refused(
     assert judge(replace(SPECS[0], **change), capability).reason.startswith(expected)
 
 
+@pytest.mark.process
 def test_other_versions_are_refused(use: Any) -> None:
     use(version="4.0.0")
     assert judge(SPECS[0], CAPABILITY).reason.startswith("needs a flash-attn 2.x, found 4.0.0. It")

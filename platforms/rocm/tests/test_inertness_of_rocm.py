@@ -7,9 +7,12 @@ from platforms.inertness import MODEL, InertPlugin
 
 from interposer_rocm._hardware.system import look
 
-pytestmark = pytest.mark.skipif(
-    look().device_file or bool(look().on_bus), reason="needs a machine without a GPU of AMD"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        look().device_file or bool(look().on_bus), reason="needs a machine without a GPU of AMD"
+    ),
+    pytest.mark.process,
+]
 
 
 class TestInertness(InertPlugin):

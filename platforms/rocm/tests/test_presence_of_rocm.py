@@ -217,6 +217,7 @@ print(json.dumps([
 """
 
 
+@pytest.mark.process
 def test_a_clean_process_loads_nothing(machine: Machine) -> None:
     machine.gpus(Node(), Node())
     done = subprocess.run(

@@ -10,6 +10,8 @@ import pytest
 import torch
 from tests.forks import forks
 
+pytestmark = pytest.mark.process
+
 MINOR = ".".join(torch.__version__.split(".")[:2])
 PROGRAM = """
 import json, sys

@@ -7,7 +7,10 @@ from platforms.inertness import MODEL, InertPlugin
 
 from interposer_xpu._hardware.system import look
 
-pytestmark = pytest.mark.skipif(bool(look().nodes), reason="needs a machine without a GPU of Intel")
+pytestmark = [
+    pytest.mark.skipif(bool(look().nodes), reason="needs a machine without a GPU of Intel"),
+    pytest.mark.process,
+]
 
 
 class TestInertness(InertPlugin):

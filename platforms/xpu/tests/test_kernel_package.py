@@ -19,6 +19,8 @@ from tests.forks import forks
 from interposer_xpu._packages.kernel_package import SCHEMAS, USES
 from interposer_xpu._packages.optional_packages import ended, numbers
 
+pytestmark = pytest.mark.process
+
 HERE = Path(__file__).parent
 PLAYED = runpy.run_path(str(HERE / "played_package.py"))
 MINOR = ".".join(torch.__version__.split(".")[:2])

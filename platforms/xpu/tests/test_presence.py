@@ -23,6 +23,7 @@ from interposer_xpu._hardware.architectures import packed
 pytestmark = [
     pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc, to compile a driver"),
     pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, for which this plugin is"),
+    pytest.mark.process,
 ]
 
 SOURCE = Path(__file__).with_name("fake_level_zero.c")

@@ -76,6 +76,7 @@ def test_a_triton_of_others_is_no_feature(platform: XPUPlatform) -> None:
     assert ("triton" in platform.capability("xpu").features) is bool(there)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("folders", "accepted"), [(("intel",), True), (("nvidia", "amd"), False)])
 def test_the_backend_of_triton_is_looked_for(
     tmp_path: Path, folders: tuple[str, ...], accepted: bool
@@ -115,6 +116,7 @@ def test_names_of_backends(platform: XPUPlatform) -> None:
     assert platform.start_method() == "spawn"
 
 
+@pytest.mark.process
 @without_gpu
 def test_without_a_loader_there_is_no_device() -> None:
     with pytest.raises(PluginError, match=r"Level Zero lists no device: "):

@@ -187,6 +187,7 @@ print(before, after, count(), *set(map(os.path.realpath, found)))
 """
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs the /proc of Linux")
 def test_threads_are_those_of_torch() -> None:
     command = (sys.executable, "-c", THREADS)
@@ -207,6 +208,7 @@ ABOVE_AVX2 = re.compile(r"%zmm|%k[0-7]|\{evex\}|%[xy]mm(1[6-9]|2\d|3[01])")
 ABOVE_PORTABLE = re.compile(r"%ymm|" + ABOVE_AVX2.pattern)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 def test_functions_keep_to_the_registers_of_their_level() -> None:
     """A name that two levels share, as of an inline function, would be linked from one of them."""

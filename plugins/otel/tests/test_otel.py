@@ -287,6 +287,7 @@ def test_the_status_of_the_caller_is_left_alone(
     assert span.status.status_code is StatusCode.UNSET
 
 
+@pytest.mark.process
 def test_plugin_module_is_light() -> None:
     assert check_lightness("interposer_otel.plugin") == []
     program = "import json, sys, interposer_otel.plugin; print(json.dumps(sorted(sys.modules)))"

@@ -48,6 +48,7 @@ def test_nothing_is_chosen_by_asking(processors: None) -> None:
     assert opened_session() is None
 
 
+@pytest.mark.process
 def test_other_kernels_and_other_layers_are_another_model(processors: None) -> None:
     found = {
         factor(REFERENCE),
@@ -58,6 +59,7 @@ def test_other_kernels_and_other_layers_are_another_model(processors: None) -> N
     assert len(found) == 4
 
 
+@pytest.mark.process
 def test_equal_choices_are_one_model_whatever_led_to_them(processors: None) -> None:
     pinned = factor(REFERENCE)
     assert factor({"linear": {"prefer": ["reference"]}}) == pinned

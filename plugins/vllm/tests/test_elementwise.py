@@ -17,6 +17,8 @@ from interposer_ops.norms import fused_add_rms_norm, rms_norm
 from interposer_vllm._elementwise import Activation, Norm
 from interposer_vllm._session import Session
 
+pytestmark = pytest.mark.process
+
 WIDTH, EPS = 48, 1e-6
 PLACE = f"RMSNorm of {WIDTH}"
 

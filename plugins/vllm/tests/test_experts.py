@@ -18,6 +18,8 @@ from interposer_ops.experts import fused_experts
 from interposer_vllm._experts import ExpertsAdoption
 from interposer_vllm._session import Session
 
+pytestmark = pytest.mark.process
+
 HIDDEN, INNER, EXPERTS, TOP_K, TOKENS = 64, 32, 4, 2, 5
 PREFIX = "model.layers.0.mlp.experts"
 GROUP = 32

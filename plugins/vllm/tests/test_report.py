@@ -15,6 +15,8 @@ from interposer_vllm._report import Report
 from interposer_vllm._session import Session
 from interposer_vllm._taking import TAKEN
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def session(no_policy: None) -> Session:
