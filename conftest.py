@@ -22,7 +22,7 @@ from interposer.tooling import Plugins
 # A landing must not depend on examples that nobody has seen before, so they are the same in each
 # run; `make test-all` draws others and prints the seed. A deadline per example fails on a busy
 # machine and says nothing about the code.
-settings.register_profile("landing", derandomize=True, deadline=None)
+settings.register_profile("landing", max_examples=20, derandomize=True, deadline=None)
 settings.register_profile("random", derandomize=False, deadline=None, print_blob=True)
 settings.load_profile("landing")
 

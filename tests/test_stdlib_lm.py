@@ -43,12 +43,14 @@ def test_it_takes_at_most_16_mb() -> None:
     assert sum(file.stat().st_size for file in SHIPPED.iterdir()) <= 16e6
 
 
+@pytest.mark.slow
 def test_a_tenth_of_the_files_is_held_out(corpus: ModuleType) -> None:
     held_out, training = set(corpus.held_out_files()), set(corpus.training_files())
     assert held_out.isdisjoint(training)
     assert 0.07 < len(held_out) / len(held_out | training) < 0.14
 
 
+@pytest.mark.slow
 def test_it_compresses_a_part_of_the_held_out_files_better_than_xz(corpus: ModuleType) -> None:
     # Tables of encodings resemble each other too much to say anything.
     distinct = [file for file in corpus.held_out_files() if file.parent.name != "encodings"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import landing_sample, num_examples
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -304,7 +305,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(
     window=st.sampled_from([None, 4, 9]),
     recording=st.booleans(),
@@ -376,7 +377,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [llama, windowed, mixed, capped, sunk])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", landing_sample(MODES, every=3))
 def test_generate_gives_the_same_tokens(kind: Any, mode: str) -> None:
     if mode == "static":
         pytest.importorskip("torch._inductor")

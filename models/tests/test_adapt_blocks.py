@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -410,7 +411,7 @@ class Pair:
 PAIR: list[Pair] = []
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=num_examples(15), deadline=None)
 @given(taken=st.lists(STEPS, max_size=7))
 def test_a_cache_of_pages_holds_what_one_of_transformers_does(
     taken: list[tuple[str, int]],

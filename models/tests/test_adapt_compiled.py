@@ -94,6 +94,7 @@ def test_an_encoder_is_one_graph() -> None:
     assert seen.attentions() == [2]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [llama, pytest.param(windowed, marks=pytest.mark.slow)])
 def test_steps_over_a_static_cache_are_compiled(kind: Any) -> None:
@@ -120,6 +121,7 @@ def test_steps_over_a_static_cache_are_compiled(kind: Any) -> None:
     assert not delegated(adapted), delegated(adapted)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_mask_of_another_pattern_is_delegated_within_the_graph() -> None:
     model = llama()
@@ -133,6 +135,7 @@ def test_a_mask_of_another_pattern_is_delegated_within_the_graph() -> None:
     assert len(delegated(adapted)) == 2
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_shared_table_that_is_packed_needs_the_reference_to_be_traced() -> None:
     """The embedding's own forward reads the table that the head holds packed."""
@@ -145,6 +148,7 @@ def test_a_shared_table_that_is_packed_needs_the_reference_to_be_traced() -> Non
     assert close(compiled(IDS, use_cache=False).logits, expected)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_restored_model_is_compiled_without_the_op() -> None:
     model = llama()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 from torch import nn
 from transformers import AutoModel, ViTConfig, WhisperConfig
 
@@ -24,7 +25,7 @@ needs_packing = pytest.mark.skipif(
 
 @needs_packing
 @torch.no_grad()
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=num_examples(15), deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=3),
     counts=st.lists(st.integers(1, 2), min_size=3, max_size=3),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.landing import landing_sample
 from torch import nn
 from transformers import (
     AutoModel,
@@ -188,7 +189,7 @@ ROUNDINGS = 32
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", landing_sample(FAMILIES, every=2))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_family_computes_the_same_and_is_given_back(name: str, dtype: torch.dtype) -> None:
     model = build(name, dtype)

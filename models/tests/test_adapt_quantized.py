@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.adapted_models import WIDE, built
+from tests.landing import landing_sample
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, Qwen3Config
 
@@ -39,7 +40,7 @@ def saved(name: str, path: Path) -> Any:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("method", landing_sample(METHODS, every=3), ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_equals_what_the_loader_gives(name: str, method: Any, tmp_path: Path) -> None:
     model = saved(name, tmp_path)

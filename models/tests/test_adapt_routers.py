@@ -10,6 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.adapted_models import WIDE, built
+from tests.landing import num_examples
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig
@@ -78,7 +79,7 @@ def dense(out: tuple[Tensor, ...]) -> Tensor:
 
 
 @torch.no_grad()
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_examples(25), deadline=None)
 @example(
     scoring="softmax",
     groups=(8, 3),

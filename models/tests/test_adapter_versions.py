@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.adapter_files import write_adapter
+from tests.landing import num_examples
 
 from interposer import explain
 from interposer.errors import CheckpointError, ConfigError, RequestError, UnknownNameError
@@ -96,7 +97,7 @@ MOVES = st.one_of(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=num_examples(20), deadline=None)
 @given(moves=st.lists(MOVES, min_size=3, max_size=22))
 def test_each_request_has_the_version_that_it_began_with(
     lm: LanguageModel,

@@ -132,6 +132,7 @@ def test_every_kind_of_step_is_one_graph(tiny: Path, tmp_path: Path) -> None:
 
 
 # Inductor decorates a class of torch's own so when it is first imported.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_shipped_model_is_one_graph(backend: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -91,7 +92,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SCHEMAS = st.recursive(LEAVES, containers, max_leaves=4)
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32), indented=st.booleans())
 def test_texts_are_json_of_the_schema(
     lm: LanguageModel, schema: dict[str, Any], seed: int, indented: bool

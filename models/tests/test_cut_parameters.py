@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import landing_sample, num_examples
 
 import interposer_gguf.plugin
 import interposer_nf4.plugin
@@ -121,7 +122,7 @@ def fill(layer: Linear, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-@pytest.mark.parametrize(("record", "stated"), list(examples()))
+@pytest.mark.parametrize(("record", "stated"), landing_sample(examples(), every=3))
 def test_shares_are_parts_of_the_whole_weight(
     registry: Registry, record: SchemeEntry, stated: Mapping[str, Any], kind: str
 ) -> None:
@@ -181,7 +182,7 @@ def test_shares_are_parts_of_the_whole_weight(
     count=st.integers(2, 4),
     bias=st.booleans(),
 )
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=num_examples(25))
 def test_plain_weights_of_any_size_are_cut(
     registry: Registry, parts: dict[str, int], inputs: int, count: int, bias: bool
 ) -> None:

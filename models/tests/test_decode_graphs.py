@@ -269,6 +269,7 @@ def test_a_described_device_answers_as_its_platform_would(llama: Path, tmp_path:
         assert ("note: decode steps run as graphs" in text) is expected
 
 
+@pytest.mark.slow
 def test_doctor_says_what_becomes_of_graphs() -> None:
     said = {graphs: doctor(config(graphs)).machine for graphs in ("auto", "on", "off")}
     assert "become graphs where all that a model chooses is safe" in said["auto"]["graphs"]

@@ -19,6 +19,7 @@ from models.tests.interpreter import interpreted
 from models.tests.schedules import REQUESTS
 from models.tests.test_bad_checkpoints import edit_json, edit_weights
 from safetensors.torch import load_file
+from tests.landing import num_examples
 from tests.tape import TapePlatform
 
 from interposer import Config, explain
@@ -253,7 +254,9 @@ def spoil(lm: LanguageModel) -> None:
     scheduler.advance = spoiled  # type: ignore[method-assign]
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=num_examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     requests=REQUESTS,
     leaver=st.integers(0, 30),
@@ -347,6 +350,7 @@ def test_decode_steps_are_graphs(pair: Pair, references: dict[str, LanguageModel
     assert idle(lm)
 
 
+@pytest.mark.slow
 def test_steps_are_compiled(pairs: dict[str, Pair], references: dict[str, LanguageModel]) -> None:
     config = Config(platform="cpu", compile="eager")
     lm = loaded(pairs["bart"][0], config=config, platform=None)

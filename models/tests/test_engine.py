@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 
 from interposer.errors import ConfigError, RequestError
 from interposer_models import LanguageModel, SamplingParams, load
@@ -258,7 +259,7 @@ def test_preempted_requests_still_give_the_same_tokens(llama: Path) -> None:
     assert tight.engine.pool.num_free == tight.engine.pool.num_pages
 
 
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 @given(
     requests=st.lists(
         st.tuples(st.integers(1, 60), st.integers(1, 12), st.integers(0, 5)), min_size=1, max_size=6

@@ -17,6 +17,7 @@ from models.tests.conftest import CONFIGS, SIZES, write_checkpoint
 from models.tests.test_prediction_heads import write_holder
 from safetensors.torch import load_file, save_file
 from tests.adapter_files import write_adapter
+from tests.landing import num_examples
 from transformers import LlamaConfig
 
 from interposer_models import (
@@ -139,7 +140,9 @@ requests = st.lists(
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=num_examples(25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     model=st.sampled_from(MODELS),

@@ -25,6 +25,7 @@ from models.tests.test_speculation import (
 )
 from safetensors.torch import load_file, save_file
 from tests.adapter_files import write_adapter
+from tests.landing import num_examples
 from tests.tape import TapePlatform
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -278,7 +279,9 @@ def pair(eagle: tuple[Path, Path]) -> dict[str, LanguageModel]:
     }
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=num_examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     requests=kinds_of_requests(KINDS),
     leaver=st.integers(0, 20),

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models.tests.conftest import CONFIGS, example, write_checkpoint
 from models.tests.test_adapters import tuned
+from tests.landing import num_examples
 from transformers import AutoModelForCausalLM
 
 from interposer import explain
@@ -120,7 +121,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=num_examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data(), name=st.sampled_from([*KINDS, "8 bits"]))
 def test_any_schedule_gives_the_tokens_of_a_plain_engine(

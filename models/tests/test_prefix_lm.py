@@ -20,6 +20,7 @@ from models.tests.test_bad_checkpoints import edit_json
 from models.tests.test_parity import STEPS, assert_no_larger, prompts
 from models.tests.test_speculation import always, idle
 from safetensors.torch import load_file, save_file
+from tests.landing import num_examples
 from tests.tape import TapePlatform
 from transformers import AutoModelForCausalLM, MptConfig
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
@@ -197,7 +198,9 @@ def crowded(pairs: dict[str, Pair]) -> dict[str, LanguageModel]:
     }
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=num_examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 64), st.integers(1, 40)), min_size=1, max_size=6),
     leaver=st.integers(0, 20),

@@ -15,6 +15,7 @@ from models.tests.test_prefix_lm import config_of
 from models.tests.test_speculation import always, idle
 from models.tests.test_speculation import prompts_of as mixed
 from tests.adapter_files import write_adapter
+from tests.landing import num_examples
 
 from interposer.errors import RequestError
 from interposer_models import Completion, LanguageModel, SamplingParams, load
@@ -64,7 +65,9 @@ def check(found: Completion, logits: torch.Tensor, count: int) -> None:
             assert each.top_logprobs[each.rank - 1][0] == each.token_id
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=num_examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     requests=st.lists(
         st.tuples(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from models.tests.test_update_weights import WEIGHTS, stored, write
 from models.tests.weight_peer import Peer
 from safetensors.torch import load_file
+from tests.landing import num_examples
 from tests.waiting import WAIT_SECONDS
 from torch import nn
 
@@ -185,7 +186,7 @@ def cuts(draw: st.DrawFn) -> tuple[TensorPlace, tuple[int, ...], list[int], list
     return TensorPlace(parameter, slice=cut), shape, steps, direct
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(cuts())
 def test_rows_that_come_apart_are_the_share_of_the_whole(
     drawn: tuple[TensorPlace, tuple[int, ...], list[int], list[bool]],

@@ -115,6 +115,7 @@ def test_blocks_with_states_are_calibrated(mixed: Path, tmp_path: Path) -> None:
     assert smaller.logits([1, 2, 3]).isfinite().all()
 
 
+@pytest.mark.slow
 def test_steps_without_attention_are_compiled(spaces: Path) -> None:
     plain = load(spaces, dtype="float32", cache_tokens=256)
     compiled = load(spaces, dtype="float32", cache_tokens=256, config=Config(compile="eager"))

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.tests.conftest import CONFIGS, write_checkpoint
+from tests.landing import num_examples
 
 from interposer_models import LanguageModel, SamplingParams, load
 from interposer_models._engine.request_batch import penalties_of, sampling_batch
@@ -42,7 +43,7 @@ def schedules(draw: st.DrawFn) -> list[tuple[list[int], list[list[int]]]]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(
     kinds=st.lists(st.sampled_from(PARAMS), min_size=6, max_size=6),
     prompts=st.lists(st.lists(tokens, min_size=1, max_size=4), min_size=6, max_size=6),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.landing import landing_sample
 from torch import nn
 
 from interposer import (
@@ -110,7 +111,7 @@ def drawn(layer: Linear | Experts, seed: int) -> Tensors:
     return {name: number(place.parameter, generator) for name, place in places.items()}
 
 
-@pytest.mark.parametrize(("scheme", "settings"), examples())
+@pytest.mark.parametrize(("scheme", "settings"), landing_sample(examples(), every=4))
 def test_an_exchanged_layer_is_the_one_that_would_be_loaded(
     scheme: Any, settings: Mapping[str, Any]
 ) -> None:
@@ -132,7 +133,7 @@ def test_an_exchanged_layer_is_the_one_that_would_be_loaded(
     assert torch.equal(result(layers[0]), before)
 
 
-@pytest.mark.parametrize(("scheme", "settings"), examples())
+@pytest.mark.parametrize(("scheme", "settings"), landing_sample(examples(), every=4))
 def test_what_a_checkpoint_holds_is_only_read_and_not_kept(
     scheme: Any, settings: Mapping[str, Any]
 ) -> None:

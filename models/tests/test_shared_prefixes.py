@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 
 from interposer.errors import ConfigError
 from interposer_models import SamplingParams
@@ -195,7 +196,9 @@ PROMPTS = st.tuples(
 """A beginning, how much of it, and an end."""
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=num_examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(machine=machines(), data=st.data())
 def test_every_token_sees_what_it_would_alone(machine: Machine, data: st.DataObject) -> None:
     """Under joins, leaves, preemption, guesses, in pools of all kinds, with states and a store."""

@@ -15,6 +15,7 @@ from models.tests.conftest import CONFIGS, SIZES, example, write_checkpoint
 from models.tests.schedules import beside_one_that_leaves, kinds_of_requests
 from models.tests.test_windowed_caches import loaded, spoil, unwindowed
 from tests.adapter_files import write_adapter
+from tests.landing import num_examples
 from tests.tape import TapePlatform
 from transformers import LlamaConfig
 
@@ -79,7 +80,9 @@ def prompts_of(lengths: Any) -> list[list[int]]:
     return [[(place * number) % 7 + 1 for place in range(n)] for number, n in enumerate(lengths, 2)]
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=num_examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     requests=kinds_of_requests(KINDS),
     leaver=st.integers(0, 20),

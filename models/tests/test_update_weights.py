@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tests.landing import num_examples
 from torch import nn
 
 from interposer import Config
@@ -207,7 +208,7 @@ def test_layers_that_are_not_given_stay(lm: LanguageModel, llama: Path, tensors:
     assert unchanged()
 
 
-@settings(max_examples=15)
+@settings(max_examples=num_examples(15))
 @given(data=st.data())
 def test_any_layers_are_updated_in_any_order(llama: Path, data: st.DataObject) -> None:
     original = load_file(llama / WEIGHTS)

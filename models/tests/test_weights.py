@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 from torch import nn
 from torch.utils import _pytree
 
@@ -104,7 +105,7 @@ def test_a_layer_is_finalized_before_the_next_tensor_comes(llama: Path) -> None:
     assert all(layer.kernel is not None for layer in linears)
 
 
-@settings(max_examples=15)
+@settings(max_examples=num_examples(15))
 @given(seed=st.integers(0, 2**32))
 def test_tensors_come_in_any_order(
     llama: Path, loaded: tuple[Tensors, list[torch.Tensor]], seed: int
@@ -248,7 +249,7 @@ def operands(model: nn.ModuleList) -> list[list[list[float]]]:
     return [[tensor.tolist() for tensor in layer.operands] for layer in model]  # type: ignore[union-attr]
 
 
-@settings(max_examples=20)
+@settings(max_examples=num_examples(20))
 @given(order=st.permutations(sorted(STORED)), known=st.booleans())
 def test_defaults_stand_where_nothing_is_stored(order: list[str], known: bool) -> None:
     model = merged()

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models.tests.conftest import CONFIGS, example, write_checkpoint
 from models.tests.schedules import REQUESTS
+from tests.landing import num_examples
 from tests.tape import TapePlatform
 
 from interposer import AttentionBackend, AttentionSpec, Config, KVCacheLayout, explain
@@ -104,7 +105,9 @@ def spoiled(paths: dict[str, Path]) -> dict[tuple[str, int], LanguageModel]:
     return found
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=num_examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     requests=REQUESTS,
     leaver=st.integers(0, 30),
@@ -139,7 +142,7 @@ def test_any_schedule_gives_the_tokens_of_whole_caches(
 
 
 @given(st.data())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=num_examples(60), suppress_health_check=[HealthCheck.too_slow])
 def test_what_a_token_sees_is_held_by_its_sequence_alone(data: st.DataObject) -> None:
     """In pools of all kinds, none larger than it has to be; every request ends."""
     page_size = data.draw(st.sampled_from((1, 2, 3, 8, 16)))

@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 from torch.nn import functional
 
 from interposer_ops.attention import indexer_scores, indexer_topk
 from interposer_ops.attention._sparse_attention_cases import indexer_topk_cases
 from interposer_ops.latent_attention import latent_attention_decode, sparse_latent_attention
 
-few = settings(max_examples=40)
+few = settings(max_examples=num_examples(40))
 SCALE = 0.7
 
 

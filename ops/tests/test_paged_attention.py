@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 from torch.nn import functional
 
 from interposer_ops.attention import paged_attention
 
-few = settings(max_examples=40)
+few = settings(max_examples=num_examples(40))
 
 
 @dataclass(frozen=True)

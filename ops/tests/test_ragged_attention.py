@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 from torch.nn import functional
 
 from interposer_ops.attention import (
@@ -19,7 +20,7 @@ from interposer_ops.attention import (
     ragged_attention_with_lse,
 )
 
-few = settings(max_examples=40)
+few = settings(max_examples=num_examples(40))
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 from torch.nn import functional
 
 from interposer import CustomOp
 from interposer_ops.recurrence import causal_convolution, gated_delta_rule, state_space_scan
 
-few = settings(max_examples=40)
+few = settings(max_examples=num_examples(40))
 Drawn = tuple[dict[str, Any], dict[str, Any], torch.Tensor]
 """Arguments of a token each, other arguments, and empty states of NaN ``[R, ...]``."""
 

@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tests.landing import num_examples
 from transformers import AwqConfig
 
 from interposer import Capability, Config, Device, Resolver, Site, current_registry, explain
@@ -129,7 +130,7 @@ def fill(layer: Linear, tensors: Tensors) -> None:
     outputs=st.sampled_from([8, 24, 40]),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 def test_layer_computes_what_was_stored(
     group_size: int, zero_point: bool, outputs: int, seed: int
 ) -> None:

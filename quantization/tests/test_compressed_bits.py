@@ -9,6 +9,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import (  # type: ign
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 
 from interposer_quantization._compressed_tensors.bits import number_of_words, unpack_bits
 
@@ -27,7 +28,7 @@ def test_long_rows_are_unpacked_in_parts() -> None:
     num_codes=st.integers(1, 140),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 def test_words_are_those_of_the_library(bits: int, rows: int, num_codes: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 2**bits, (rows, num_codes), generator=generator, dtype=torch.uint8)

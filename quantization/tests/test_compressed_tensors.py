@@ -31,6 +31,7 @@ from compressed_tensors.quantization.utils import (  # type: ignore[import-untyp
 )
 from loguru import logger
 from safetensors.torch import load_file, save_file
+from tests.landing import landing_sample
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -392,7 +393,7 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("kind", landing_sample(QUANTIZED, every=3))
 def test_weights_and_logits_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
     path = write_quantized(tmp_path, *QUANTIZED[kind])
     assert_weights_are_those_of_the_library(path)
@@ -412,7 +413,10 @@ OTHER_RULE = (
 
 @pytest.mark.parametrize(
     ("kind", "ignore"),
-    [*((kind, ["lm_head"]) for kind in ROUNDED), *((kind, []) for kind in ("int8", "float8"))],
+    landing_sample(
+        [*((kind, ["lm_head"]) for kind in ROUNDED), *((kind, []) for kind in ("int8", "float8"))],
+        every=3,
+    ),
 )
 def test_inputs_are_rounded_no_worse_than_by_the_library(
     kind: str, ignore: list[str], tmp_path: Path

@@ -17,6 +17,7 @@ from compressed_tensors.quantization import (  # type: ignore[import-untyped]
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 from torch import nn
 
 from interposer.errors import ConfigError, UnknownNameError
@@ -335,7 +336,7 @@ def facts(args: Any) -> tuple[Any, ...]:
 
 
 @given(mutated())
-@settings(max_examples=400)
+@settings(max_examples=num_examples(400))
 @pytest.mark.filterwarnings("ignore:Using GROUP strategy for both:UserWarning")
 def test_settings_are_refused_or_mean_what_the_library_means(tree: dict[str, Any]) -> None:
     parsed = None
@@ -431,7 +432,7 @@ PATTERNS = st.sampled_from(
     targets=st.lists(st.lists(PATTERNS, min_size=1, max_size=3), min_size=1, max_size=3),
     ignore=st.lists(PATTERNS, max_size=2),
 )
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 def test_layers_are_matched_as_the_library_matches_them(
     targets: list[list[str]], ignore: list[str]
 ) -> None:

@@ -16,6 +16,7 @@ from compressed_tensors.quantization.utils import (  # type: ignore[import-untyp
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 
 from interposer import Config, Resolver, Site, current_registry, place
 from interposer_ops.layers.linear import Linear
@@ -102,7 +103,7 @@ def compressed(weight: torch.Tensor, form: str, arguments: dict[str, Any]) -> tu
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 def test_weights_are_those_that_the_library_decompresses(
     layer: tuple[str, dict[str, Any], int, int], dtype: torch.dtype, seed: int
 ) -> None:

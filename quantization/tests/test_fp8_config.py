@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 from transformers import FbgemmFp8Config, FineGrainedFP8Config
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -149,7 +150,7 @@ PATTERNS = NAMES | st.sampled_from(
 
 
 @given(names=st.lists(NAMES, max_size=5), patterns=st.lists(PATTERNS, max_size=3))
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 def test_layers_are_left_out_as_transformers_leaves_them_out(
     names: list[str], patterns: list[str]
 ) -> None:

@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tests.landing import num_examples
 from transformers import GPTQConfig
 
 from interposer import Capability, Config, Device, Resolver, Site, current_registry, explain
@@ -159,7 +160,7 @@ def close(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 @given(config=CONFIGS, seed=st.integers(0, 2**31), outputs=st.sampled_from([8, 24, 40]))
-@settings(max_examples=80)
+@settings(max_examples=num_examples(80))
 def test_layer_computes_what_was_stored(config: dict[str, Any], seed: int, outputs: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(outputs, 48, generator=generator) + torch.randn(1, generator=generator)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 from torch import nn
 
 from interposer import Config, ExpertsSpec, Resolver, Site, current_registry, place
@@ -44,7 +45,7 @@ def filled(method: Mxfp4Experts, wanted: ExpertsSpec, seed: int) -> nn.Module:
     return layer
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=num_examples(30))
 @given(
     hidden=st.sampled_from([32, 64, 96]),
     inner=st.sampled_from([32, 64]),

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tests.landing import num_examples
 
 from interposer import Config, Resolver, Site, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
@@ -71,7 +72,7 @@ def peaks(weight: torch.Tensor, scheme: Settings, rows: list[int]) -> torch.Tens
     return shared
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(
     scheme=st.sampled_from([dict(settings) for settings in online_fp8_examples().values()]),
     outputs=st.integers(1, 4).map(lambda n: 64 * n),

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tests.landing import num_examples
 
 from interposer import Config, QuantizationScheme, Resolver, Site, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
@@ -73,7 +74,7 @@ def test_names_are_those_of_what_is_written() -> None:
     assert {"fp8", "int8", "int4", "w4a8"} == set(ENTRIES) <= set(SCHEMES)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_examples(25), deadline=None)
 @given(
     asked=st.sampled_from(INTEGERS),
     outputs=st.integers(1, 40),

@@ -2,6 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.landing import landing_sample
 
 from interposer import (
     Capability,
@@ -107,7 +108,7 @@ def test_packing_where_it_was_not_measured_is_refused_with_a_reason(
 
 @pytest.mark.parametrize(
     "kernel",
-    [kernel for kernel in KERNELS if "traceable" in kernel.properties],
+    landing_sample((kernel for kernel in KERNELS if "traceable" in kernel.properties), every=5),
     ids=lambda kernel: kernel.name,
 )
 def test_traceable_kernels_are_traced_whole(kernel: Kernel) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 
 from interposer import (
     AttentionBatch,
@@ -183,7 +184,7 @@ def test_8_bit_caches_serve_float16(cache_dtype: torch.dtype, head_scales: bool)
     assert not check_attention(NativeBackend, wanted, site(wanted.dtype))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(
     heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (7, 1), (32, 1), (100, 1)]),
     head_size=st.sampled_from([16, 48, 112, 144]),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 
 from interposer import AttentionBackend, AttentionSpec, Config, Resolver, Site, current_registry
 from interposer.tooling import UINT4
@@ -100,7 +101,7 @@ def test_every_level_does_what_the_ops_say(level: str, label: str, wanted: Atten
     assert not check_attention(NativeBackend, wanted, place)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(
     numbers=st.lists(st.floats(-1e4, 1e4, width=32), min_size=64, max_size=64),
     level=st.sampled_from(native.levels() or ("",)),

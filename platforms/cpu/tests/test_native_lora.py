@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 
 from interposer import Config, CustomOp, current_registry
 from interposer_cpu import native
@@ -56,7 +57,7 @@ def test_kernels_conform_on_every_level_below_the_best(level: str) -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_examples(25), deadline=None)
 @given(
     width=st.integers(1, 700),
     rank=st.integers(1, 40),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 
 from interposer import Resolver, Site, place
 from interposer_ops.experts import fused_experts
@@ -34,7 +35,7 @@ def site(dtype: torch.dtype) -> Site:
     return Site(Resolver.at(place()), "layer", dtype)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_examples(25), deadline=None)
 @given(st.integers(1, 70), st.integers(1, 70), st.booleans(), DTYPES, st.integers(0, 99))
 def test_a_weight_of_any_size_and_bits(
     outputs: int, inputs: int, biased: bool, dtype: torch.dtype, seed: int
@@ -50,7 +51,7 @@ def test_a_weight_of_any_size_and_bits(
     assert same_bits(into["weight"], weight)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=num_examples(15), deadline=None)
 @given(
     st.integers(1, 4),
     st.integers(1, 40),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 from torch.nn.functional import scaled_dot_product_attention
 
 from interposer import (
@@ -122,7 +123,7 @@ def page_orders() -> st.SearchStrategy[list[int]]:
     return st.just(ordered) | st.permutations(ordered)
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(
     heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (3, 1)]),
     head_size=st.sampled_from([8, 20, 64]),

@@ -11,6 +11,7 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.landing import landing_sample
 from torch.utils import _pytree
 
 from interposer import Config, current_registry, explain
@@ -39,7 +40,7 @@ def ops(lm: LanguageModel) -> set[str]:
     return {row.choice.request.name for row in explain(lm).rows}
 
 
-@pytest.mark.parametrize("stored_as", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("stored_as", landing_sample(["f32", "f16", "bf16"], every=3, first=1))
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_floats_give_the_tokens_of_the_directory(
     directory: Callable[[str], Path], write: Write, name: str, stored_as: str

@@ -12,6 +12,7 @@ import torch
 from tests.gguf_kinds import FIELDS, HYBRIDS, NAMES, OTHERS
 from tests.gguf_models import make as make_model
 from tests.gguf_models import rounded, write
+from tests.landing import landing_sample
 from transformers import AutoModelForCausalLM
 
 from interposer import explain
@@ -134,7 +135,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-@pytest.mark.parametrize("kind", FIELDS)
+@pytest.mark.parametrize("kind", landing_sample(FIELDS, every=3))
 def test_the_file_is_the_model(folder: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
     source, path = folder(kind), tmp_path / "model.gguf"
     write(source, path, kind)
@@ -159,7 +160,7 @@ def test_blocks_of_fused_and_transposed_matrices_are_read(
     assert 0 < float(difference) < 0.1
 
 
-@pytest.mark.parametrize("stored_as", ["F32", "F16", "Q8_0"])
+@pytest.mark.parametrize("stored_as", landing_sample(["F32", "F16", "Q8_0"], every=3, first=2))
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_a_file_with_experts_computes_what_transformers_does(
     folder: Callable[[str], Path], tmp_path: Path, kind: str, stored_as: str
@@ -208,7 +209,7 @@ def test_blocks_that_predict_further_tokens_are_left_out(
     torch.testing.assert_close(found, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
 
 
-@pytest.mark.parametrize("kind", HELD)
+@pytest.mark.parametrize("kind", landing_sample(HELD, every=3))
 def test_blocks_are_the_numbers_they_stand_for(
     folder: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:

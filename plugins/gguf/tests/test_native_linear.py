@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 
 from interposer_gguf import _native_library as native_library
 from interposer_gguf import _native_linear as native_linear
@@ -109,7 +110,7 @@ def test_memory_may_lie_anywhere(level: int, dtype: torch.dtype, layout: BlockFo
 
 @each_level
 @each_format
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 @given(data=st.data())
 def test_any_bytes_are_the_same_numbers(
     level: int, layout: BlockFormat, data: st.DataObject

@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from tests.landing import landing_sample
 from torch.utils import _pytree
 
 from interposer import Config, Resolver, Site, current_registry, explain, place
@@ -65,7 +66,7 @@ def assert_is_dequantized(path: Path, dequantize: Callable[[Path], Path]) -> Lan
     return lm
 
 
-@pytest.mark.parametrize("stored_as", FORMATS)
+@pytest.mark.parametrize("stored_as", landing_sample(FORMATS, every=3))
 def test_a_shared_table_is_held_once(
     directory: Callable[[str], Path],
     write: Write,
@@ -81,7 +82,9 @@ def test_a_shared_table_is_held_once(
     assert stored <= held(*tables(lm)) < stored + 4096
 
 
-@pytest.mark.parametrize("stored_as", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"])
+@pytest.mark.parametrize(
+    "stored_as", landing_sample(["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"], every=3)
+)
 def test_what_the_library_quantizes_is_read(
     directory: Callable[[str], Path],
     write: Write,

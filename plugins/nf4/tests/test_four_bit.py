@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.landing import num_examples
 
 from interposer import Capability, Config, Device, Resolver, Site, current_registry
 from interposer.errors import CheckpointError, ConfigError
@@ -124,7 +125,7 @@ def close(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
     inputs=st.sampled_from([2, 24, 64, 90, 96]),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=100)
+@settings(max_examples=num_examples(100))
 def test_layer_computes_what_was_stored(
     quant_type: QuantType,
     blocksize: int,

@@ -223,6 +223,7 @@ def fuzz(seeds: range, copied: Callable[[str], Path]) -> list[bool]:
     return loaded
 
 
+@pytest.mark.slow
 def test_some_changes(copied: Callable[[str], Path]) -> None:
     loaded = fuzz(range(80), copied)
     assert True in loaded
