@@ -15,7 +15,7 @@ from hypothesis import settings
 from tests import tiers
 from tqdm import tqdm
 
-from interposer import Config, Registry, hookimpl
+from interposer import Config, Registry, hookimpl, place, use
 from interposer.records import Record
 from interposer.tooling import Plugins
 
@@ -61,6 +61,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(tiers)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist starts its workers
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Let the installed plugins be examined before any test runs, as it starts processes."""
+    if not hasattr(session.config, "workerinput"):
+        with use(isolation="process"):
+            place()
+
+
 @pytest.hookimpl(tryfirst=True)  # before fixtures, those of a module too
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Give each test the policy of its tier."""
@@ -78,6 +86,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     fixture of a module is set up by each worker that runs a part of it.
     """
     for item in items:
+        if item.name.endswith("-lightness]"):  # of the conformance kit: it imports in a process
+            item.add_marker(pytest.mark.process)
         if not any(item.iter_markers("xdist_group")) and not any(item.iter_markers("slow")):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 

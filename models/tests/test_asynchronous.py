@@ -278,9 +278,10 @@ def test_a_model_that_nobody_holds_and_a_loop_that_was_closed_leave_nothing(
     def abandoned() -> list[threading.Thread]:
         model = AsyncLanguageModel(small)
         loop = asyncio.new_event_loop()
-        generation = loop.run_until_complete(opened(model))
-        loop.close()
-        with stalled_steps(small):
+        with stalled_steps(small) as steps:
+            generation = loop.run_until_complete(opened(model))
+            loop.close()
+            steps.release()  # its next tokens have nowhere to go, whenever the first one came
             asyncio.run(finished(model))
         assert generation.stages.ended
         return [each for each in threading.enumerate() if each not in others]

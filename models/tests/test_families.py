@@ -41,7 +41,6 @@ from interposer_models.families import GptOss, Llama, Mixtral, Phi3, Qwen3, Smol
 from interposer_testing import TrialGroup, verify
 
 
-@pytest.mark.process
 @pytest.mark.conformance("interposer-models")
 def test_conformance(trial: TrialGroup) -> None:
     trial.verify()

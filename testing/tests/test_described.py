@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from interposer import Capability, Device, PlatformEntry, Registry
@@ -88,6 +88,7 @@ def registry(
     )
 
 
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(descriptions)
 def test_json_holds_everything(description: DeviceDescription) -> None:
     text = description.to_json()

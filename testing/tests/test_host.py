@@ -10,6 +10,8 @@ import pytest
 from interposer.errors import ConfigError, UnknownNameError
 from interposer_testing import Report, verify
 
+pytestmark = pytest.mark.process
+
 SOUND = """
 from interposer import Resolver, Site, place
 from interposer_ops.activations import silu_and_mul
@@ -49,7 +51,6 @@ def verified(op: str = "silu_and_mul", case: str = "") -> Report:
     return verify("interposer-ops", op=op, case=case, host="acme", quick=True)
 
 
-@pytest.mark.process
 @pytest.mark.usefixtures("announce")
 def test_kernels_are_tried_in_every_layer(tmp_path: Path) -> None:
     installed(tmp_path, SOUND)
@@ -63,7 +64,6 @@ def test_kernels_are_tried_in_every_layer(tmp_path: Path) -> None:
     assert all(tally.cases % 2 == 0 for tally in tallies)
 
 
-@pytest.mark.process
 @pytest.mark.usefixtures("announce")
 def test_the_kernel_under_test_is_the_one_that_computes(tmp_path: Path) -> None:
     told = tmp_path / "told"
@@ -82,7 +82,6 @@ def test_the_kernel_under_test_is_the_one_that_computes(tmp_path: Path) -> None:
     assert all(any(name in line for line in told.read_text().splitlines()) for name in names)
 
 
-@pytest.mark.process
 @pytest.mark.usefixtures("announce")
 def test_a_layer_that_computes_something_else_is_wrong(tmp_path: Path) -> None:
     installed(tmp_path, FAULTY)

@@ -39,6 +39,8 @@ from interposer_testing._reports.legend import ASPECTS, CHECKS
 from interposer_testing._reports.markdown import markdown
 from interposer_testing._reports.matrix import Matrix
 
+pytestmark = pytest.mark.process
+
 DEVICE = Device("cpu", "cpu", "a <toy> device", Capability("x86_64"))
 LABELS = ("rows", "one row", "<b>wide | rows</b>")
 
@@ -128,7 +130,6 @@ def tally(report: Report, name: str, aspect: str = "numerics") -> Tally:
     return found
 
 
-@pytest.mark.process
 def test_each_candidate_is_in_the_state_that_it_is_in(report: Report) -> None:
     states = {c.name: c.state for c in report.candidates if not c.is_declaration}
     assert states == {
@@ -163,7 +164,6 @@ def test_what_cannot_run_here_says_why(report: Report) -> None:
     assert candidate(report, "elsewhere").ran == 0
 
 
-@pytest.mark.process
 def test_a_record_that_is_sound_does_not_make_a_kernel_correct(verified: Verified) -> None:
     found = verified(NEVER, op="")
     assert tally(found, "never", "records").passed == 1
@@ -185,7 +185,6 @@ def test_nothing_that_ran_is_not_correct() -> None:
     assert "nothing that can be verified" in nothing.summary
 
 
-@pytest.mark.process
 def test_a_kernel_for_another_platform_is_listed_where_only_its_op_is_verified(
     verified: Verified,
 ) -> None:
@@ -194,7 +193,6 @@ def test_a_kernel_for_another_platform_is_listed_where_only_its_op_is_verified(
     assert reason == "needs the platform cuda, this is cpu"
 
 
-@pytest.mark.process
 def test_findings_are_few_and_reproducible(report: Report, verified: Verified) -> None:
     findings = tally(report, "raising").findings
     assert len(findings) == 3 < tally(report, "raising").failed
@@ -211,13 +209,11 @@ def test_findings_are_few_and_reproducible(report: Report, verified: Verified) -
     assert numbers.findall(first.reason) == numbers.findall(second.reason) != []
 
 
-@pytest.mark.process
 def test_the_seed_changes_the_numbers(verified: Verified) -> None:
     one, other = (tally(verified(SHIFTED, seed=seed), "shifted") for seed in (0, 1))
     assert one.findings[0].reason != other.findings[0].reason
 
 
-@pytest.mark.process
 def test_progress_names_the_trials(verified: Verified) -> None:
     told: list[tuple[int, str]] = []
     verified(GOOD, case="rows", progress=lambda *step: told.append(step))
@@ -225,7 +221,6 @@ def test_progress_names_the_trials(verified: Verified) -> None:
     assert any("acme/good" in name and "rows" in name for _, name in told)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "options", "known"),
     [

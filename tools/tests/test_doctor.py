@@ -40,6 +40,8 @@ from interposer.tooling import Lock, Store, installed_distributions
 from interposer_tools import Health, Problem, doctor
 from interposer_tools._doctor.tables import health_tables
 
+pytestmark = pytest.mark.process
+
 
 class Host(Platform):
     name = "host"
@@ -160,7 +162,6 @@ print(health.to_json())
 """
 
 
-@pytest.mark.process
 def test_torch_is_not_asked_for_devices(tmp_path: Path) -> None:
     environment = {**os.environ, "INTERPOSER_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COUNTING]
@@ -224,7 +225,6 @@ def test_whose_kernels_a_platform_runs_is_told(make_plugin: Callable[..., Module
     assert told in printed(health)
 
 
-@pytest.mark.process
 def test_no_platform_is_a_problem(cache: Path) -> None:
     with use(plugins="none", cache_dir=str(cache)):
         assert "pip install interposer-cpu" in problem(doctor()).reason

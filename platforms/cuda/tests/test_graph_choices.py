@@ -43,6 +43,7 @@ def facts() -> dict[str, int | float | str | bool]:
     return {**flags, **numbers, "cache_dtype": "float32"}
 
 
+@pytest.mark.process  # the backends are asked in another process first
 @pytest.mark.parametrize("name", ["flex_gathered", "sdpa_gathered"])
 def test_attention_that_waits_or_is_compiled_is_not_captured(name: str) -> None:
     made = resolver(Config(attention={"decoder": name}))

@@ -6,8 +6,6 @@ import pytest
 
 from interposer_testing import TrialGroup
 
-pytestmark = pytest.mark.process
-
 
 @pytest.mark.conformance("interposer-example-norm")
 def test_conformance(trial: TrialGroup) -> None:

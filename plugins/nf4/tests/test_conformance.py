@@ -6,8 +6,6 @@ import pytest
 
 from interposer_testing import TrialGroup
 
-pytestmark = pytest.mark.process
-
 
 @pytest.mark.conformance("interposer-nf4")
 def test_conformance(trial: TrialGroup) -> None:
