@@ -221,6 +221,7 @@ def test_the_command_remembers_until_it_is_told_to_forget(path: Path, lm: Langua
     assert "There is no /nothing." in said
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_command_refuses_a_model_without_a_template_at_once(tmp_path: Path) -> None:
     shutil.copytree(STDLIB, tmp_path / "bare")
@@ -238,6 +239,7 @@ def test_a_template_that_is_not_there_is_wrong_usage(path: Path) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_an_interrupt_ends_the_answer_and_not_the_conversation(path: Path) -> None:
     ours, theirs = pty.openpty()

@@ -316,6 +316,7 @@ def test_any_backend_that_accepts_sources_gives_the_same(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 def test_triton_computes_sources(

@@ -132,6 +132,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scheme", [pytest.param("fp8", marks=pytest.mark.slow), "int4", "int8 while it loads"]
 )
@@ -202,6 +203,7 @@ def test_what_cannot_be_placed_is_refused(
         cut.rebalance_experts()
 
 
+@pytest.mark.slow
 def test_experts_are_placed_on_ranks_that_are_not_there(checkpoints: dict[str, Path]) -> None:
     path = checkpoints["deepseek_v3"]
     found = explain(path, tensor_parallel=4, expert_parallel=ExpertParallel(redundant_experts=2))

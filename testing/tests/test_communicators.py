@@ -86,6 +86,7 @@ def test_results_have_to_last() -> None:
     assert fault.where.startswith("repeated: all_reduce")
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_is_a_fault_of_everything() -> None:
     record = CommunicatorEntry("dead", "wrong_communicators:Dead", ("all_reduce",))
     found = run(record)
@@ -149,6 +150,7 @@ def played(case: CollectiveCase) -> list[torch.Tensor]:
     return list(total.split(case.sizes))
 
 
+@pytest.mark.slow
 def test_verify_reports_communicators() -> None:
     requires = Requires(dtypes=("float32",), dims={"ranks": Dim(at_most=2)})
     record = CommunicatorEntry("torch", PORTABLE, ("all_reduce",), requires=requires)

@@ -51,6 +51,7 @@ def verified(op: str = "silu_and_mul", case: str = "") -> Report:
     return verify("interposer-ops", op=op, case=case, host="acme", quick=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("announce")
 def test_kernels_are_tried_in_every_layer(tmp_path: Path) -> None:
     installed(tmp_path, SOUND)

@@ -100,6 +100,7 @@ def test_a_broken_command_does_not_break_the_others_and_says_why_when_run(
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_only_the_command_that_is_asked_for_is_imported(
     run: Run, install: Callable[..., None]
 ) -> None:
@@ -153,6 +154,7 @@ def test_the_commands_start_without_torch(run: Run, install: Callable[..., None]
     assert run("hum").stdout == "False\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs terminals as of POSIX")
 def test_what_takes_seconds_says_so_on_a_terminal(tmp_path: Path) -> None:
     command = forks().command("-m", "interposer_tools", "explain", "--why", "platform")

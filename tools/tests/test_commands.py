@@ -301,6 +301,7 @@ def on_terminal(columns: int, *arguments: str, plugins: str = "none") -> str:
     return printed.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_wide_terminal_gets_tables() -> None:
     printed = on_terminal(150, "doctor")

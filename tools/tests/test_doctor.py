@@ -162,6 +162,7 @@ print(health.to_json())
 """
 
 
+@pytest.mark.slow
 def test_torch_is_not_asked_for_devices(tmp_path: Path) -> None:
     environment = {**os.environ, "INTERPOSER_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COUNTING]

@@ -285,7 +285,7 @@ def verified(name: str, folder: Path, *options: str, env: dict[str, str]) -> dic
         pytest.param(PluginKind.ATTENTION, [], marks=pytest.mark.slow),
         pytest.param(PluginKind.QUANTIZATION, [], marks=pytest.mark.slow),
         pytest.param(PluginKind.LAYER, [], marks=pytest.mark.slow),
-        (PluginKind.MODEL, []),
+        pytest.param(PluginKind.MODEL, [], marks=pytest.mark.slow),
         pytest.param(PluginKind.PLATFORM, [], marks=pytest.mark.slow),
         pytest.param(PluginKind.PLATFORM, ["--platform", "acme-platform"], marks=pytest.mark.slow),
         (NATIVE, ["--quick"]),

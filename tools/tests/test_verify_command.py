@@ -146,6 +146,7 @@ def test_a_crash_names_what_was_running(run: Run) -> None:
     assert "<trial acme_double-acme-kernels/crashing-float32-one row>" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs signals as of POSIX")
 def test_in_isolation_a_crash_is_a_fault_of_its_candidate_alone(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "out.json"

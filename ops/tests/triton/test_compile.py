@@ -104,6 +104,7 @@ LARGEST = {
 SMALLEST = dict(zip(LARGEST, SMALL, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("kernel", LARGEST)
 def test_the_largest_tiles_fit_where_shared_memory_is_small(kernel: str) -> None:
