@@ -110,6 +110,7 @@ def test_the_page_has_the_figures_of_the_table(table: dict[str, dict[str, Any]])
         assert f"| {kind} | {bound} | {instances} | {summary.share(kind):.1f} % |" in page
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(
     "kind",

@@ -203,6 +203,7 @@ def test_observers_are_told(exercise: Exercise, hooks: str) -> None:
     assert report["num_choices"] == sum(event[0] == "selected" for event in seen) > 0
 
 
+@pytest.mark.slow
 def test_a_core_that_takes_an_argument_away_is_noticed(exercise: Exercise) -> None:
     failed = exercise("shrunk")["failed"]
     assert NAMES.intersection(failed) == {"acme-observer"}

@@ -104,6 +104,7 @@ def test_so_do_their_triton_kernels_when_interpreted(repository: Path) -> None:
     assert len(found["counts"]) == 25
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_it_needs_nothing_of_interposer(repository: Path) -> None:
     code = f"""{BLOCK}

@@ -80,7 +80,10 @@ class _Border:
 _border = _Border()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "process: starts processes or servers, forks, sleeps or opens sockets"
+    )
     sys.addaudithook(_border.audit)
     _border.guard(time, "sleep", "sleeps")
     _border.guard(socket.socket, "listen", "listens on a socket")

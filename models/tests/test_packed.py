@@ -297,6 +297,7 @@ def test_adapters_join_weights_that_are_mapped(copied: Path, tmp_path: Path) -> 
     assert tokens(lm) == tokens(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_process_waits_for_another_that_writes(llama: Path, on: Config, cache: Path) -> None:
     script = (

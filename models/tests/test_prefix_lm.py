@@ -350,6 +350,7 @@ def test_decode_steps_are_graphs(pairs: dict[str, Pair], whole: LanguageModel) -
     assert TapePlatform.replayed > 20
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 def test_triton_computes_prefixes(pairs: dict[str, Pair], whole: LanguageModel) -> None:

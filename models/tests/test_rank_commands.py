@@ -44,6 +44,7 @@ def interposer(*arguments: str | Path, asked: str = "") -> subprocess.CompletedP
     )
 
 
+@pytest.mark.slow
 def test_a_chat_of_two_ranks_says_what_one_says(tmp_path: Path) -> None:
     path = tmp_path / "model"
     shutil.copytree(STDLIB, path)

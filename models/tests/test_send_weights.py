@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from models.tests.test_update_weights import WEIGHTS, stored, write
 from models.tests.weight_peer import TOKENS, Peer, digest, join, noise
 from safetensors.torch import load_file
+from tests.landing import landing_sample
 from tests.waiting import WAIT_SECONDS
 from torch import distributed
 
@@ -106,7 +107,10 @@ def there(path: Path, call: str = "updated", dtype: str = "float32", options: st
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "bucket_bytes"),
-    [("plain", "float32", 4096), ("plain", "bfloat16", 40_000), ("gptq", "float32", 1 << 20)],
+    landing_sample(
+        [("plain", "float32", 4096), ("plain", "bfloat16", 40_000), ("gptq", "float32", 1 << 20)],
+        every=3,
+    ),
 )
 def test_models_of_all_receivers_are_those_that_would_be_loaded(
     group: Group,

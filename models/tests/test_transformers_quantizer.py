@@ -220,6 +220,7 @@ def test_encoders_and_encoder_decoders(tmp_path: Path) -> None:
         assert not [n for n, m in model.named_modules() if type(m) is torch.nn.Linear]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_it_is_registered_once_and_under_its_own_name() -> None:
     assert AUTO_QUANTIZER_MAPPING["interposer"].__module__.startswith("interposer_models")

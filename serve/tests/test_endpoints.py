@@ -145,6 +145,7 @@ def test_texts_stop_an_answer(served: Served, stop: Any) -> None:
     assert "".join(e["choices"][0]["text"] for e in events(streamed)) == choice["text"]
 
 
+@pytest.mark.slow
 def test_a_chat_is_as_long_as_the_context_unless_it_is_told(served: Served) -> None:
     body = served.chat(ignore_eos=True).body
     assert body["usage"]["total_tokens"] == 1024

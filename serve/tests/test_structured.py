@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 from serve.tests.conftest import NAME, RESPONSES, Served, events, serving
+from tests.landing import landing_sample
 
 from interposer_models import LanguageModel, load
 
@@ -162,7 +163,7 @@ def calling(
         yield running
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", landing_sample(range(2), every=2))
 def test_a_call_is_made_where_it_is_required(calling: Served, seed: int) -> None:
     # The control token would end the answer otherwise.
     asked = {"tools": TOOLS, "seed": seed, "ignore_eos": True, **WARM}

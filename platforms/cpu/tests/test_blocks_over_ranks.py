@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.landing import landing_sample
 from tests.waiting import WAIT_SECONDS
 
 from interposer import Config
@@ -100,7 +101,7 @@ def test_blocks_of_two_ranks_say_what_one_process_does(
     assert calls["decoder_block"] > 0
 
 
-@pytest.mark.parametrize("method", ["", "int8", "int4"])
+@pytest.mark.parametrize("method", landing_sample(["", "int8", "int4"], every=3))
 def test_fused_blocks_say_what_their_parts_do_in_16_bits(loads: Loads, method: str) -> None:
     found = []
     for layers in ({}, {"decoder_block": "standard", "gated_mlp": "standard"}):

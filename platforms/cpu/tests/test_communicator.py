@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.landing import landing_sample
 from tests.waiting import WAIT_SECONDS, wait_until
 
 from interposer import current_platform, current_registry
@@ -147,7 +148,10 @@ def test_a_rank_that_waits_sleeps_until_the_others_come(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "fails"), [("memfd", False), ("shm", False), ("temporary", False), ("none", True)]
+    ("place", "fails"),
+    landing_sample(
+        [("memfd", False), ("shm", False), ("temporary", False), ("none", True)], every=3
+    ),
 )
 def test_memory_is_shared_where_it_can_be(place: str, fails: bool, tmp_path: Path) -> None:
     with ranks("place", 2, tmp_path, place) as processes:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from platforms.cuda.tests.test_providers import BACKENDS, LATENT, SPEC, asked, site
+from tests.landing import landing_sample
 from tests.tape import TapePlatform
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
@@ -103,7 +104,10 @@ def latent_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    ["flash_attention_2", "flash_attention_3", "flashinfer", "flashinfer_latent", "flash_mla"],
+    landing_sample(
+        ["flash_attention_2", "flash_attention_3", "flashinfer", "flashinfer_latent", "flash_mla"],
+        every=3,
+    ),
 )
 def test_graphs_of_them_decode_the_same_tokens(
     packages: None, reel: None, latent_lm: Path, name: str

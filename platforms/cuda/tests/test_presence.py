@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.landing import landing_sample
 
 needs_gcc = pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc, to compile a driver")
 pytestmark = [
@@ -318,16 +319,19 @@ def test_a_gpu_that_torch_has_no_kernels_for_is_refused(workstation: Machine) ->
 
 @pytest.mark.parametrize(
     ("listed", "count", "note"),
-    [
-        ("0", 1, "CUDA_VISIBLE_DEVICES=0"),
-        ("2,0", 2, "CUDA_VISIBLE_DEVICES=2,0"),
-        ("1,7,0", 1, "there is no GPU 7, the last is 2, and entries from there on count for"),
-        ("0,-1,1", 1, "-1 ends the list"),
-        ("1x", 1, "CUDA_VISIBLE_DEVICES=1x"),
-        (UUIDS[1], 1, ""),
-        (UUIDS[1][:8], 1, ""),
-        (f"{UUIDS[2]},nonsense", 1, "'nonsense' is neither an index nor a uuid"),
-    ],
+    landing_sample(
+        [
+            ("0", 1, "CUDA_VISIBLE_DEVICES=0"),
+            ("2,0", 2, "CUDA_VISIBLE_DEVICES=2,0"),
+            ("1,7,0", 1, "there is no GPU 7, the last is 2, and entries from there on count for"),
+            ("0,-1,1", 1, "-1 ends the list"),
+            ("1x", 1, "CUDA_VISIBLE_DEVICES=1x"),
+            (UUIDS[1], 1, ""),
+            (UUIDS[1][:8], 1, ""),
+            (f"{UUIDS[2]},nonsense", 1, "'nonsense' is neither an index nor a uuid"),
+        ],
+        every=3,
+    ),
 )
 def test_visible_devices_are_counted(
     workstation: Machine, listed: str, count: int, note: str

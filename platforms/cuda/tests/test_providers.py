@@ -17,6 +17,7 @@ import pytest
 import torch
 from platforms.cuda.tests.played_packages import IMPORTED, MODULES
 from platforms.cuda.tests.wheels import install, wheel
+from tests.landing import landing_sample
 
 from interposer import (
     AttentionBackend,
@@ -78,7 +79,7 @@ def served(backend: type[AttentionBackend]) -> Iterator[tuple[str, AttentionSpec
             yield label, own
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", landing_sample(BACKENDS, every=2))
 def test_packages_are_given_what_they_document(
     packages: None, backend: type[AttentionBackend]
 ) -> None:

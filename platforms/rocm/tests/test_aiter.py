@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from platforms.rocm.tests.fake_aiter import WORKING, install
+from tests.landing import landing_sample
 from tests.tape import TapePlatform
 
 from interposer import (
@@ -121,16 +122,35 @@ def test_what_is_there_is_told_with_its_parameters(working: Path, use: Any) -> N
 
 @pytest.mark.parametrize(
     ("text", "expected", "is_known"),
-    [
-        ("import flydsl_of_nowhere", "needs the package flydsl_of_nowhere. Try: pip install", True),
-        ("raise ImportError('x.so: undefined symbol: _ZN3c10')", "ImportError: x.so: undef", True),
-        ("raise RuntimeError('Get GPU arch from rocminfo failed')", "RuntimeError: Get GPU", True),
-        ("raise FileNotFoundError('hipcc')", "FileNotFoundError: hipcc", True),
-        ("raise AssertionError('who knows')", "AssertionError: who knows", False),
-        ("raise SystemExit(3)", "SystemExit: 3", False),
-        ("import os; os.kill(os.getpid(), 11)", "ended with SIGSEGV: it printed nothing", True),
-        ("import os, sys; os.write(2, b'no HIP'); os._exit(9)", "ended with code 9: no HIP", True),
-    ],
+    landing_sample(
+        [
+            (
+                "import flydsl_of_nowhere",
+                "needs the package flydsl_of_nowhere. Try: pip install",
+                True,
+            ),
+            (
+                "raise ImportError('x.so: undefined symbol: _ZN3c10')",
+                "ImportError: x.so: undef",
+                True,
+            ),
+            (
+                "raise RuntimeError('Get GPU arch from rocminfo failed')",
+                "RuntimeError: Get GPU",
+                True,
+            ),
+            ("raise FileNotFoundError('hipcc')", "FileNotFoundError: hipcc", True),
+            ("raise AssertionError('who knows')", "AssertionError: who knows", False),
+            ("raise SystemExit(3)", "SystemExit: 3", False),
+            ("import os; os.kill(os.getpid(), 11)", "ended with SIGSEGV: it printed nothing", True),
+            (
+                "import os, sys; os.write(2, b'no HIP'); os._exit(9)",
+                "ended with code 9: no HIP",
+                True,
+            ),
+        ],
+        every=3,
+    ),
 )
 def test_failures_are_refusals(
     text: str, expected: str, is_known: bool, tmp_path: Path, use: Any
@@ -584,6 +604,7 @@ print(json.dumps([said, sorted(name for name in sys.modules if name.startswith("
 """
 
 
+@pytest.mark.slow
 def test_planning_for_a_described_device_imports_nothing(tmp_path: Path) -> None:
     folder = install(tmp_path, {**WORKING, "aiter/__init__.py": "raise SystemExit('imported')"})
     model = Path(__file__).parents[3] / "examples/models/stdlib-lm"

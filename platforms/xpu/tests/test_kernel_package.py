@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.forks import forks
+from tests.landing import landing_sample
 
 from interposer_xpu._packages.kernel_package import SCHEMAS, USES
 from interposer_xpu._packages.optional_packages import ended, numbers
@@ -118,11 +119,17 @@ def test_every_op_is_judged_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("head", "expected"),
-    [
-        ("import os; os.abort()", "(signal 6): "),
-        ("raise SystemExit('another torch is needed')", "(exit status 1): another torch is needed"),
-        ("import os; os._exit(3)", "(exit status 3): it printed nothing"),
-    ],
+    landing_sample(
+        [
+            ("import os; os.abort()", "(signal 6): "),
+            (
+                "raise SystemExit('another torch is needed')",
+                "(exit status 1): another torch is needed",
+            ),
+            ("import os; os._exit(3)", "(exit status 3): it printed nothing"),
+        ],
+        every=3,
+    ),
 )
 def test_how_an_import_ends_its_process_is_told(tmp_path: Path, head: str, expected: str) -> None:
     site = install(tmp_path, "0.1.16.2", FITS, heads={"_C": head})
