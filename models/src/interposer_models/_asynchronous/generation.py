@@ -96,7 +96,7 @@ class Generation(AsyncIterator[list[Delta]]):
         raise StopAsyncIteration if self.error is None else self.error
 
     async def completions(self) -> list[Completion]:
-        """Return all answers when they have ended; nobody reads tokens besides.
+        """Wait for all answers and return them; no other reader takes the tokens.
 
         Raises: what ended the generation early.
         """

@@ -210,14 +210,14 @@ class Launched:
             process.wait()
 
     def _raise(self, error: BaseException | None) -> None:
-        """Raise why a follower was lost, in place of what came of it here."""
+        """Raise the cause of a follower's loss instead of the error it led to on this rank."""
         lost = self._losses.first
         if lost is not None and isinstance(error, RankError | KeyboardInterrupt | None):
             raise lost from error
 
 
 def _read(rank: int, process: subprocess.Popen[bytes], lines: deque[str]) -> None:
-    """Pass on what a follower prints, and keep the end of it."""
+    """Forward a follower's output and keep its last lines."""
     assert process.stderr is not None
     for line in process.stderr:
         text = line.decode(errors="replace").rstrip()

@@ -27,7 +27,7 @@ from interposer_ops.layers.sampler import Sampler, SamplingBatch
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A sequence of the step with its guess, and its rows of the logits."""
+    """A sequence of the step, its draft tokens and its rows of the logits."""
 
     chunk: Chunk
     draft: Draft

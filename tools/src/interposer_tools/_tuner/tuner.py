@@ -214,7 +214,7 @@ class _Session:
 
 
 class _CallError(Exception):
-    """A candidate raised while it was timed."""
+    """A candidate failed while the tuner timed it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
