@@ -51,13 +51,14 @@ test-repeat: $(INSTALLED) ## Run the quick and the process tests RUNS times, to 
 		$(MAKE) --no-print-directory test-quick && $(MAKE) --no-print-directory test-process || exit 1; \
 	done
 
-# Records which tests execute which lines, changes random lines and runs the tests that execute them.
+# It changes the sources while it runs and puts them back: have no work in this checkout meanwhile.
+MUTANTS := $(BIN)/python tests/mutants/mutants.py
 mutants: $(INSTALLED) ## Measure how many random faults the landing tests find, see tests/mutants. Hours.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group mutants
-	rm -rf .mutants_cache
-	MUTANTS_RECORD=.mutants_cache $(PYTEST) -n 2 --dist loadgroup -p tests.mutants.recorder -m "not slow and $(AVAILABLE)"
-	$(BIN)/python tests/mutants/mutants.py draw .mutants_cache .mutants_cache/mutants.json
-	$(BIN)/python tests/mutants/mutants.py judge .mutants_cache .mutants_cache/mutants.json .mutants_cache/results.json -m "not slow and $(AVAILABLE)"
+	rm -rf .mutants_cache && mkdir .mutants_cache
+	$(MUTANTS) draw .mutants_cache/mutants.json
+	$(MUTANTS) record .mutants_cache/mutants.json .mutants_cache --checkout . -m "not slow and $(AVAILABLE)"
+	$(MUTANTS) judge .mutants_cache/mutants.json .mutants_cache .mutants_cache/results.json --checkout . -m "not slow and $(AVAILABLE)"
 
 # Other architectures want packages of the system, which the tests name where they miss them.
 test-foreign: $(INSTALLED) ## Build llama.cpp and compare with it; run kernels of ARM and s390x in emulators. An hour.
