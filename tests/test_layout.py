@@ -76,14 +76,24 @@ each_distribution = pytest.mark.parametrize("dist", DISTRIBUTIONS, ids=lambda di
 
 
 @cache
-def nodes(module: Path) -> tuple[ast.AST, ...]:
-    """Return all nodes of a module, which is parsed once for all tests."""
-    return tuple(ast.walk(ast.parse(module.read_text(encoding="utf-8"))))
+def import_statements(module: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """Return the import statements of a module, which is parsed once for all tests."""
+    waiting: list[ast.AST] = [ast.parse(module.read_text(encoding="utf-8"))]
+    statements = list[ast.Import | ast.ImportFrom]()
+    while waiting:
+        node = waiting.pop()
+        # Most nodes are expressions, which hold no statements.
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inner = getattr(node, field, ())
+            waiting += inner if isinstance(inner, list) else ()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            statements.append(node)
+    return tuple(statements)
 
 
 def imports(module: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the dotted name of everything that ``module`` imports."""
-    for node in nodes(module):
+    for node in import_statements(module):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -99,7 +109,7 @@ def dotted(module: Path) -> str:
 def imported_modules(module: Path, known: Set[str]) -> set[str]:
     """Return those of the known modules that ``module`` imports, or takes names from."""
     found = set()
-    for node in nodes(module):
+    for node in import_statements(module):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -306,7 +316,10 @@ ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
 def environment_uses(module: Path) -> Iterator[tuple[int, str]]:
-    for node in nodes(module):
+    source = module.read_text(encoding="utf-8")
+    if not any(name in source for name in ENVIRONMENT):
+        return  # parsing every module would take seconds
+    for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Attribute(value=ast.Name(id="os"), attr=name) if name in ENVIRONMENT:
                 yield node.lineno, name

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forks import forks
 from tests.waiting import WAIT_SECONDS
 from transformers import AutoTokenizer
 
@@ -196,8 +197,7 @@ def test_templates_run_in_a_sandbox(lm: LanguageModel) -> None:
 
 def chat(path: Path, typed: str, *options: str) -> tuple[str, str]:
     """Return what the command printed and what it said, when ``typed`` is its input."""
-    command = [sys.executable, "-m", "interposer_tools", "chat", str(path), *options]
-    done = subprocess.run(command, input=typed, capture_output=True, text=True, check=False)
+    done = forks().run("-m", "interposer_tools", "chat", path, *options, input=typed)
     return done.stdout, done.stderr
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from models.tests.family_checkpoints import family_configs, write_family
 from models.tests.rank_families import ADAPTER
 from tests.adapter_files import write_adapter
+from tests.forks import forks
 
 from interposer_models._families.example_sizes import SIZES
 
@@ -62,7 +62,7 @@ def told(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     running = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(SIZE), str(root), str(out)],
+            forks().command(WORKER, str(rank), str(SIZE), root, out),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environment,

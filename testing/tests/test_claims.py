@@ -343,7 +343,7 @@ def test_a_healthy_kernel_is_not_blamed(
     [
         pytest.param(
             *("with_a_branch_on_a_value", "compile static", {"deterministic", "batch_invariant"}),
-            marks=pytest.mark.process,  # trials in full look for a compiler
+            marks=[pytest.mark.process, pytest.mark.slow],  # trials in full look for a compiler
         ),
         pytest.param(
             *("with_another_sum_when_traced", "compile static", {"graph_safe"}),

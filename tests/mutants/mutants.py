@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -39,7 +40,7 @@ from tests.mutants.signposts import installed, read_intervals, read_tests  # noq
 
 LIMIT_SECONDS = 900.0
 # What importing takes is paid once: each mutant's tests run in a fork of this process.
-_PRELOADED = ("hypothesis", "numpy", "pytest", "torch", "transformers", "transformers.generation")
+_PRELOADED = ("numpy", "pytest", "torch", "transformers", "transformers.generation")
 # Collecting many modules takes longer than their tests, and most mutants die early.
 _MODULES_AT_FIRST, _GROWTH = 3, 6
 
@@ -89,22 +90,16 @@ def run_tests(checkout: Path, tests: list[str], marks: str) -> tuple[str, str]:
         output = Path(folder) / "output"
         child = os.fork()
         if not child:
-            os.setsid()
-            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
-            for standard in (1, 2):
-                os.dup2(descriptor, standard)
-            os.chdir(checkout)
-            os.environ["MUTANTS_TESTS"] = f"{folder}/tests"
-            import pytest
-
-            files = sorted({nodeid.partition("::")[0] for nodeid in tests})
-            files = [file for file in files if (checkout / file).is_file()]
-            options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "selection"]
-            ended = pytest.main([*options, "--timeout=300", "-m", marks, *files]) if files else 5
-            sys.stdout.flush()
-            os._exit(int(ended))
+            code = 1
+            try:
+                code = _run_in_fork(checkout, Path(folder), output, marks, tests)
+            except Exception:  # noqa: BLE001  # the fork must end, and say why
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
         end = time.monotonic() + LIMIT_SECONDS
-        code: int | None = None
+        code = None
         while code is None and time.monotonic() < end:
             pid, status = os.waitpid(child, os.WNOHANG)
             if pid:
@@ -120,7 +115,41 @@ def run_tests(checkout: Path, tests: list[str], marks: str) -> tuple[str, str]:
         failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", text, re.MULTILINE)
         if code in (0, 5):
             return "survived", ""
-        return "killed", failed[1] if failed else f"exit code {code}: {text[-300:]}"
+        if code < 0:
+            return "killed", f"signal {-code}"
+        return "killed", failed[1] if failed else f"exit code {code}: {text[-1000:]}"
+
+
+def _run_in_fork(checkout: Path, folder: Path, output: Path, marks: str, tests: list[str]) -> int:
+    os.setsid()
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.chdir(checkout)
+    os.environ["MUTANTS_TESTS"] = f"{folder}/tests"
+    import pytest
+
+    files = sorted({nodeid.partition("::")[0] for nodeid in tests})
+    files = [file for file in files if (checkout / file).is_file()]
+    if not files:
+        return 5
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "selection"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is preloaded
+    return int(pytest.main([*options, "--timeout=300", "-m", marks, *files]))
+
+
+@contextlib.contextmanager
+def changed(file: Path, source: str, number: int) -> Iterator[None]:
+    """Give a module other source within the ``with`` block."""
+    original, times = file.read_bytes(), file.stat()
+    try:
+        file.write_text(source, encoding="utf-8")
+        # Bytecode that was compiled from another mutant of this size must not be taken.
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + 10**10 * (number + 1)))
+        yield
+    finally:
+        file.write_bytes(original)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def judge(arguments: argparse.Namespace) -> None:
@@ -133,32 +162,56 @@ def judge(arguments: argparse.Namespace) -> None:
     executing = read_tests(arguments.record / "hits", intervals)
     done, skipped = read_results(arguments.results), read_results(arguments.unless)
     part, parts = map(int, arguments.part.split("/"))
-    for number, mutant in enumerate(read_mutants(arguments.mutants)):
-        key = str(number)
-        if number % parts != part or key in done or skipped.get(key, {}).get("outcome") == "killed":
-            continue
-        file = checkout / mutant.path
-        source = mutate(checkout, mutant)
-        tests = sorted(executing.get(number, ()), key=lambda test: (seconds.get(test, 0.0), test))
-        outcome, by = ("survived" if source else "gone"), ""
-        began = time.monotonic()
-        if source and tests:
-            original, times = file.read_bytes(), file.stat()
-            try:
-                file.write_text(source, encoding="utf-8")
-                # Bytecode that was compiled from another mutant of this size must not be taken.
-                os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + 10**10 * (number + 1)))
-                for some in in_parts(tests):
-                    outcome, by = run_tests(checkout, some, arguments.marks)
-                    if outcome == "killed":
-                        break
-            finally:
-                file.write_bytes(original)
-                os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-        took = round(time.monotonic() - began, 1)
-        done[key] = {"outcome": outcome, "by": by, "tests": len(tests), "seconds": took}
-        arguments.results.write_text(json.dumps(done, indent=1), encoding="utf-8")
-        print(number, mutant.path, mutant.line, outcome, by[:120], len(tests), took, flush=True)
+    unreliable = set[str]()
+    while True:
+        for number, mutant in enumerate(read_mutants(arguments.mutants)):
+            key = str(number)
+            if number % parts != part or skipped.get(key, {}).get("outcome") == "killed":
+                continue
+            if key in done and done[key]["by"] not in unreliable:
+                continue
+            tests = [test for test in executing.get(number, ()) if test not in unreliable]
+            tests.sort(key=lambda test: (seconds.get(test, 0.0), test))
+            began = time.monotonic()
+            outcome, by = judge_one(checkout, mutant, number, tests, arguments.marks)
+            took = round(time.monotonic() - began, 1)
+            done[key] = {"outcome": outcome, "by": by, "tests": len(tests), "seconds": took}
+            arguments.results.write_text(json.dumps(done, indent=1), encoding="utf-8")
+            print(number, mutant.path, mutant.line, outcome, by[:120], took, flush=True)
+        failing = control(checkout, {result["by"] for result in done.values()}, arguments.marks)
+        if not failing:
+            break
+        print("fail without a mutant as well:", *failing, flush=True)
+        unreliable |= failing
+
+
+def judge_one(
+    checkout: Path, mutant: Mutant, number: int, tests: list[str], marks: str
+) -> tuple[str, str]:
+    source = mutate(checkout, mutant)
+    if source is None:
+        return "gone", ""
+    outcome, by = "survived", ""
+    for some in in_parts(tests):
+        with changed(checkout / mutant.path, source, number):
+            outcome, by = run_tests(checkout, some, marks)
+        if outcome == "killed":
+            break
+    return outcome, by
+
+
+def control(checkout: Path, killers: set[str], marks: str) -> set[str]:
+    """Return the tests that killed a mutant and fail without it as well."""
+    tests, failing = sorted(killer for killer in killers if "::" in killer), set[str]()
+    while tests:
+        outcome, by = run_tests(checkout, tests, marks)
+        if outcome != "killed":
+            break
+        if by not in tests:
+            raise RuntimeError(f"no test runs without a mutant either: {by}")
+        failing.add(by)
+        tests.remove(by)
+    return failing
 
 
 def report(arguments: argparse.Namespace) -> None:

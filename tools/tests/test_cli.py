@@ -18,17 +18,30 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Return variables of a process that finds what is in ``tmp_path`` first."""
+    return {**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "200"}
+
+
+@pytest.fixture
+def run(tmp_path: Path, environment: dict[str, str]) -> Run:
     """Return a runner of the command, in an empty folder that is first on the path."""
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        options = {"cwd": tmp_path, "env": {**environment, **variables}}
+        return forks().run("-m", "interposer_tools", *arguments, **options)
+
+    return run
+
+
+@pytest.fixture
+def run_new(tmp_path: Path, environment: dict[str, str]) -> Run:
+    """Return a runner of the same in a new interpreter, which has imported nothing."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "interposer_tools", *arguments]
         return subprocess.run(
-            [sys.executable, "-m", "interposer_tools", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "200", **variables},
-            capture_output=True,
-            text=True,
-            timeout=120,
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
         )
 
     return run
@@ -112,12 +125,12 @@ def test_only_the_command_that_is_asked_for_is_imported(
 
 
 def test_entry_points_that_nobody_can_read_are_told_by_their_folder(
-    run: Run, install: Callable[..., None], tmp_path: Path
+    run_new: Run, install: Callable[..., None], tmp_path: Path
 ) -> None:
     install("acme", "[acme]\n")
     (tmp_path / "acme-1.0.dist-info" / "entry_points.txt").write_bytes(b"[acme]\nx\xff = y\n")
     for arguments in (("doctor",), ("explain", "model"), ("run", "model", "prompt")):
-        done = run(*arguments)
+        done = run_new(*arguments)
         assert (done.returncode, done.stdout) == (1, "")
         assert "acme-1.0.dist-info: entry_points.txt: 'utf-8' codec" in done.stderr
         assert done.stderr.endswith("Try: reinstall or uninstall it\n")
@@ -148,10 +161,10 @@ def test_nobody_replaces_a_command_of_the_core(run: Run, install: Callable[..., 
     assert "Write down which plugin distributions are installed" in overview
 
 
-def test_the_commands_start_without_torch(run: Run, install: Callable[..., None]) -> None:
+def test_the_commands_start_without_torch(run_new: Run, install: Callable[..., None]) -> None:
     source = "def hum():\n    import sys\n    print('torch' in sys.modules)\n"
     install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=source)
-    assert run("hum").stdout == "False\n"
+    assert run_new("hum").stdout == "False\n"
 
 
 @pytest.mark.slow

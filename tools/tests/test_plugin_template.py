@@ -421,6 +421,7 @@ def test_written_scheme_refuses_what_it_does_not_know(
     assert some.linear_method(f"{prefix}.o_proj", ("o_proj",)) is not None
 
 
+@pytest.mark.slow
 def test_template_is_in_the_wheel_of_the_tools(tmp_path: Path) -> None:
     (built,) = build(tmp_path / "wheels", TOOLS)
     with zipfile.ZipFile(built) as wheel:

@@ -186,7 +186,8 @@ def _ground(registry: Registry, device: Device) -> Ground:
         platform=device.platform,
         torch_device=device.torch_device,
         architecture=device.capability.architecture,
-        system=machine.platform(),
+        # platform.platform() would start `uname -p`.
+        system=f"{machine.system()}-{machine.release()}-{machine.machine()}",
         python=machine.python_version(),
         torch=torch.__version__,
         versions=dict(sorted(versions.items())),
