@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from models.tests.family_checkpoints import family_configs, write_config
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from interposer.errors import CheckpointError, UnknownNameError, UnsupportedModelError
-from interposer_models import AsyncLanguageModel, load
+from interposer_models import AsyncLanguageModel, load, plan
 from interposer_models._tokenizer import TextTokenizer
 
 WEIGHTS = "model.safetensors"
@@ -245,3 +246,24 @@ def test_a_failed_load_can_be_repeated_after_the_mend(copied: Path) -> None:
         load(copied)
     (copied / WEIGHTS).write_bytes(content)
     assert load(copied).logits([1, 2]).shape == (2, 256)
+
+
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [
+        ("bamba", "hidden_act"),
+        ("falcon_h1", "hidden_act"),
+        ("mamba2", "hidden_act"),
+        ("nemotron_h", "mamba_hidden_act"),
+        ("qwen3_5", "hidden_act"),
+        ("qwen3_5_moe", "hidden_act"),
+        ("qwen3_next", "hidden_act"),
+    ],
+)
+def test_convolutions_with_another_activation(family: str, field: str, tmp_path: Path) -> None:
+    config = next(config for name, config in family_configs() if name.startswith(f"{family}-"))
+    write_config(tmp_path, {**config, field: "gelu"})
+    with pytest.raises(CheckpointError, match=f"{field} is 'gelu', .*'silu'"):
+        plan(tmp_path, platform="cpu")
+    write_config(tmp_path, {**config, field: "swish"})
+    plan(tmp_path, platform="cpu")

@@ -204,7 +204,7 @@ def test_pages_are_given_lowest_first(counts: list[int], num_pages: int) -> None
         ("mamba2", "grouped", {"expand": 3}, "times expand 3 is not num_heads 8"),
         ("mamba2", "grouped", {"state_size": 2**23}, "more than a model can have"),
         ("mamba2", "grouped", {"conv_kernel": 9}, "conv_kernel"),
-        ("mamba2", "grouped", {"hidden_act": "gelu"}, "mixers compute with 'silu'"),
+        ("mamba2", "grouped", {"hidden_act": "gelu"}, "convolutions compute with 'silu'"),
         ("lfm2", "mixed", {"layer_types": ["conv"]}, "layer_types has 1 of 3 layers"),
         ("lfm2", "mixed", {"conv_L_cache": 1}, "conv_L_cache"),
         ("bamba", "middle", {"mamba_d_head": 7}, "mamba_n_heads 8 times mamba_d_head 7"),

@@ -158,6 +158,7 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
         "mamba_d_conv",
         "mamba_dt_min",
         "mamba_head_dim",
+        "mamba_hidden_act",
         "mamba_n_groups",
         "mamba_num_heads",
         "mlp_hidden_act",

@@ -28,3 +28,9 @@ def check_state(heads: int, rows: int, columns: int) -> None:
         raise ValueError(
             f"a state of {heads} heads of {rows} x {columns} is more than a model can have"
         )
+
+
+def check_convolution(field: str, activation: str) -> None:
+    """Raise ValueError if the convolutions in front of the states have another activation."""
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"{field} is {activation!r}, convolutions compute with 'silu'")

@@ -14,7 +14,7 @@ from interposer import Site
 from interposer_models._decoder.blocks import NormedBlock
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.settings import Epsilon, FrameNames, Positive, Share
-from interposer_models._decoder.state_settings import Steps, Window, check_state
+from interposer_models._decoder.state_settings import Steps, Window, check_convolution, check_state
 from interposer_models._decoder.state_space import StateSpaceMixer, StateSpaceSizes
 from interposer_ops.layers.mlp import GatedMLP
 
@@ -85,4 +85,5 @@ class Bamba(DecoderFamily):
         if heads % groups:
             raise ValueError(f"mamba_n_heads {heads} is not a multiple of mamba_n_groups {groups}")
         check_state(heads, width // heads, self.mamba_d_state)
+        check_convolution("hidden_act", self.hidden_act)
         return self

@@ -14,7 +14,7 @@ from interposer import Site
 from interposer_models._decoder.blocks import OnePartBlock
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.settings import Epsilon, FrameNames, Positive
-from interposer_models._decoder.state_settings import Steps, Window, check_state
+from interposer_models._decoder.state_settings import Steps, Window, check_convolution, check_state
 from interposer_models._decoder.state_space import StateSpaceMixer, StateSpaceSizes
 
 # What a step costs does not grow with the context, and nothing of it is stored.
@@ -74,6 +74,5 @@ class Mamba2(DecoderFamily):
                 f"{heads} times head_dim {self.head_size}"
             )
         check_state(heads, self.head_size, self.state_size)
-        if self.hidden_act != "silu":
-            raise ValueError(f"hidden_act is {self.hidden_act!r}, mixers compute with 'silu'")
+        check_convolution("hidden_act", self.hidden_act)
         return self

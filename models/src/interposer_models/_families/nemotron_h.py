@@ -22,7 +22,7 @@ from interposer_models._decoder.grouped_mixture import Grouping
 from interposer_models._decoder.mixture import LARGEST_TENSOR, MOST_EXPERTS
 from interposer_models._decoder.plain_mlp import PlainMLP
 from interposer_models._decoder.settings import Epsilon, FrameNames, Positive
-from interposer_models._decoder.state_settings import Window, check_state
+from interposer_models._decoder.state_settings import Window, check_convolution, check_state
 from interposer_models._decoder.state_space import StateSpaceMixer, StateSpaceSizes
 from interposer_models._decoder.ungated_experts import UngatedMixture
 
@@ -57,6 +57,7 @@ class NemotronH(DecoderFamily):
     hidden_act: str = Field(
         default="relu2", validation_alias=AliasChoices("mlp_hidden_act", "hidden_act")
     )
+    mamba_hidden_act: str = "silu"
     layers_block_type: tuple[Literal["mamba", "attention", "mlp", "moe"], ...]
     layer_types: None = None
     hybrid_override_pattern: str | None = None
@@ -186,4 +187,5 @@ class NemotronH(DecoderFamily):
                 f"{self.n_groups}"
             )
         check_state(self.mamba_num_heads, self.mamba_head_dim, self.ssm_state_size)
+        check_convolution("mamba_hidden_act", self.mamba_hidden_act)
         return self

@@ -28,7 +28,7 @@ from interposer_models._decoder.prediction_head import (
     PredictionHead,
 )
 from interposer_models._decoder.settings import Positive, Share
-from interposer_models._decoder.state_settings import Window, check_state
+from interposer_models._decoder.state_settings import Window, check_convolution, check_state
 from interposer_ops.layers.divided_pairs import QKV, PairNames, share_heads
 from interposer_ops.layers.norm import GemmaRMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
@@ -157,4 +157,5 @@ class Qwen3_5(DecoderFamily):
                 f"linear_num_value_heads {heads} is not a multiple of linear_num_key_heads {groups}"
             )
         check_state(heads, self.linear_key_head_dim, self.linear_value_head_dim)
+        check_convolution("hidden_act", self.hidden_act)
         return self
