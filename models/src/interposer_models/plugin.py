@@ -23,7 +23,8 @@ INTERPOSER_API = ">=1.0,<2"
 _DECODER = (
     "attention_bias", "dtype", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
     "layer_types", "max_position_embeddings", "mlp_bias", "num_attention_heads",
-    "num_hidden_layers", "num_key_value_heads", "partial_rotary_factor", "quantization_config",
+    "num_hidden_layers", "num_key_value_heads", "original_max_position_embeddings",
+    "partial_rotary_factor", "quantization_config",
     "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window",
     "tie_word_embeddings", "torch_dtype", "vocab_size",
 )
@@ -80,7 +81,7 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "Olmo2": (),
     "Granite": _GRANITE,
     "GraniteMoe": (*_GRANITE, *_EXPERTS),
-    "Phi3": ("original_max_position_embeddings",),
+    "Phi3": (),
     "Ministral": (),
     "Olmo3": (),
     "Exaone4": ("sliding_window_pattern",),

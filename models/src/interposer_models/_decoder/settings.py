@@ -7,9 +7,18 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from interposer import ModelFamily
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
+from interposer_models._decoder.field_error import FieldError
+from interposer_models._decoder.rotary_fields import (
+    LAYER_TYPES,
+    LIFTED,
+    LayerTypeBases,
+    one_rotation,
+    rotation_by_layer_type,
+)
 from interposer_ops.rotary import rotary_frequencies
 
 # Far above any model; a product of two still fits a tensor.
@@ -42,11 +51,13 @@ class DecoderSettings(BaseModel, ModelFamily):
     """The fields of config.json that shape a decoder, by their Hugging Face names.
 
     Others are ignored; one that is null has its default. Properties state what follows from them.
-    Without ``is_rotated`` there are no angles, nor are there with a table of positions.
+    Without ``is_rotated`` there are no angles, nor are there with a table of positions. A family
+    whose layers with and without a window differ in angles has ``layer_type_bases``.
     """
 
     frame: ClassVar[FrameNames] = FrameNames()
     is_rotated: ClassVar[bool] = True
+    layer_type_bases: ClassVar[LayerTypeBases | None] = None
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     hidden_size: Positive
@@ -67,6 +78,7 @@ class DecoderSettings(BaseModel, ModelFamily):
     )
     rope_theta: RopeBase = 10000.0
     partial_rotary_factor: Share = 1.0
+    original_max_position_embeddings: Positive | None = None
     sliding_window: WindowTokens | None = None
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
     dtype: str = Field(default="float32", validation_alias=AliasChoices("dtype", "torch_dtype"))
@@ -95,9 +107,16 @@ class DecoderSettings(BaseModel, ModelFamily):
     @property
     def rope_scaling(self) -> dict[str, Any]:
         """``rope_type`` and its parameters."""
+        original = self.original_max_position_embeddings
+        stated = {} if original is None else {"original_max_position_embeddings": original}
+        return {**self._lengths, **self.rope_parameters, **stated}
+
+    @property
+    def _lengths(self) -> dict[str, Any]:
+        """Parameters that have these values unless ``rope_parameters`` states others."""
         # A yarn config without it means that max_position_embeddings is the original length.
-        original = {"original_max_position_embeddings": self.max_position_embeddings}
-        return {**original, **self.rope_parameters}
+        longest = self.max_position_embeddings
+        return {"original_max_position_embeddings": longest, "max_position_embeddings": longest}
 
     def rotation(self, index: int) -> tuple[float, dict[str, Any]]:
         """Return base and scaling of the angles of layer ``index``.
@@ -108,8 +127,7 @@ class DecoderSettings(BaseModel, ModelFamily):
         stated = self.rope_parameters.get(kind)
         if not isinstance(stated, dict):
             return self.rope_theta, self.rope_scaling
-        original = {"original_max_position_embeddings": self.max_position_embeddings}
-        return stated.get("rope_theta", self.rope_theta), {**original, **stated}
+        return stated.get("rope_theta", self.rope_theta), {**self._lengths, **stated}
 
     def rotary_size_at(self, index: int) -> int:
         """Return how many elements of a head are rotated in layer ``index``."""
@@ -134,14 +152,27 @@ class DecoderSettings(BaseModel, ModelFamily):
     @model_validator(mode="before")
     @classmethod
     def _stated(cls, fields: Any) -> Any:
-        """Leave out what is null and cannot be; lift what lies inside of rope_parameters."""
+        """Leave out what is null and cannot be; merge the spellings of the rotary embedding."""
         nullable = {n for n, f in cls.model_fields.items() if type(None) in get_args(f.annotation)}
         stated = {n: v for n, v in fields.items() if v is not None or n in nullable}
-        rope = stated.get("rope_parameters", stated.get("rope_scaling"))
-        if isinstance(rope, dict):
-            lifted = ("rope_theta", "partial_rotary_factor")
-            stated |= {n: rope[n] for n in lifted if n in rope}
+        spellings = [n for n in ("rope_parameters", "rope_scaling") if n in fields]
+        if all(isinstance(fields[n], dict | None) for n in spellings):
+            rope = cls.merged_rotation(stated)
+            stated.pop("rope_scaling", None)
+            if rope or "rope_parameters" in fields:  # a null one says that there is none
+                stated["rope_parameters"] = rope
+            stated |= {n: rope[n] for n in LIFTED if n in rope}
         return stated
+
+    @classmethod
+    def merged_rotation(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what ``rope_parameters`` and ``rope_scaling`` of config.json mean together.
+
+        Raises: FieldError: they contradict each other, or one is not read.
+        """
+        if cls.layer_type_bases is not None:
+            return rotation_by_layer_type(fields, cls.layer_type_bases)
+        return one_rotation(fields, {n: _beside(cls.model_fields[n], n, fields) for n in LIFTED})
 
     @model_validator(mode="after")
     def _coherent(self) -> Self:
@@ -152,10 +183,11 @@ class DecoderSettings(BaseModel, ModelFamily):
             )
         for kind in (k for k, value in self.rope_parameters.items() if isinstance(value, dict)):
             base = self.rope_parameters[kind].get("rope_theta", self.rope_theta)
-            if kind not in ("full_attention", "sliding_attention"):
+            if kind not in LAYER_TYPES:
                 raise ValueError(f"rope_parameters of layer type {kind!r} are not supported")
             if type(base) not in (int, float) or base <= 1:
                 raise ValueError(f"rope_theta of {kind} is {base!r}, must be above 1")
+            self._check_share(kind)
         if heads * self.head_size > 2**24:
             raise ValueError(f"{heads} heads of {self.head_size} are more than a model can have")
         if self.rotary_size <= 0 or self.rotary_size % 2:
@@ -168,6 +200,17 @@ class DecoderSettings(BaseModel, ModelFamily):
             raise ValueError("layer_types has sliding layers, but sliding_window is missing")
         return self
 
+    def _check_share(self, kind: str) -> None:
+        """Refuse a share of heads that layers of a type rotate, unless all rotate the same."""
+        stated = self.rope_parameters[kind]
+        share = stated.get("partial_rotary_factor", self.partial_rotary_factor)
+        is_read = stated.get("rope_type", stated.get("type")) == "proportional"
+        if share != self.partial_rotary_factor and not is_read:
+            raise FieldError(
+                f"rope_parameters has partial_rotary_factor {share!r} for {kind}, which is not "
+                "computed for one type of layers"
+            )
+
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
         """Return the settings that the content of config.json describes.
@@ -177,7 +220,9 @@ class DecoderSettings(BaseModel, ModelFamily):
         try:
             parsed = cls.model_validate(config)
             for index in range(parsed.num_hidden_layers):
-                rotary_frequencies(parsed.rotary_size_at(index), *parsed.rotation(index))
+                size, rotation = parsed.rotary_size_at(index), parsed.rotation(index)
+                for longest in (None, parsed.max_position_embeddings):  # of longrope's two sets
+                    rotary_frequencies(size, *rotation, longest)
             return parsed
         except UnknownNameError:
             raise
@@ -185,7 +230,16 @@ class DecoderSettings(BaseModel, ModelFamily):
             raise CheckpointError(source, f"rope_parameters: {error}", "mend the field") from error
         except ValidationError as error:
             first = error.errors()[0]
+            if isinstance(refused := first.get("ctx", {}).get("error"), FieldError):
+                raise CheckpointError(source, str(refused), refused.mend) from error
             place = ".".join(str(part) for part in first["loc"])
             given = f" (got {first['input']!r})" if place and first["type"] != "missing" else ""
             reason = f"{place or 'config'}: {first['msg']}{given}"
             raise CheckpointError(source, reason, "mend the field") from error
+
+
+def _beside(field: FieldInfo, name: str, fields: Mapping[str, Any]) -> Any:
+    """Return the value of a field under any of its names, or its default."""
+    alias = field.validation_alias
+    names = alias.choices if isinstance(alias, AliasChoices) else [alias or name]
+    return next((fields[n] for n in names if isinstance(n, str) and n in fields), field.default)

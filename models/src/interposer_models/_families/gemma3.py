@@ -5,9 +5,10 @@ Source: arXiv:2503.19786.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
 
 from interposer import AttentionSpec, Site
+from interposer_models._decoder.rotary_fields import LayerTypeBases
 from interposer_models._decoder.settings import Positive, RopeBase
 from interposer_models._families.gemma2 import Cap, Gemma2
 from interposer_ops.layers.norm import GemmaRMSNorm
@@ -21,8 +22,11 @@ class GemmaAttention(SelfAttention):
 
 
 class Gemma3(Gemma2):
-    """The decoder of Gemma 3."""
+    """The decoder of Gemma 3; long angles are for layers that see everything."""
 
+    layer_type_bases: ClassVar[LayerTypeBases | None] = LayerTypeBases(
+        1000000.0, 10000.0, "rope_local_base_freq"
+    )
     attn_logit_softcapping: Cap | None = None
     final_logit_softcapping: Cap | None = None
     rope_theta: RopeBase = 1000000.0
@@ -32,15 +36,6 @@ class Gemma3(Gemma2):
     def slides(self, index: int) -> bool:
         """Say that all layers but every sixth have the window."""
         return (index + 1) % self.sliding_window_pattern != 0
-
-    def rotation(self, index: int) -> tuple[float, dict[str, Any]]:
-        """Return base and scaling of the angles of a layer; scaling is for those that see all."""
-        kind = "full_attention" if self.windows[index] is None else "sliding_attention"
-        if isinstance(self.rope_parameters.get(kind), dict):
-            return super().rotation(index)
-        if self.windows[index] is None:
-            return self.rope_theta, self.rope_scaling
-        return self.rope_local_base_freq, {}
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
         """Return attention with norms of query and key heads."""

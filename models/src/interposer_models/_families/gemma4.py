@@ -8,6 +8,7 @@ Dimensions: T tokens, H hidden size, L layers, E size of the embedding of a laye
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from interposer import AttentionSpec, Site
 from interposer_models._decoder.decoder import CausalLM, Decoder
 from interposer_models._decoder.family import DecoderFamily
+from interposer_models._decoder.rotary_fields import nested_rotation
 from interposer_models._decoder.settings import Positive, WindowTokens
 from interposer_models._decoder.stored_attention import find_sources
 from interposer_models._families.gemma2 import Cap, CappedLM
@@ -116,6 +118,11 @@ class Gemma4(DecoderFamily):
     def rotary_size_at(self, index: int) -> int:
         """Return the size of the heads of layer ``index``."""
         return self.heads(index)["head_dim"]
+
+    @classmethod
+    def merged_rotation(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``rope_parameters``, which is nested by layer types."""
+        return nested_rotation(fields)
 
     def rotation(self, index: int) -> tuple[float, dict[str, Any]]:
         """Return base and scaling of the angles of a layer, as released unless they are stated."""

@@ -5,6 +5,9 @@ Source: arXiv:2512.13961.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+from interposer_models._decoder.rotary_fields import LayerTypeBases
 from interposer_models._decoder.settings import RopeBase, WindowTokens
 from interposer_models._families.olmo2 import Olmo2
 
@@ -12,6 +15,7 @@ from interposer_models._families.olmo2 import Olmo2
 class Olmo3(Olmo2):
     """OLMo 3."""
 
+    layer_type_bases: ClassVar[LayerTypeBases | None] = LayerTypeBases(500000.0, 500000.0)
     rope_theta: RopeBase = 500000.0
     sliding_window: WindowTokens | None = 4096
 

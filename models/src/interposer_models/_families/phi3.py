@@ -5,13 +5,11 @@ Source: arXiv:2404.14219; factors of long contexts arXiv:2402.13753.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 
 from interposer import AttentionSpec, PluggableLayer, Site
-from interposer.errors import CheckpointError, ConfigError
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.settings import Epsilon, Positive
 from interposer_ops.layers.activation import GatedActivation
@@ -19,7 +17,6 @@ from interposer_ops.layers.divided_pairs import QKV, PairNames, share_heads, sha
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.self_attention import SelfAttention
-from interposer_ops.rotary import rotary_frequencies
 
 # Of the type that is longrope now.
 _OLD_NAMES = ("su", "yarn")
@@ -61,29 +58,14 @@ class Phi3(DecoderFamily):
     """
 
     rms_norm_eps: Epsilon = 1e-5
-    original_max_position_embeddings: Positive = 4096
+    original_max_position_embeddings: Positive | None = 4096
 
     @property
     def rope_scaling(self) -> dict[str, Any]:
         """``rope_type`` and its parameters."""
-        lengths = {
-            "original_max_position_embeddings": self.original_max_position_embeddings,
-            "max_position_embeddings": self.max_position_embeddings,
-        }
-        stated = {**lengths, **self.rope_parameters}
+        stated = super().rope_scaling
         kind = stated.get("rope_type", stated.get("type"))
         return {**stated, "rope_type": "longrope"} if kind in _OLD_NAMES else stated
-
-    @classmethod
-    def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Return the settings of config.json, whose long factors are checked as well."""
-        parsed = super().parse(config, source)
-        try:
-            for longest in (None, parsed.max_position_embeddings):
-                rotary_frequencies(parsed.rotary_size, *parsed.rotation(0), longest)
-        except ConfigError as error:
-            raise CheckpointError(source, f"rope_parameters: {error}", "mend the field") from error
-        return parsed
 
     def slides(self, index: int) -> bool:
         """Say that every layer has the window, if there is one."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from interposer.errors import ConfigError, UnknownNameError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 def rotary_table(
@@ -50,8 +50,9 @@ def rotary_frequencies(
     """Return the angle per position, ``[R / 2]`` float32 in radians, and the table's magnitude.
 
     Args:
-        num_positions: the longest context, by which ``longrope`` chooses its factors; without it,
-            no longer than the original one. The other types don't ask.
+        num_positions: the longest context, by which ``longrope`` chooses its factors and
+            ``dynamic`` its base; without it, no longer than the original one. The other types
+            don't ask.
     Raises: ConfigError: ``rope_type`` is unknown or a parameter is missing or unusable.
     """
     if rotary_size <= 0 or rotary_size % 2:
@@ -66,6 +67,8 @@ def rotary_frequencies(
             return plain, 1.0
         if kind == "linear":
             return plain / _number(scaling, "factor"), 1.0
+        if kind == "dynamic":
+            return _dynamic(rotary_size, theta, scaling, num_positions), 1.0
         if kind == "proportional":
             return _proportional(plain, scaling), 1.0
         if kind == "llama3":
@@ -77,6 +80,19 @@ def rotary_frequencies(
     except KeyError as error:
         raise ConfigError(f"rope_type {kind!r} needs the parameter {error}") from error
     raise UnknownNameError("rope_type", kind, ROPE_TYPES)
+
+
+def _dynamic(
+    rotary_size: int, theta: float, scaling: Mapping[str, Any], num_positions: int | None
+) -> Tensor:
+    """Raise the base where the context is longer than ``max_position_embeddings``."""
+    longest = _number(scaling, "max_position_embeddings")
+    factor, context = _number(scaling, "factor"), max(num_positions or 0, longest)
+    if rotary_size > 2:
+        growth = factor * context / longest - (factor - 1)
+        theta *= growth ** (rotary_size / (rotary_size - 2))
+    exponents = torch.arange(0, rotary_size, 2, dtype=torch.int64).float() / rotary_size
+    return 1.0 / (theta**exponents)
 
 
 def _proportional(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
@@ -93,10 +109,11 @@ def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Stretch long wavelengths by ``factor``, keep short ones, blend between."""
     factor = _number(scaling, "factor")
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
-    if low >= high:
-        raise ConfigError(f"low_freq_factor {low} must be below high_freq_factor {high}")
+    if low > high:
+        raise ConfigError(f"low_freq_factor {low} must not be above high_freq_factor {high}")
     turns = _number(scaling, "original_max_position_embeddings") * plain / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    # Llama 4 Scout has one bound, so that nothing is between long and short.
+    kept = (turns >= low).float() if low == high else ((turns - low) / (high - low)).clamp(0, 1)
     return plain * (kept + (1 - kept) / factor)
 
 

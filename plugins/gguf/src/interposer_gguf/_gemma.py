@@ -11,7 +11,7 @@ from typing import Any
 from interposer.errors import CheckpointError
 from interposer_gguf._architecture import Architecture
 from interposer_gguf._file_format import GGUFFile
-from interposer_gguf._positions import layer_types_of
+from interposer_gguf._positions import layer_types_of, rope_of, rotated_of
 from interposer_gguf._settings import Settings
 from interposer_gguf._tensor_names import ROPE_FACTORS
 
@@ -29,6 +29,22 @@ def _capped(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
         "query_pre_attn_scalar": width // heads if blocks == largest else size,
         "hidden_activation": _ACTIVATION,
         **{name: settings.number(name) if name in settings else None for name in caps},
+    }
+
+
+def _gemma3(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
+    """Return Gemma 3's fields; long angles are for layers that see everything."""
+    long = rope_of(file, settings, rotated_of(settings))
+    base, local = (
+        settings.number(key, default)
+        for key, default in (("rope.freq_base", 1000000.0), ("rope.freq_base_swa", 10000.0))
+    )
+    return {
+        **_capped(settings, file),
+        "rope_parameters": {
+            "full_attention": {**long, "rope_theta": base},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
     }
 
 
@@ -110,7 +126,7 @@ _INNER = {
 
 GEMMA: Mapping[str, Architecture] = {
     "gemma2": Architecture("Gemma2ForCausalLM", _NORMS, norm_offset=1.0, fields=_capped),
-    "gemma3": Architecture("Gemma3ForCausalLM", _NORMS, norm_offset=1.0, fields=_capped),
+    "gemma3": Architecture("Gemma3ForCausalLM", _NORMS, norm_offset=1.0, fields=_gemma3),
     "gemma4": Architecture("Gemma4ForCausalLM", _INNER, _OUTER, fields=_gemma4, regular=False),
 }
 """By the values of ``general.architecture``."""

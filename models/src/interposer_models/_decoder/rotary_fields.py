@@ -1,0 +1,129 @@
+"""The rotary fields of config.json, whose old and new spellings become one ``rope_parameters``.
+
+Old configs have ``rope_scaling`` beside ``rope_theta``; those that transformers 5 writes have both
+in ``rope_parameters``, which some families nest by the types of layers. The rules of precedence are
+those of transformers; where it would drop a stated value without a word, the config is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from interposer_models._decoder.field_error import FieldError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+LAYER_TYPES = (FULL, SLIDING)
+# Fields that rope_parameters may hold, and that may stand beside it.
+LIFTED = ("rope_theta", "partial_rotary_factor")
+
+
+class LayerTypeBases(NamedTuple):
+    """The rotary bases of a family whose layers with and without a window differ in angles.
+
+    Attributes:
+        full: of layers that see everything, unless ``rope_theta`` states it.
+        sliding: of layers with a window, unless ``sliding_field`` states it.
+        sliding_field: a field of config.json; empty where no field states it.
+    """
+
+    full: float
+    sliding: float
+    sliding_field: str = ""
+
+
+def one_rotation(fields: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``rope_parameters`` of a family whose layers all have the same angles.
+
+    A ``rope_scaling`` that is not empty replaces ``rope_parameters``, ``rope_theta`` included.
+
+    Args:
+        fields: of config.json.
+        base: the value of each of ``LIFTED`` without ``rope_parameters``.
+    Raises: FieldError: that would change a value that only ``rope_parameters`` states.
+    """
+    parameters, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling")
+    if not scaling:
+        return dict(parameters)
+    if nested := [kind for kind in LAYER_TYPES if kind in parameters]:
+        raise FieldError(
+            f"rope_scaling stands beside rope_parameters, which is nested by {', '.join(nested)}",
+            "move the content of rope_scaling into rope_parameters, and remove rope_scaling",
+        )
+    for name in LIFTED if parameters else ():
+        stated = parameters.get(name, base[name])
+        if scaling.get(name, base[name]) != stated:
+            raise FieldError(
+                f"rope_scaling stands beside rope_parameters and replaces it, but {name} "
+                f"{stated!r} is in rope_parameters alone; without it, {name} would be "
+                f"{scaling.get(name, base[name])!r}",
+                "move the content of rope_scaling into rope_parameters, and remove rope_scaling",
+            )
+    return dict(scaling)
+
+
+def rotation_by_layer_type(fields: Mapping[str, Any], bases: LayerTypeBases) -> dict[str, Any]:
+    """Return ``rope_parameters``, nested by layer types, of a family whose layer types differ.
+
+    ``rope_scaling`` is for the layers that see everything.
+
+    Raises: FieldError: a value is stated where transformers does not look for it.
+    """
+    parameters, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
+    nested = {kind: dict(parameters.get(kind) or {}) for kind in LAYER_TYPES}
+    base = fields.get("rope_theta", bases.full)
+    if parameters and not any(kind in parameters for kind in LAYER_TYPES):
+        _refuse_flat(parameters, base)
+    if any(kind in scaling for kind in LAYER_TYPES):
+        raise FieldError(
+            f"rope_scaling is nested by layer types ({', '.join(scaling)}), and is read flat",
+            "name the field rope_parameters",
+        )
+    if "type" in scaling and "rope_type" not in scaling:
+        raise FieldError(
+            f"rope_scaling has the type under 'type' ({scaling['type']!r}), which transformers "
+            "ignores for this architecture, and with it the scaling",
+            "name it 'rope_type'",
+        )
+    nested[FULL] |= scaling
+    full, sliding = nested[FULL], nested[SLIDING]
+    if not bases.sliding_field and "rope_theta" not in {**full, **sliding} and base != bases.full:
+        raise FieldError(
+            f"rope_theta is {base!r} outside of rope_parameters; some releases of transformers "
+            f"take it for layers of {SLIDING}, others {bases.sliding!r}",
+            f"state rope_theta within {FULL} and within {SLIDING} of rope_parameters",
+        )
+    full.setdefault("rope_theta", base)
+    local = fields.get(bases.sliding_field) if bases.sliding_field else None
+    sliding.setdefault("rope_theta", bases.sliding if local is None else local)
+    return nested
+
+
+def nested_rotation(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``rope_parameters`` of a family that reads no other spelling than the nested one.
+
+    Raises: FieldError: there is another one.
+    """
+    parameters, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling")
+    flat = [name for name, value in parameters.items() if not isinstance(value, Mapping)]
+    if scaling or flat:
+        raise FieldError(
+            f"{'rope_scaling' if scaling else 'a flat rope_parameters'} is not read for this "
+            "architecture, whose layer types differ in angles",
+            f"state the angles within {FULL} and within {SLIDING} of rope_parameters",
+        )
+    return dict(parameters)
+
+
+def _refuse_flat(parameters: Mapping[str, Any], base: Any) -> None:
+    """Raise FieldError for flat parameters, unless they say what holds without them."""
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    others = parameters.keys() - {"rope_type", "type", "rope_theta"}
+    if kind == "default" and parameters.get("rope_theta", base) == base and not others:
+        return
+    raise FieldError(
+        f"rope_parameters is flat (rope_type {kind!r}), but layers of {FULL} and of {SLIDING} "
+        "have angles of their own in this architecture; transformers ignores what is not within "
+        "one of them",
+        f"state the angles within {FULL} and within {SLIDING} of rope_parameters",
+    )
