@@ -28,7 +28,10 @@ _PREFIXES = "prefix cache: "
 
 
 class LanguageModel:
-    """A loaded model. ``interposer.explain`` says what it was built from. Not thread-safe.
+    """A loaded model. ``interposer.explain`` says what it was built from.
+
+    Any thread may call it; requests of several threads run as one batch. One iterator of ``stream``
+    is for one thread.
 
     Where it has an encoder, a prompt is what that reads, and the decoder starts with the tokens
     that the checkpoint names.
@@ -109,12 +112,14 @@ class LanguageModel:
             for prompt, own in asked:
                 streams += self.start_several(prompt, own, n)
             while not all(stream.ended for stream in streams):
-                self.engine.step()
-                for stream in streams:
-                    self._read(stream)
+                with self.engine.lock:
+                    # A step of another thread may have computed tokens of these answers too.
+                    if not any(stream.num_unread for stream in streams if not stream.ended):
+                        self.engine.step()
+                    for stream in streams:
+                        self._read(stream)
         finally:
-            for stream in streams:
-                self.engine.cancel(stream.sequence)
+            self._cancel(streams)
         return completions(streams, n)
 
     def stream(
@@ -168,7 +173,8 @@ class LanguageModel:
 
         Raises: RequestError: a message is unusable, or there is no template.
         """
-        return self.tokenizer.chat.token_ids(messages, tools, template, options or {})
+        with self.engine.lock:  # some tokenizers are for one thread at a time
+            return self.tokenizer.chat.token_ids(messages, tools, template, options or {})
 
     def logits(
         self,
@@ -186,7 +192,8 @@ class LanguageModel:
                 prefix-LM; None takes all. Other models have no use for it.
             source: token ids for the encoder, where there is one.
         """
-        return self.engine.logits(token_ids, adapter, num_prompt, source)
+        with self.engine.lock:
+            return self.engine.logits(token_ids, adapter, num_prompt, source)
 
     def score(
         self, prompt: Prompt, continuations: Sequence[Prompt], *, adapter: str | None = None
@@ -200,6 +207,12 @@ class LanguageModel:
         Raises: RequestError: the prompt is empty, or a continuation adds no token to it; or, with
             it, exceeds the context.
         """
+        with self.engine.lock:
+            return self._scores(prompt, continuations, adapter)
+
+    def _scores(
+        self, prompt: Prompt, continuations: Sequence[Prompt], adapter: str | None
+    ) -> list[tuple[float, ...]]:
         front = self.tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else prompt
         source: Sequence[int] | None = None
         if self.engine.runner.sources is not None:
@@ -248,7 +261,8 @@ class LanguageModel:
             ConfigError: the name is taken and ``replace`` is not said, or the model is compiled or
                 an adapted one, or what computes adapters cannot be captured.
         """
-        self._adapters.load(name, path, replace)
+        with self.engine.lock:
+            self._adapters.load(name, path, replace)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter and free its memory.
@@ -257,7 +271,8 @@ class LanguageModel:
             UnknownNameError: no adapter has the name.
             RequestError: unfinished requests use it.
         """
-        self._adapters.remove(name)
+        with self.engine.lock:
+            self._adapters.remove(name)
 
     def update_weights(
         self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | WeightsFrom
@@ -281,7 +296,7 @@ class LanguageModel:
             CheckpointError: a tensor is unknown, given twice, of the wrong shape or kind of dtype,
                 unusable, or not given though others of its layer are. Nothing was changed.
         """
-        with offer_of(tensors) as offer:
+        with self.engine.lock, offer_of(tensors) as offer:
             return self._take(offer)
 
     def _take(self, offer: Offer) -> tuple[str, ...]:
@@ -329,17 +344,18 @@ class LanguageModel:
         Raises: RequestError, CheckpointError: as ``start``; then none is queued.
         """
         self._check_stop(params)
-        self.tokenizer.read()  # which may fail, before anything is queued
-        front, source = self._given(token_ids_of(prompt, self.tokenizer))
         streams: list[Stream] = []
-        try:
-            for index, own in enumerate(params.numbered(n, shares), first_index):
-                added = self.engine.add(front, own, source, reads_texts=True)
-                streams.append(Stream(added, self.tokenizer, index))
-        except Exception:
-            for stream in streams:
-                self.engine.cancel(stream.sequence)
-            raise
+        with self.engine.lock:
+            self.tokenizer.read()  # which may fail, before anything is queued
+            front, source = self._given(token_ids_of(prompt, self.tokenizer))
+            try:
+                for index, own in enumerate(params.numbered(n, shares), first_index):
+                    added = self.engine.add(front, own, source, reads_texts=True)
+                    streams.append(Stream(added, self.tokenizer, index))
+            except Exception:
+                for stream in streams:
+                    self.engine.cancel(stream.sequence)
+                raise
         return streams
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
@@ -375,13 +391,25 @@ class LanguageModel:
         try:
             yield None
             while not all(stream.ended for stream in streams):
-                if not any(stream.num_unread for stream in streams if not stream.ended):
-                    self.engine.step()
-                for stream in streams:
-                    yield from self._read(stream)
+                deltas: list[Delta] = []
+                with self.engine.lock:  # not while the caller has a delta
+                    if not any(stream.num_unread for stream in streams if not stream.ended):
+                        self.engine.step()
+                    for stream in streams:
+                        deltas += self._read(stream)
+                yield from deltas
         finally:
+            self._cancel(streams)
+
+    def _cancel(self, streams: Sequence[Stream]) -> None:
+        """Cancel what is unfinished of these answers, after the step that runs now, if one does."""
+
+        def cancel() -> None:
             for stream in streams:
                 self.engine.cancel(stream.sequence)
+
+        if any(stream.sequence.finish_reason is None for stream in streams):
+            self.engine.lock.call_soon(cancel)
 
     def _read(self, stream: Stream) -> list[Delta]:
         deltas = []

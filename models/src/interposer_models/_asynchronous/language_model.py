@@ -32,9 +32,9 @@ _END_SECONDS = 10.0
 class AsyncLanguageModel:
     """A model for any number of coroutines, in one event loop or in those of several threads.
 
-    One thread steps the engine, another reads prompts. From the first request on the model belongs
-    to it: what else uses ``model`` goes through ``call``. A coroutine that is cancelled, and an
-    ``async for`` that is left, cancel their request.
+    One thread steps the engine, another reads prompts. Methods of ``model`` may be called
+    meanwhile. A coroutine that is cancelled, and an ``async for`` that is left, cancel their
+    request.
     """
 
     def __init__(self, model: LanguageModel, *, max_waiting: int | None = None) -> None:

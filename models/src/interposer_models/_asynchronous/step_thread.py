@@ -30,7 +30,8 @@ Told = tuple[Generation, Exception | None]
 class StepThread:
     """Steps the engine of a model for as long as a request is unfinished.
 
-    Only this thread touches the engine. Orders come to it through a queue, from any other.
+    Requests come to it through a queue, from any other thread. It holds the lock of the engine
+    while it uses that, as methods of the model may be called meanwhile.
 
     Attributes:
         failed: whether the last step raised an error.
@@ -202,9 +203,10 @@ class StepThread:
         began = self._clock()
         told: list[Told] = []
         try:
-            self._model.engine.step()
-            self.failed = False
-            told = [(each[0], None) for each in [*self._running] if self._read(*each, began)]
+            with self._model.engine.lock:
+                self._model.engine.step()
+                self.failed = False
+                told = [(each[0], None) for each in [*self._running] if self._read(*each, began)]
         except Exception as error:  # noqa: BLE001 - a kernel raises what it likes; the rest goes on
             _log.exception("a step of the engine failed, and with it all that was running")
             self.failed = True
@@ -232,8 +234,9 @@ class StepThread:
 
     def _leave(self, generation: Generation) -> None:
         self._running = [each for each in self._running if each[0] is not generation]
-        for stream in generation.answers:
-            self._model.engine.cancel(stream.sequence)
+        with self._model.engine.lock:
+            for stream in generation.answers:
+                self._model.engine.cancel(stream.sequence)
 
     def _read(self, generation: Generation, stream: Stream, began: int) -> bool:
         """Take new tokens of an answer, and forget it where it has ended.

@@ -14,6 +14,7 @@ from interposer.errors import CheckpointError, RequestError, UnknownNameError
 from interposer_models._adapt.handle import Adapted, adapt
 from interposer_models._checkpoint.files import open_folder
 from interposer_models._encoder.pooling import Pooling
+from interposer_models._fair_lock import FairLock
 
 _CLASSIFIES = "ForSequenceClassification"
 Text = str | tuple[str, str]
@@ -21,6 +22,8 @@ Text = str | tuple[str, str]
 
 class Encoder:
     """A model that reads whole texts. ``interposer.explain(encoder.adapted)`` says what it runs on.
+
+    Any thread may call it; threads take turns, batch by batch.
 
     Attributes:
         adapted: the model on its kernels.
@@ -36,6 +39,7 @@ class Encoder:
         self.tokenizer = tokenizer
         self.pooling = pooling
         self.labels = tuple(labels)
+        self._lock = FairLock()
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
 
@@ -103,10 +107,11 @@ class Encoder:
         for start in range(0, len(order), batch_size):
             batch = [texts[i] for i in order[start : start + batch_size]]
             parts = zip(*batch, strict=True) if isinstance(batch[0], tuple) else [batch]
-            inputs = self.tokenizer(
-                *map(list, parts), padding=True, truncation=True, return_tensors="pt", **limit
-            ).to(model.device)
-            with torch.no_grad():
+            # A tokenizer that pads and cuts is for one thread at a time.
+            with self._lock, torch.no_grad():
+                inputs = self.tokenizer(
+                    *map(list, parts), padding=True, truncation=True, return_tensors="pt", **limit
+                ).to(model.device)
                 rows += read(model(**inputs), inputs["attention_mask"]).cpu()
         back = sorted(range(len(order)), key=order.__getitem__)
         return torch.stack([rows[i] for i in back])

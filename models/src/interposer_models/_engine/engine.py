@@ -21,13 +21,17 @@ from interposer_models._engine.sampling_state import SamplingState
 from interposer_models._engine.scheduler import Chunk, Scheduler
 from interposer_models._engine.sequence import Event, FinishReason, Sequence
 from interposer_models._engine.speculation import StepSpeculation
+from interposer_models._fair_lock import FairLock
 from interposer_ops.layers.sampler import Sampler, SamplingBatch
 
 
 class Engine:
-    """Runs any number of requests over one model and one paged cache. Not thread-safe.
+    """Runs any number of requests over one model and one paged cache.
+
+    A thread must hold ``lock`` while it calls a method or reads tokens, if others use the engine.
 
     Attributes:
+        lock: held by the thread that uses the engine.
         runner: computes the steps; ``model`` and ``device`` are its.
         pools: of pages; that of the layers that see farthest is the first one, ``pool``.
         start_token_ids: with which the decoder of a model with an encoder starts.
@@ -52,6 +56,7 @@ class Engine:
         Args:
             seed: of the noise of requests that name none of their own; None draws it.
         """
+        self.lock = FairLock()
         self.runner = runner
         self.model, self.device = runner.model, runner.device
         self.pools, self.pool = runner.pools, runner.pools[0]

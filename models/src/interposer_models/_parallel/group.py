@@ -17,6 +17,7 @@ from interposer_models._language_model import LanguageModel
 from interposer_models._parallel.engine import RankedEngine
 from interposer_models._parallel.language_model import RankedLanguageModel
 from interposer_models._parallel.lead import Lead, Silent
+from interposer_models._parallel.one_thread_lock import OneThreadLock
 from interposer_ops.communicators import ordered_group
 
 TIMEOUT_SECONDS = 60.0
@@ -135,6 +136,8 @@ class Group:
         assert isinstance(engine, RankedEngine)
         found = RankedLanguageModel(engine, *parts)
         engine.lead = self._lead(self.ranks)
+        if engine.lead.is_one_program:
+            engine.lock = OneThreadLock(lambda: engine.busy)
         return found
 
     def _gathered(self, value: Any) -> list[Any]:

@@ -73,7 +73,8 @@ class RankedLanguageModel(LanguageModel):
 
         Raises: RankError: a rank was lost.
         """
-        return self.engine.lead.everywhere("explanation", (), self.explanation)
+        with self.engine.lock:
+            return self.engine.lead.everywhere("explanation", (), self.explanation)
 
     def explanation(self) -> dict[str, Any]:
         """Return ``interposer.explain(model).to_dict()`` of this rank."""
@@ -82,17 +83,19 @@ class RankedLanguageModel(LanguageModel):
     def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> None:
         """Load a LoRA adapter on every rank; see ``LanguageModel.load_adapter``."""
         load = super().load_adapter
-        self.engine.lead.everywhere(
-            "load_adapter",
-            (name, path),
-            lambda: load(name, path, replace=replace),
-            replace=replace,
-        )
+        with self.engine.lock:
+            self.engine.lead.everywhere(
+                "load_adapter",
+                (name, path),
+                lambda: load(name, path, replace=replace),
+                replace=replace,
+            )
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter on every rank; see ``LanguageModel.remove_adapter``."""
         remove = super().remove_adapter
-        self.engine.lead.everywhere("remove_adapter", (name,), lambda: remove(name))
+        with self.engine.lock:
+            self.engine.lead.everywhere("remove_adapter", (name,), lambda: remove(name))
 
     def update_weights(
         self,
@@ -122,7 +125,8 @@ class RankedLanguageModel(LanguageModel):
                 return update(given)
             return update(at_rank(given, 0 if ranks is None else ranks.rank))
 
-        found = lead.everywhere("update_weights", (given,), take)
+        with self.engine.lock:
+            found = lead.everywhere("update_weights", (given,), take)
         self._is_stored = False
         return cast("tuple[str, ...]", found[0])
 
@@ -147,11 +151,9 @@ class RankedLanguageModel(LanguageModel):
             CheckpointError: the files are no longer complete.
             RankError: it failed on some ranks only, which are no longer alike.
         """
-        rebalance = self._rebalance
-        return cast(
-            "dict[str, ExpertLoads]",
-            self.engine.lead.everywhere("rebalance_experts", (), rebalance)[0],
-        )
+        with self.engine.lock:
+            loads = self.engine.lead.everywhere("rebalance_experts", (), self._rebalance)
+        return cast("dict[str, ExpertLoads]", loads[0])
 
     def _rebalance(self) -> dict[str, ExpertLoads]:
         if not placed_layers(self.engine.model):
