@@ -52,12 +52,15 @@ class DecoderSettings(BaseModel, ModelFamily):
 
     Others are ignored; one that is null has its default. Properties state what follows from them.
     Without ``is_rotated`` there are no angles, nor are there with a table of positions. A family
-    whose layers with and without a window differ in angles has ``layer_type_bases``.
+    whose layers with and without a window differ in angles has ``layer_type_bases``. One whose
+    ``layer_types`` or ``partial_rotary_factor`` transformers ignores refuses them.
     """
 
     frame: ClassVar[FrameNames] = FrameNames()
     is_rotated: ClassVar[bool] = True
     layer_type_bases: ClassVar[LayerTypeBases | None] = None
+    reads_layer_types: ClassVar[bool] = False
+    reads_partial_rotary_factor: ClassVar[bool] = False
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     hidden_size: Positive
@@ -198,7 +201,27 @@ class DecoderSettings(BaseModel, ModelFamily):
             raise ValueError(f"layer_types has {len(types)} of {self.num_hidden_layers} layers")
         if types is not None and "sliding_attention" in types and self.sliding_window is None:
             raise ValueError("layer_types has sliding layers, but sliding_window is missing")
+        self._check_ignored()
         return self
+
+    def _check_ignored(self) -> None:
+        """Refuse fields that change the result, but that this architecture does not have."""
+        kinds = ["full_attention", "sliding_attention"]
+        slides = [self.slides(index) for index in range(self.num_hidden_layers)]
+        usual = tuple(kinds[slid and self.sliding_window is not None] for slid in slides)
+        if self.layer_types not in (None, usual) and not self.reads_layer_types:
+            raise FieldError(
+                "layer_types is stated, and this architecture does not read it; its layers are "
+                f"{', '.join(usual)}",
+                "remove the field, or correct the architecture",
+            )
+        default = type(self).model_fields["partial_rotary_factor"].default
+        if self.partial_rotary_factor != default and not self.reads_partial_rotary_factor:
+            raise FieldError(
+                f"partial_rotary_factor is {self.partial_rotary_factor}, and this architecture "
+                "does not read it",
+                "remove the field, or correct the architecture",
+            )
 
     def _check_share(self, kind: str) -> None:
         """Refuse a share of heads that layers of a type rotate, unless all rotate the same."""

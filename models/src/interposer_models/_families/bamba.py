@@ -24,6 +24,7 @@ NORMS = ("input_layernorm", "", "pre_ff_layernorm", "")
 class Bamba(DecoderFamily):
     """Bamba."""
 
+    reads_partial_rotary_factor: ClassVar[bool] = True
     frame: ClassVar[FrameNames] = FrameNames(norm="final_layernorm")
 
     rms_norm_eps: Epsilon = 1e-5

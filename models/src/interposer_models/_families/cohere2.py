@@ -5,7 +5,7 @@ Source: arXiv:2504.00698.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -59,6 +59,7 @@ class Cohere2LM(CausalLM):
 class Cohere2(DecoderFamily):
     """Command R7B and Command A."""
 
+    reads_layer_types: ClassVar[bool] = True
     layer_norm_eps: Epsilon = 1e-5
     logit_scale: Annotated[float, Field(gt=0)] = 0.0625
     tie_word_embeddings: bool = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -23,6 +23,7 @@ _LARGEST_WIDTH = 2**24
 class DeepseekV32(DeepseekV3):
     """DeepSeek-V3.2 and V3.2-Exp; layers that predict further tokens are not computed."""
 
+    reads_layer_types: ClassVar[bool] = True
     layer_types: tuple[Literal["indexed_attention"], ...] | None = None  # type: ignore[assignment]
     mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None
     q_lora_rank: Positive = 1536

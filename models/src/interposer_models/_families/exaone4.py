@@ -5,7 +5,7 @@ Source: arXiv:2507.11407.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import nn
@@ -21,6 +21,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 class Exaone4(DecoderFamily):
     """EXAONE 4; without a window, every layer rotates and sees everything."""
 
+    reads_layer_types: ClassVar[bool] = True
     rms_norm_eps: Epsilon = 1e-5
     sliding_window: WindowTokens | None = 4096
     sliding_window_pattern: Annotated[int, Field(ge=0)] | str | None = 4

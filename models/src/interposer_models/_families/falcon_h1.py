@@ -8,7 +8,7 @@ Dimensions: T tokens, H hidden size.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,7 @@ class SideBySide(nn.Module):
 class FalconH1(Bamba):
     """Falcon-H1."""
 
+    reads_partial_rotary_factor: ClassVar[bool] = False
     partial_rotary_factor: Share = 1.0
     mamba_d_ssm: Positive | None = 1024
     mamba_norm_before_gate: bool = True

@@ -6,7 +6,7 @@ Source: arXiv:2408.00118.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AliasChoices, Field, model_validator
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ class CappedLM(CausalLM):
 class Gemma2(DecoderFamily):
     """Gemma 2."""
 
+    reads_layer_types: ClassVar[bool] = True
     head_dim: Positive | None = 256
     hidden_act: str = Field(
         default="gelu_pytorch_tanh",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, Field, model_validator
 from torch import Tensor, nn
@@ -71,6 +71,8 @@ class Gemma4LM(CappedLM):
 class Gemma4(DecoderFamily):
     """The text model of Gemma 4."""
 
+    reads_partial_rotary_factor: ClassVar[bool] = True
+    reads_layer_types: ClassVar[bool] = True
     num_key_value_heads: Positive | None = 4
     head_dim: Positive | None = 256
     global_head_dim: Positive = 512

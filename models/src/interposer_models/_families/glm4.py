@@ -5,7 +5,7 @@ Source: arXiv:2406.12793; the norms came with GLM-4-0414.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import nn
@@ -28,6 +28,7 @@ NORMS = (
 class Glm4(DecoderFamily):
     """GLM-4-0414; gate and up are one tensor of the checkpoint."""
 
+    reads_partial_rotary_factor: ClassVar[bool] = True
     rms_norm_eps: Epsilon = 1.5625e-7
     head_dim: Positive | None = 128
     attention_bias: bool = True

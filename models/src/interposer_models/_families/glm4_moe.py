@@ -5,7 +5,7 @@ Source: arXiv:2508.06471.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -18,6 +18,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 class Glm4Moe(GroupedFamily):
     """GLM-4.5 and GLM-4.6; half of each head is rotated."""
 
+    reads_partial_rotary_factor: ClassVar[bool] = True
     rms_norm_eps: Epsilon = 1e-5
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
     use_qk_norm: bool = False

@@ -6,7 +6,7 @@ Source: arXiv:2204.06745; its smaller models are those of arXiv:2304.01373.
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import AliasChoices, Field
 from torch import Tensor, nn
@@ -56,6 +56,7 @@ class SideBySideBlock(nn.Module):
 class GPTNeoX(WholeHeads):
     """GPT-NeoX and Pythia."""
 
+    reads_partial_rotary_factor: ClassVar[bool] = True
     frame = FrameNames("gpt_neox", "embed_in", "final_layer_norm", "embed_out")
     attention_name = "attention"
 

@@ -6,7 +6,7 @@ Source: arXiv:2508.10925.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import AliasChoices, Field, model_validator
 from torch import nn
@@ -27,6 +27,7 @@ _ROPE: dict[str, Any] = {
 class GptOss(MixtureFamily):
     """gpt-oss; everything that projects has a bias, the router and the experts too."""
 
+    reads_layer_types: ClassVar[bool] = True
     attention_bias: bool = True
     dtype: str = Field(default="bfloat16", validation_alias=AliasChoices("dtype", "torch_dtype"))
     head_dim: Positive | None = 64

@@ -66,6 +66,7 @@ class Lfm2MLP(GatedMLP):
 class Lfm2(DecoderFamily):
     """LFM2."""
 
+    reads_layer_types: ClassVar[bool] = True
     frame: ClassVar[FrameNames] = FrameNames(norm="embedding_norm")
 
     rms_norm_eps: Epsilon = Field(

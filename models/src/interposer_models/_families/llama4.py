@@ -7,7 +7,7 @@ Dimensions: T tokens, N heads, K kv heads, D head size, H hidden size, C chosen 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -122,6 +122,7 @@ class Llama4LM(CausalLM):
 class Llama4(MixtureFamily):
     """The text model of Llama 4."""
 
+    reads_layer_types: ClassVar[bool] = True
     num_key_value_heads: Positive | None = 8
     head_dim: Positive | None = 128
     rms_norm_eps: Epsilon = 1e-5

@@ -5,6 +5,8 @@ Source: huggingface.co/MiniMaxAI/MiniMax-M2.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import nn
 
 from interposer import AttentionSpec, Site
@@ -18,6 +20,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 class MiniMaxM2(MixtureFamily):
     """MiniMax-M2; checkpoints store every expert by itself, and may state ``rotary_dim``."""
 
+    reads_partial_rotary_factor: ClassVar[bool] = True
     head_dim: Positive | None = 128
     rope_theta: RopeBase = 5000000.0
     num_local_experts: Positive | None = count_of_experts(256)

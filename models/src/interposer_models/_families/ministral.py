@@ -5,6 +5,8 @@ Source: mistral.ai/news/ministraux.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from interposer_models._decoder.settings import WindowTokens
 from interposer_models._families.mistral import Mistral
 
@@ -12,4 +14,5 @@ from interposer_models._families.mistral import Mistral
 class Ministral(Mistral):
     """Ministral; ``layer_types`` says which layers have the window, all of them without it."""
 
+    reads_layer_types: ClassVar[bool] = True
     sliding_window: WindowTokens | None = 4096

@@ -15,6 +15,7 @@ from interposer_models._families.olmo2 import Olmo2
 class Olmo3(Olmo2):
     """OLMo 3."""
 
+    reads_layer_types: ClassVar[bool] = True
     layer_type_bases: ClassVar[LayerTypeBases | None] = LayerTypeBases(500000.0, 500000.0)
     rope_theta: RopeBase = 500000.0
     sliding_window: WindowTokens | None = 4096

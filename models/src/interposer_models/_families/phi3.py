@@ -5,7 +5,7 @@ Source: arXiv:2404.14219; factors of long contexts arXiv:2402.13753.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -57,6 +57,7 @@ class Phi3(DecoderFamily):
     the config states, which are the long ones where it is longer than the original context.
     """
 
+    reads_partial_rotary_factor: ClassVar[bool] = True
     rms_norm_eps: Epsilon = 1e-5
     original_max_position_embeddings: Positive | None = 4096
 

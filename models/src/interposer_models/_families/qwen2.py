@@ -5,6 +5,8 @@ Source: arXiv:2407.10671.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from interposer import AttentionSpec, Site
 from interposer_models._decoder.family import DecoderFamily
 from interposer_ops.layers.self_attention import SelfAttention
@@ -13,6 +15,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 class Qwen2(DecoderFamily):
     """Qwen2 and Qwen2.5."""
 
+    reads_layer_types: ClassVar[bool] = True
     use_sliding_window: bool = False
     max_window_layers: int = 28
 

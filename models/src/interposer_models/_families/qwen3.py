@@ -5,6 +5,8 @@ Source: arXiv:2505.09388.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from interposer import AttentionSpec, Site
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.settings import Positive
@@ -14,6 +16,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 class Qwen3(DecoderFamily):
     """Qwen3 without experts."""
 
+    reads_layer_types: ClassVar[bool] = True
     head_dim: Positive | None = 128
     use_sliding_window: bool = False
     max_window_layers: int = 28

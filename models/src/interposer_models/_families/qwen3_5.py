@@ -83,6 +83,8 @@ class GatedAttention(SelfAttention):
 class Qwen3_5(DecoderFamily):
     """Qwen3.5 without experts, its text part."""
 
+    reads_partial_rotary_factor: ClassVar[bool] = True
+    reads_layer_types: ClassVar[bool] = True
     projections: ClassVar[Projections] = ApartProjections
 
     head_dim: Positive | None = 256

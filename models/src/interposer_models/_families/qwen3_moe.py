@@ -5,6 +5,8 @@ Source: arXiv:2505.09388.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from interposer_models._decoder.mixture import SparseFamily, count_of_experts
 from interposer_models._decoder.settings import Positive
 from interposer_models._families.qwen3 import Qwen3
@@ -13,6 +15,7 @@ from interposer_models._families.qwen3 import Qwen3
 class Qwen3Moe(SparseFamily, Qwen3):
     """Qwen3 with experts."""
 
+    reads_layer_types: ClassVar[bool] = False
     head_dim: Positive | None = None
     num_local_experts: Positive | None = count_of_experts(128)
     num_experts_per_tok: Positive | None = 8

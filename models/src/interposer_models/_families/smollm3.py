@@ -5,6 +5,8 @@ Source: arXiv:2501.18795 for such layers; huggingface.co/blog/smollm3.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from interposer import AttentionSpec, Site
 from interposer_models._decoder.attention import UnrotatedAttention
 from interposer_models._decoder.family import DecoderFamily
@@ -15,6 +17,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 class SmolLM3(DecoderFamily):
     """SmolLM3; layers without rotation may have a window."""
 
+    reads_layer_types: ClassVar[bool] = True
     num_key_value_heads: Positive | None = 4
     rope_theta: RopeBase = 2000000.0
     tie_word_embeddings: bool = True
