@@ -41,6 +41,7 @@ from interposer_models._checkpoint.files import (
     tokenizer_of,
     with_weights,
 )
+from interposer_models._checkpoint.tied_tensors import check_tied, untied
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._compute_dtype import compute_dtype
 from interposer_models._dequantization.decision import dequantize_once
@@ -114,6 +115,7 @@ def plan(
     if opened is not None:
         resolver.record(opened)
     decoder = choose_family(resolver, checkpoint.config, config_source(checkpoint))
+    decoder = untied(decoder, checkpoint, resolver.notes)
     compute = compute_dtype(dtype, decoder.dtype, placement)
     settings = quantization_settings(
         quantization, decoder.quantization_config, resolver.registry, checkpoint.path
@@ -127,6 +129,7 @@ def plan(
         with blamed_on_family(resolver, "build"):
             model = checked_model(decoder.build(site, page_size))
         sampler = Sampler(site.at(_SAMPLER), decoder.vocab_size)
+    check_tied(checkpoint, model)
     check_placed(model, resolver, ranks)
     if note := cache_note(model, config, page_size):
         resolver.notes.append(note)
@@ -287,6 +290,8 @@ def load(
     with group.together("reading the weights"):
         compiled = None if planned.compiled is None else _compiler(planned, planned.compiled)
         checkpoint = with_weights(planned.checkpoint)
+        if checkpoint is not planned.checkpoint:
+            check_tied(checkpoint, planned.model)
         tokenizer = tokenizer_of(checkpoint)
         total = checkpoint.num_bytes
         prepared = None

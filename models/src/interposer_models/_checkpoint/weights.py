@@ -141,11 +141,18 @@ class Weights:
         is_left = keep is not None and borrows
         fillings: dict[LayerGroup, Filling] = {}
         waiting = dict.fromkeys(self._groups)
+        stand_ins: dict[str, str] = {}
         if names is not None:
             names = {self._renamed(name) or name for name in names}
+            stand_ins = self._stand_ins(names)
+            names |= {*stand_ins.values()}
         for stored, tensor in tensors:
             name = self._renamed(stored) or stored
-            group = self._owner(stored, tensor, path)
+            if name in stand_ins:
+                name = stand_ins[name]
+                group: LayerGroup | None = self._owners[name]
+            else:
+                group = self._owner(stored, tensor, path)
             if group is not None:
                 if group not in waiting:
                     raise CheckpointError(path, f"holds the tensor {name!r} twice")
@@ -299,6 +306,11 @@ class Weights:
                 path, f"lacks the tensor {_listed(missing)}", "copy the checkpoint again"
             )
         return tuple(renewed)
+
+    def _stand_ins(self, names: Collection[str]) -> dict[str, str]:
+        """Return the tensor that each tied one fills, of those that come under that name alone."""
+        used = {n: name for name, n in self._tied.items() if name in names and n not in names}
+        return {name: n for n, name in used.items()}
 
     def _owner(self, stored: str, tensor: torch.Tensor, path: object) -> LayerGroup | None:
         """Return the group that a tensor of a checkpoint belongs to, None if nobody needs it."""
