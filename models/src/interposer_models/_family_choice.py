@@ -76,6 +76,22 @@ def blamed_on_family(resolver: Resolver, member: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def located(config: Mapping[str, Any], source: object) -> Iterator[None]:
+    """Add file and field to an UnknownNameError within a ``with`` block, if a field has the name.
+
+    Raises: UnknownNameError: as within the block.
+    """
+    try:
+        yield
+    except UnknownNameError as error:
+        field = next((name for name, value in config.items() if value == error.name), None)
+        if error.where or field is None:
+            raise
+        where = f"in {field} of {source}"
+        raise UnknownNameError(error.kind, error.name, error.known, error.hint, where) from error
+
+
 def _note_unread(resolver: Resolver, config: Mapping[str, Any]) -> None:
     """Note the fields that say something to other families, but not to the chosen one."""
     key, choice = _choice_of(resolver)

@@ -44,6 +44,7 @@ from interposer_models._checkpoint.files import (
 from interposer_models._checkpoint.tied_tensors import check_tied, untied
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._compute_dtype import compute_dtype
+from interposer_models._decoder.settings import DecoderSettings
 from interposer_models._dequantization.decision import dequantize_once
 from interposer_models._engine.cache_budget import (
     CacheBudget,
@@ -58,7 +59,7 @@ from interposer_models._engine.engine import Engine
 from interposer_models._engine.prefix_settings import PrefixCache
 from interposer_models._engine.runner import Runner
 from interposer_models._engine.sources import reads_sources
-from interposer_models._family_choice import blamed_on_family, checked_model, choose_family
+from interposer_models._family_choice import blamed_on_family, checked_model, choose_family, located
 from interposer_models._language_model import LanguageModel
 from interposer_models._offload.loading import load_offloaded
 from interposer_models._offload.planning import offloading
@@ -114,8 +115,11 @@ def plan(
     resolver = Resolver.at(placement, config, ranks)
     if opened is not None:
         resolver.record(opened)
-    decoder = choose_family(resolver, checkpoint.config, config_source(checkpoint))
+    source = config_source(checkpoint)
+    decoder = choose_family(resolver, checkpoint.config, source)
     decoder = untied(decoder, checkpoint, resolver.notes)
+    if isinstance(decoder, DecoderSettings):
+        resolver.notes += decoder.rotation_notes()
     compute = compute_dtype(dtype, decoder.dtype, placement)
     settings = quantization_settings(
         quantization, decoder.quantization_config, resolver.registry, checkpoint.path
@@ -126,7 +130,7 @@ def plan(
     with torch.device("meta"):
         with blamed_on_family(resolver, "attention"):
             page_size = common_page_size(resolver, decoder.attention(site))
-        with blamed_on_family(resolver, "build"):
+        with located(checkpoint.config, source), blamed_on_family(resolver, "build"):
             model = checked_model(decoder.build(site, page_size))
         sampler = Sampler(site.at(_SAMPLER), decoder.vocab_size)
     check_tied(checkpoint, model)

@@ -25,6 +25,8 @@ _SINGLE = "model.safetensors"
 # Up to the first number: what follows belongs to one block.
 _BLOCK = re.compile(r".*?\.\d+\.")
 _QUANTIZATION = "hf_quant_config.json"
+_ADAPTER = "adapter_config.json"
+_LISTED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +59,12 @@ class Checkpoint:
         described = cls.described(root)
         if not (root / _INDEX).exists():
             if not (root / _SINGLE).is_file():
-                pickled = ", ".join(sorted(file.name for file in root.glob("*.bin")))
-                mend = f"save the model as safetensors: {pickled} is pickled, which runs code"
-                raise CheckpointError(
-                    root, f"holds neither {_SINGLE} nor {_INDEX}", mend if pickled else ""
-                )
+                raise _without_weights(root)
             return replace(described, shards=(root / _SINGLE,))
         tensors = _indexed(root)
+        if (root / _SINGLE).is_file() and set(tensors.values()) != {_SINGLE}:
+            # The index of another save, which transformers does not read either.
+            return replace(described, shards=(root / _SINGLE,))
         shards = [root / name for name in sorted(set(tensors.values()))]
         for shard in shards:
             if not shard.is_file():
@@ -84,6 +85,14 @@ class Checkpoint:
             reason = "is not a directory" if root.exists() else "does not exist"
             mend = "give the folder of a model, or its name on a hub, such as Qwen/Qwen3-0.6B"
             raise CheckpointError(root, reason, mend)
+        if (root / _ADAPTER).is_file() and not (root / "config.json").exists():
+            base = read_json(root / _ADAPTER).get("base_model_name_or_path")
+            named = repr(base) if isinstance(base, str) and base else "the base model"
+            raise CheckpointError(
+                root / _ADAPTER,
+                "describes a LoRA adapter, and the folder holds no model (config.json)",
+                f"load {named} with adapters={{'name': {str(root)!r}}}",
+            )
         return cls(root, _with_quantization(root, read_json(root / "config.json")), (), {}, source)
 
     @property
@@ -147,6 +156,20 @@ def weight_files(root: Path) -> list[str]:
     Raises: CheckpointError: the index is corrupt.
     """
     return sorted(set(_indexed(root).values())) if (root / _INDEX).exists() else [_SINGLE]
+
+
+def _without_weights(root: Path) -> CheckpointError:
+    """Return the error for a folder without an index and without a whole file of weights."""
+    shards, pickled = (
+        ", ".join(sorted(file.name for file in root.glob(pattern))[:_LISTED])
+        for pattern in ("*.safetensors", "*.bin")
+    )
+    mend = "copy the weights of the model to this folder"
+    if shards:
+        mend = f"copy {_INDEX} again, which says what {shards} hold"
+    elif pickled:
+        mend = f"save the model as safetensors: {pickled} is pickled, which runs code"
+    return CheckpointError(root, f"holds neither {_SINGLE} nor {_INDEX}", mend)
 
 
 def _indexed(root: Path) -> dict[str, str]:

@@ -30,7 +30,7 @@ def untied(
         return decoder
     frame = decoder.frame
     table, head = f"{frame.decoder}.{frame.embedding}.weight", f"{frame.head}.weight"
-    stored = _stored_as(checkpoint, decoder.renamed)
+    stored = _stored_as(checkpoint, decoder.renamed, frame.decoder)
     if not {table, head} <= stored.keys() or _are_equal(checkpoint, stored[table], stored[head]):
         return decoder
     notes.append(
@@ -46,7 +46,9 @@ def check_tied(checkpoint: Checkpoint | CheckpointFile, model: CausalModel) -> N
     Raises: CheckpointError: two of them differ.
     """
     tied = places_of(layer for layer in model.modules() if isinstance(layer, PluggableLayer))[1]
-    stored = _stored_as(checkpoint, getattr(model, "renamed", str)) if tied else {}
+    frame = getattr(getattr(model, "config", None), "frame", None)
+    names = getattr(model, "renamed", str), getattr(frame, "decoder", "")
+    stored = _stored_as(checkpoint, *names) if tied else {}
     for unused, used in tied.items():
         pair = [stored[name] for name in (used, unused) if name in stored]
         if len(pair) == 2 and not _are_equal(checkpoint, *pair):
@@ -60,7 +62,9 @@ def check_tied(checkpoint: Checkpoint | CheckpointFile, model: CausalModel) -> N
 
 
 def _stored_as(
-    checkpoint: Checkpoint | CheckpointFile, renamed: Callable[[str], str | None]
+    checkpoint: Checkpoint | CheckpointFile,
+    renamed: Callable[[str], str | None],
+    decoder: str,
 ) -> dict[str, str]:
     """Return the name that the checkpoint has for each tensor, by the name in the model.
 
@@ -68,7 +72,10 @@ def _stored_as(
     """
     if not isinstance(checkpoint, Checkpoint):
         return {}
-    return {renamed(name) or name: name for name in checkpoint.names()}
+    names = checkpoint.names()
+    # A decoder that was saved without its head has names without that of the decoder.
+    bare = {f"{decoder}.{name}": name for name in names}
+    return {**bare, **{renamed(name) or name: name for name in names}}
 
 
 def _are_equal(checkpoint: Checkpoint | CheckpointFile, *names: str) -> bool:

@@ -17,6 +17,7 @@ from interposer_models._checkpoint.offer import Offer, Room
 from interposer_models._checkpoint.row_room import RowRoom
 from interposer_models._checkpoint.spare_memory import SpareMemory
 from interposer_models._checkpoint.tensor_places import absent_biases, held_elsewhere, places_of
+from interposer_models._checkpoint.unplaced_tensor import unplaced
 from interposer_models._checkpoint.weight_update import GroupUpdate
 from interposer_ops.devices import host_memory
 from interposer_ops.layers.expert_placement import ExpertPlacement
@@ -53,7 +54,9 @@ class Weights:
         places = {self._experts.stored(name): place for name, place in local.items()}
         self._unread: tuple[str, ...] = getattr(model, "unread", ())
         # Of a family whose checkpoints name tensors in several ways; None is what nobody needs.
-        self._renamed: Callable[[str], str | None] = getattr(model, "renamed", str)
+        self._family_name: Callable[[str], str | None] = getattr(model, "renamed", str)
+        frame = getattr(getattr(model, "config", None), "frame", None)
+        self._decoder: str = getattr(frame, "decoder", "")
         self._elsewhere = held_elsewhere(layers)
         absent = frozenset(map(self._experts.stored, absent_biases(layers)))
         self._absent = absent - places.keys()
@@ -64,6 +67,23 @@ class Weights:
     def __contains__(self, stored: object) -> bool:
         """Say whether the model has a place for the tensor that a checkpoint calls ``stored``."""
         return isinstance(stored, str) and self._renamed(stored) in self._owners
+
+    def _renamed(self, stored: str) -> str | None:
+        """Return the name that a tensor has here, None if nobody needs it.
+
+        A decoder that was saved without its head has names without that of the decoder.
+        """
+        name = self._family_name(stored)
+        if name is None or name in self._owners or not self._decoder:
+            return name
+        longer = self._family_name(f"{self._decoder}.{stored}")
+        is_known = longer is not None and (
+            longer in self._owners
+            or longer in self._absent
+            or longer in self._elsewhere
+            or self._experts.is_elsewhere(longer)
+        )
+        return longer if is_known else name
 
     def groups(self) -> Iterator[tuple[int, LayerGroup]]:
         """Yield the groups that have tensors in a checkpoint, and their numbers."""
@@ -323,9 +343,7 @@ class Weights:
         if self._experts.is_elsewhere(name):
             return None
         if name not in self._absent:
-            raise CheckpointError(
-                path, f"holds the tensor {name!r}, which the model has no place for"
-            )
+            raise unplaced(stored, name, path)
         # Writers of GPTQ and AWQ give every layer a bias, of zeros where the model has none.
         offsets = tensor.bool()
         if offsets.any():

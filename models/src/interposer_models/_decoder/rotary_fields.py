@@ -127,3 +127,18 @@ def _refuse_flat(parameters: Mapping[str, Any], base: Any) -> None:
         "one of them",
         f"state the angles within {FULL} and within {SLIDING} of rope_parameters",
     )
+
+
+def long_factors_note(scaling: Mapping[str, Any]) -> str:
+    """Return what to know of ``longrope`` whose sequences all have the long factors, or ""."""
+    if scaling.get("rope_type", scaling.get("type")) != "longrope":
+        return ""
+    longest = scaling["max_position_embeddings"]
+    original = scaling["original_max_position_embeddings"]
+    if longest <= original or scaling.get("long_factor") == scaling.get("short_factor"):
+        return ""
+    return (
+        f"longrope: all sequences have the long factors, as max_position_embeddings {longest:,} is "
+        f"above the original context; transformers takes the short ones for sequences of up to "
+        f"{original:,} tokens. For these, set max_position_embeddings to {original}"
+    )

@@ -16,6 +16,7 @@ from interposer_models._decoder.rotary_fields import (
     LAYER_TYPES,
     LIFTED,
     LayerTypeBases,
+    long_factors_note,
     one_rotation,
     rotation_by_layer_type,
 )
@@ -132,6 +133,12 @@ class DecoderSettings(BaseModel, ModelFamily):
             return self.rope_theta, self.rope_scaling
         return stated.get("rope_theta", self.rope_theta), {**self._lengths, **stated}
 
+    def rotation_notes(self) -> list[str]:
+        """Return what users should know of the angles."""
+        rotations = (self.rotation(index) for index in range(self.num_hidden_layers))
+        notes = [long_factors_note(scaling) for _, scaling in rotations]
+        return [note for note in dict.fromkeys(notes) if note]
+
     def rotary_size_at(self, index: int) -> int:
         """Return how many elements of a head are rotated in layer ``index``."""
         return self.rotary_size
@@ -247,8 +254,9 @@ class DecoderSettings(BaseModel, ModelFamily):
                 for longest in (None, parsed.max_position_embeddings):  # of longrope's two sets
                     rotary_frequencies(size, *rotation, longest)
             return parsed
-        except UnknownNameError:
-            raise
+        except UnknownNameError as error:
+            where = f"in rope_parameters of {source}"
+            raise UnknownNameError(error.kind, error.name, error.known, where=where) from error
         except ConfigError as error:
             raise CheckpointError(source, f"rope_parameters: {error}", "mend the field") from error
         except ValidationError as error:

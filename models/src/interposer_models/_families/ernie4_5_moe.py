@@ -11,6 +11,7 @@ from pydantic import AliasChoices, Field, model_validator
 from torch import nn
 
 from interposer import Site
+from interposer_models._decoder.decoder import CausalLM
 from interposer_models._decoder.grouped_mixture import BalancedMixture, Grouping
 from interposer_models._decoder.mixture import MixtureFamily
 from interposer_models._decoder.settings import Epsilon, Positive, RopeBase
@@ -66,6 +67,12 @@ class Ernie4_5_Moe(MixtureFamily, Ernie4_5):
         assert bias is not None
         bias.data = bias.data[None]  # as it is stored
         return mixture
+
+    def build(self, site: Site, page_size: int) -> CausalLM:
+        """Return the decoder, which computes nothing of the layers that predict further tokens."""
+        model = super().build(site, page_size)
+        model.unread = ("model.mtp_", "mtp_")
+        return model
 
     @model_validator(mode="after")
     def _no_biases(self) -> Self:

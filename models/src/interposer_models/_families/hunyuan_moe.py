@@ -5,14 +5,19 @@ Source: arXiv:2411.02265; huggingface.co/tencent/Hunyuan-A13B-Instruct.
 
 from __future__ import annotations
 
-from pydantic import AliasChoices, Field
+from typing import Any
+
+from pydantic import AliasChoices, Field, model_validator
 from torch import Tensor, nn
 
 from interposer import ExpertsSpec, Site
+from interposer_models._decoder.field_error import FieldError
 from interposer_models._decoder.mixture import MixtureFamily, MixtureMLP, count_of_experts
 from interposer_models._decoder.settings import Epsilon, Positive
 from interposer_models._families.hunyuan_dense import HunYuanDenseV1
 from interposer_ops.layers.mlp import GatedMLP
+
+_PER_LAYER = ("moe_topk", "num_experts")
 
 
 class SharedMixture(MixtureMLP):
@@ -37,6 +42,22 @@ class HunYuanMoEV1(MixtureFamily, HunYuanDenseV1):
     num_experts_per_tok: Positive | None = Field(
         default=1, validation_alias=AliasChoices("moe_topk", "num_experts_per_tok")
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_number_of_layers(cls, fields: Any) -> Any:
+        """Read a list of one number per layer, as Hunyuan-A13B has it, if all are equal."""
+        single = dict(fields)
+        for name in _PER_LAYER:
+            if not isinstance(values := single.get(name), list):
+                continue
+            if not values or any(value != values[0] for value in values):
+                raise FieldError(
+                    f"{name} is {values!r:.100}, must be one number for all layers",
+                    "load it by transformers, and interposer_models.adapt(model)",
+                )
+            single[name] = values[0]
+        return single
 
     def mlp(self, block: Site, index: int) -> nn.Module:
         """Return the experts of a layer."""

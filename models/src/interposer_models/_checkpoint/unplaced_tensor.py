@@ -1,0 +1,70 @@
+"""The refusal of a tensor that a checkpoint holds and the model has no place for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from safetensors import safe_open
+
+from interposer.errors import CheckpointError, InterposerError
+from interposer_models._checkpoint.checkpoint import Checkpoint
+
+# What the name of a tensor says of the way it came there, and what to do.
+_CAUSES = {
+    r"\.lora_(A|B|embedding)": (
+        "an adapter was saved with the model",
+        "merge it by PEFT's merge_and_unload() before saving, or give its folder as an adapter",
+    ),
+    r"^base_model\.model\.": (
+        "the names are those of a model that PEFT wraps",
+        "merge it by PEFT's merge_and_unload() and save the result",
+    ),
+    r"^(module|_orig_mod|_fsdp_wrapped_module)\.": (
+        "the names are those of a model that a trainer or torch.compile wraps",
+        "save the model inside of the wrapper: model.module or model._orig_mod",
+    ),
+    r"\.(qweight|qzeros|g_idx|absmax|quant_map|weight_scale(_inv)?|weight_packed|scales)$": (
+        "it belongs to a quantized layer, but config.json states no quantization of that layer",
+        "restore the quantization_config that the checkpoint was published with",
+    ),
+    r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.": (
+        "it belongs to an encoder of images or sounds, and the architecture is one of texts alone",
+        "restore the architectures of the published config.json",
+    ),
+    r"(^|\.)mtp[._]": (
+        "it predicts further tokens, and the family reads no such layers",
+        "remove the tensors that the name begins",
+    ),
+}
+_MEND = "check that architectures and num_hidden_layers of config.json are those of the weights"
+
+
+def unplaced(stored: str, name: str, path: object) -> CheckpointError:
+    """Return the error for a tensor without a place, with its file and the cause if it is known.
+
+    Args:
+        stored: its name in the checkpoint.
+        name: its name in the model.
+        path: of the checkpoint.
+    """
+    alias = "" if stored == name else f" (here {name!r})"
+    reason = f"holds the tensor {stored!r}{alias}, which the model has no place for"
+    for pattern, (cause, mend) in _CAUSES.items():
+        if re.search(pattern, stored):
+            return CheckpointError(_file_of(stored, path), f"{reason}: {cause}", mend)
+    return CheckpointError(_file_of(stored, path), reason, _MEND)
+
+
+def _file_of(stored: str, path: object) -> object:
+    """Return the shard that holds a tensor, or ``path`` where that is no folder with one."""
+    if not isinstance(path, Path) or not path.is_dir():
+        return path
+    try:
+        for shard in Checkpoint.open(path).shards:
+            with safe_open(shard, framework="pt") as file:
+                if stored in file.keys():  # noqa: SIM118 - it is no mapping
+                    return shard
+    except (InterposerError, OSError):
+        pass
+    return path
