@@ -418,3 +418,33 @@ def test_models_that_take_no_adapters_say_so(llama: Path, adapters: dict[str, Pa
     adapted = adapt(AutoModelForCausalLM.from_pretrained(llama))
     with pytest.raises(ConfigError, match="An adapted model takes adapters where it was made"):
         language_model(adapted, cache_tokens=512).load_adapter("all", adapters["all"])
+
+
+@pytest.fixture
+def saved_with_tables(llama: Path, tmp_path: Path) -> tuple[Path, torch.Tensor]:
+    """Save an adapter of head and table with copies of their weights, as PEFT does by default."""
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    names = ["lm_head", "embed_tokens", "q_proj"]
+    wrapped = tuned(model, tmp_path, r=4, target_modules=names)
+    wrapped.save_pretrained(str(tmp_path), save_embedding_layers=True)
+    return tmp_path, logits_of(wrapped)
+
+
+def test_copies_of_the_base_model_beside_matrices_are_compared_with_it(
+    llama: Path, saved_with_tables: tuple[Path, torch.Tensor]
+) -> None:
+    folder, expected = saved_with_tables
+    stored = load_file(folder / WEIGHTS)
+    copies = [name for name in stored if "lora_" not in name]
+    assert copies
+    lm = load(llama, dtype="float32", cache_tokens=256, adapters={"first": folder})
+    close(lm.logits(IDS, adapter="first"), expected)
+    lm.load_adapter("second", folder)
+    close(lm.logits(IDS, adapter="second"), expected)
+    for edit, reason in (
+        (lambda copy: copy + 1, "differs from the weight of the base model\nTry: load the base"),
+        (lambda copy: copy[:-1].clone(), r"shape .* the vocabulary was resized\nTry: merge"),
+    ):
+        save_file({**stored, copies[0]: edit(stored[copies[0]])}, folder / WEIGHTS)
+        with pytest.raises(CheckpointError, match=reason):
+            lm.load_adapter("third", folder)

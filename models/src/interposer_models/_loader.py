@@ -261,7 +261,9 @@ def load(
         if shared is not None:
             shared.check(planned.placement.platform)
         states = state_bytes(planned, max_sequences, shared)
-        read = read_adapters(adapters or {}, planned.model, planned.dtype, "cpu")
+        read = read_adapters(
+            adapters or {}, planned.model, planned.dtype, "cpu", planned.checkpoint
+        )
         room = AdapterRoom.of(
             read.values(), planned.dtype.itemsize, is_host(planned.placement.platform)
         )

@@ -11,6 +11,7 @@ import torch
 
 from interposer import Planned, Site
 from interposer.errors import ConfigError, RequestError, UnknownNameError
+from interposer_models._adapters.base_copies import BaseCopies
 from interposer_models._adapters.files import Adapter, adapter_folder, read_adapter
 from interposer_models._adapters.low_rank import LowRank, LowRankTable
 from interposer_models._adapters.mixtures import AdaptedExperts, AdaptedRouter
@@ -60,7 +61,9 @@ class Adapters:
         self._check(name, replace)
         if self._places is None:
             self._places = AdapterPlaces(self._engine.model)
-        kind = self._dtype, self._engine.device
+        checkpoint = getattr(self._plan, "checkpoint", None)
+        copies = BaseCopies(checkpoint, self._engine.model)
+        kind = copies, self._dtype, self._engine.device
         self._add({name: read_adapter(adapter_folder(path), self._places, *kind)})
 
     def _check(self, name: str, replace: bool) -> None:

@@ -15,10 +15,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from interposer import CheckpointFile
 from interposer.errors import CheckpointError, ConfigError
+from interposer_models._adapters.base_copies import BaseCopies
 from interposer_models._adapters.places import AdapterPlace, AdapterPlaces
 from interposer_models._adapters.settings import AdapterSettings
-from interposer_models._checkpoint.checkpoint import reading
+from interposer_models._checkpoint.checkpoint import Checkpoint, reading
 from interposer_models._checkpoint.hub import HubModel
 from interposer_ops.layers.experts import gates_first
 
@@ -26,6 +28,7 @@ WEIGHTS = "adapter_model.safetensors"
 _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+?)\.lora_(?P<table>embedding_)?(?P<side>[AB])(?(table)|\.weight)"
 )
+_COPY = re.compile(r"base_model\.model\.(?P<module>.+?)(\.base_layer)?\.weight")
 _NAMED = 3
 _WRAPPED = ".base_layer"
 
@@ -68,7 +71,11 @@ def adapter_folder(path: str | Path) -> Path:
 
 
 def read_adapters(
-    paths: Mapping[str, str | Path], model: nn.Module, dtype: torch.dtype, device: str
+    paths: Mapping[str, str | Path],
+    model: nn.Module,
+    dtype: torch.dtype,
+    device: str,
+    checkpoint: Checkpoint | CheckpointFile | None = None,
 ) -> dict[str, Adapter]:
     """Return the adapters for a model, by name.
 
@@ -78,9 +85,9 @@ def read_adapters(
         raise ConfigError(f"adapters is {paths!r:.100}, must be a mapping of names to folders")
     if not paths:
         return {}
-    places = AdapterPlaces(model)
+    places, copies = AdapterPlaces(model), BaseCopies(checkpoint, model)
     return {
-        name: read_adapter(adapter_folder(path), places, dtype, device)
+        name: read_adapter(adapter_folder(path), places, copies, dtype, device)
         for name, path in paths.items()
     }
 
@@ -88,6 +95,7 @@ def read_adapters(
 def read_adapter(
     folder: Path,
     places: AdapterPlaces,
+    copies: BaseCopies,
     dtype: torch.dtype,
     device: str,
 ) -> Adapter:
@@ -106,6 +114,11 @@ def read_adapter(
     with reading(file), safe_open(file, framework="pt") as tensors:
         for key in tensors.keys():  # noqa: SIM118 - it is no mapping
             matched = _KEY.fullmatch(key)
+            copy = _COPY.fullmatch(key) if matched is None else None
+            if copy is not None and places.has_table(copy["module"]):
+                names = places.names(copy["module"])
+                copies.check(file, key, names, tensors.get_tensor(key))
+                continue
             if matched is None:
                 raise CheckpointError(
                     file,

@@ -115,12 +115,12 @@ class AdapterPlaces:
 
     def find(self, module: str) -> AdapterPlace | None:
         """Return the place of a module such as ``model.layers.0.self_attn.q_proj``, or None."""
-        names = self._names(module)
+        names = self.names(module)
         return next((place for name in names if (place := self._places.get(name))), None)
 
     def experts(self, module: str) -> ExpertPlaces | None:
         """Return the places of experts such as ``model.layers.0.mlp.experts``, or None."""
-        names = self._names(module)
+        names = self.names(module)
         return next((places for name in names if (places := self._experts.get(name))), None)
 
     def expert(self, module: str) -> tuple[AdapterPlace, int] | None:
@@ -133,6 +133,11 @@ class AdapterPlaces:
             return None
         return place, int(number)
 
+    def has_table(self, module: str) -> bool:
+        """Say whether a module is the embedding or the head."""
+        place = self.find(module)
+        return place is not None and isinstance(place.layer, Embedding | LMHead)
+
     def nearest(self, module: str) -> list[str]:
         """Return the names of all places, those most like ``module`` first."""
         matrices = (
@@ -142,7 +147,7 @@ class AdapterPlaces:
         )
         return nearest_first(module, [*self._places, *matrices])
 
-    def _names(self, module: str) -> Iterator[str]:
+    def names(self, module: str) -> Iterator[str]:
         """Yield the names here that a module of transformers may have."""
         name = (self._renamed(f"{module}.weight") or "").removesuffix(".weight")
         yield name

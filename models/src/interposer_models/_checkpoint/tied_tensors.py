@@ -30,7 +30,7 @@ def untied(
         return decoder
     frame = decoder.frame
     table, head = f"{frame.decoder}.{frame.embedding}.weight", f"{frame.head}.weight"
-    stored = _stored_as(checkpoint, decoder.renamed, frame.decoder)
+    stored = stored_names(checkpoint, decoder.renamed, frame.decoder)
     if not {table, head} <= stored.keys() or _are_equal(checkpoint, stored[table], stored[head]):
         return decoder
     notes.append(
@@ -48,7 +48,7 @@ def check_tied(checkpoint: Checkpoint | CheckpointFile, model: CausalModel) -> N
     tied = places_of(layer for layer in model.modules() if isinstance(layer, PluggableLayer))[1]
     frame = getattr(getattr(model, "config", None), "frame", None)
     names = getattr(model, "renamed", str), getattr(frame, "decoder", "")
-    stored = _stored_as(checkpoint, *names) if tied else {}
+    stored = stored_names(checkpoint, *names) if tied else {}
     for unused, used in tied.items():
         pair = [stored[name] for name in (used, unused) if name in stored]
         if len(pair) == 2 and not _are_equal(checkpoint, *pair):
@@ -61,7 +61,7 @@ def check_tied(checkpoint: Checkpoint | CheckpointFile, model: CausalModel) -> N
             )
 
 
-def _stored_as(
+def stored_names(
     checkpoint: Checkpoint | CheckpointFile,
     renamed: Callable[[str], str | None],
     decoder: str,
@@ -82,7 +82,7 @@ def _are_equal(checkpoint: Checkpoint | CheckpointFile, *names: str) -> bool:
     """Compare two tensors of a checkpoint, some rows at a time."""
     assert isinstance(checkpoint, Checkpoint)
     with ExitStack() as opened:
-        slices = [_slice(checkpoint.shards, name, opened) for name in names]
+        slices = [tensor_slice(checkpoint.shards, name, opened) for name in names]
         first, second = (tuple(each.get_shape()) for each in slices)
         if first != second or not first:
             return False
@@ -97,7 +97,7 @@ def _are_equal(checkpoint: Checkpoint | CheckpointFile, *names: str) -> bool:
     return True
 
 
-def _slice(shards: tuple[Path, ...], name: str, opened: ExitStack) -> Any:
+def tensor_slice(shards: tuple[Path, ...], name: str, opened: ExitStack) -> Any:
     """Return a tensor of the shards, no row of which is read yet."""
     for shard in shards:
         opened.enter_context(reading(shard))

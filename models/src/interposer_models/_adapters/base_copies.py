@@ -1,0 +1,83 @@
+"""Copies of the base model's embedding and head, which PEFT saves beside the matrices of LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from interposer import CheckpointFile, PluggableLayer
+from interposer.errors import CheckpointError
+from interposer_models._checkpoint.checkpoint import Checkpoint
+from interposer_models._checkpoint.files import with_weights
+from interposer_models._checkpoint.tensor_places import places_of
+from interposer_models._checkpoint.tied_tensors import stored_names, tensor_slice
+
+_MEND = (
+    "save it by save_pretrained(folder, save_embedding_layers=False) of PEFT, or merge the adapter "
+    "by merge_and_unload()"
+)
+
+
+class BaseCopies:
+    """Compares weights that an adapter's file holds with those of the base model.
+
+    Args:
+        checkpoint: of the base model; None where it is not known.
+    """
+
+    def __init__(self, checkpoint: Checkpoint | CheckpointFile | None, model: nn.Module) -> None:
+        self._checkpoint, self._model = checkpoint, model
+
+    def check(self, file: Path, key: str, names: Iterator[str], copy: Tensor) -> None:
+        """Refuse a copy that differs from the base model's weight.
+
+        Args:
+            key: of the copy in ``file``.
+            names: that the module may have in the model.
+        Raises: CheckpointError: it differs, or the base model cannot be compared with.
+        """
+        base = self._base(names)
+        if base is None:
+            reason = f"holds {key!r}, a weight of the base model, which cannot be compared with it"
+            raise CheckpointError(file, reason, _MEND)
+        if base.shape != copy.shape:
+            raise CheckpointError(
+                file,
+                f"holds {key!r} of the shape {list(copy.shape)}, that of the base model has "
+                f"{list(base.shape)}: the vocabulary was resized",
+                "merge the adapter by merge_and_unload() of PEFT, and load the merged model",
+            )
+        if not torch.equal(base.to(copy.dtype), copy):
+            raise CheckpointError(
+                file,
+                f"holds {key!r}, which differs from the weight of the base model",
+                "load the base model that it was trained for, or merge the adapter by "
+                "merge_and_unload() of PEFT",
+            )
+
+    def _base(self, names: Iterator[str]) -> Tensor | None:
+        """Return the base model's weight of a module, None where its checkpoint has none."""
+        if not isinstance(self._checkpoint, Checkpoint):
+            return None
+        checkpoint = with_weights(self._checkpoint)
+        assert isinstance(checkpoint, Checkpoint)
+        renamed: Callable[[str], str | None] = getattr(self._model, "renamed", str)
+        frame = getattr(getattr(self._model, "config", None), "frame", None)
+        stored = stored_names(checkpoint, renamed, getattr(frame, "decoder", ""))
+        layers = [layer for layer in self._model.modules() if isinstance(layer, PluggableLayer)]
+        tied = places_of(layers)[1] | {
+            used: unused for unused, used in places_of(layers)[1].items()
+        }
+        for name in names:
+            weight = f"{name}.weight"
+            for known in (weight, tied.get(weight)):
+                if known in stored:
+                    with ExitStack() as opened:
+                        found = tensor_slice(checkpoint.shards, stored[known], opened)
+                        whole: Tensor = found[:]
+                        return whole
+        return None
