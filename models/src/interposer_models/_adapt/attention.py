@@ -17,6 +17,7 @@ from interposer import Verdict
 from interposer.errors import NoCandidateError
 from interposer_models._adapt.adaptation import Adaptation, kernel_name
 from interposer_models._adapt.agreement import judge_agreement, normals
+from interposer_models._adapt.attention_options import unknown_option
 from interposer_models._adapt.compiled_attention import is_traceable, labels, traced_attention
 from interposer_models._adapt.mask_pattern import Pattern
 from interposer_models._adapt.mask_reading import read_mask
@@ -233,8 +234,10 @@ def attention_by(sdpa: Attend) -> Attend:
             found: Result | str = ""
             if dropout:
                 found = "it drops out"
-            elif options.get("position_bias") is not None or options.get("cache") is not None:
-                found = "it has a position bias or a paged cache"
+            elif unknown := unknown_option(options):
+                found = f"its attention is passed {unknown!r}, which no kernel takes"
+            elif options.get("softcap") is not None and not held.get(_CAPS):
+                found = "it caps its scores, which sdpa does not"
             elif options.get("output_attentions") and held.get(_CAPS):
                 found = "its weights are asked for"
             elif not is_compiling():
@@ -264,6 +267,11 @@ def _otherwise(
 ) -> Result:
     """Return what sdpa does, or operations that have caps and sinks."""
     if vars(module).get(_CAPS) and not dropout:
+        if unknown := unknown_option(options):
+            raise NotImplementedError(
+                f"The attention of {type(module).__name__} is passed {unknown!r}, which no kernel "
+                "takes. Try: leave it out of the call, or adapted.restore()"
+            )
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         causal = _is_causal(module, query, is_causal)
         caps = options.get("softcap"), options.get("s_aux")

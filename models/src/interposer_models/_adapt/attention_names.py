@@ -11,11 +11,12 @@ from torch import nn
 
 from interposer_models._adapt.adaptation import Adaptation
 from interposer_models._adapt.attention import AdaptedAttention, Attend, attention_by, own
+from interposer_models._adapt.attention_name import NAME, StandIn, name_for
 from interposer_models._adapt.configurations import own_configurations
 from interposer_models._adapt.eager_attention import bind_eager, has_no_other
 from interposer_models._adapt.masks import mask_by
+from interposer_models._adapt.trial_length import further_tokens
 
-NAME = "interposer"
 _SDPA, _EAGER = "sdpa", "eager"
 HELD = "_attn_implementation_internal"
 
@@ -35,11 +36,13 @@ def bind_attention(adaptation: Adaptation) -> None:
     mark = adaptation.changes.mark()
     own(AdaptedAttention(adaptation, register_attention()), adaptation)
     for config in found[_SDPA]:
-        adaptation.changes.set(config, HELD, NAME)
+        adaptation.changes.set(config, HELD, name_for(adaptation.model, _SDPA))
     reasons = {}
     if found[_EAGER]:
         places = dict(adaptation.places)
-        verdict = bind_eager(adaptation, found[_EAGER], HELD, NAME)
+        verdict = bind_eager(adaptation, found[_EAGER], HELD, name_for(adaptation.model, _EAGER))
+        if verdict and (note := further_tokens(adaptation.model)[1]):
+            adaptation.remarks.append(f"attention: {note}")
         if not verdict:
             adaptation.places = places
             reasons = {id(config): verdict.reason for config in found[_EAGER]}
@@ -86,9 +89,9 @@ def named_attention(configs: Iterable[Any]) -> Iterator[None]:
     try:
         for config in configs:
             held = vars(config)
-            if held[HELD] != NAME:
+            if str(held[HELD]) != NAME:
                 changed.append((held, held[HELD]))
-                held[HELD] = NAME
+                held[HELD] = StandIn(held[HELD]) if held[HELD] else NAME
         yield
     finally:
         for held, before in changed:

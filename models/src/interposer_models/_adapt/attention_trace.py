@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from interposer import AttentionSpec
+from interposer_models._adapt.attention_options import unknown_option
 from interposer_models._adapt.masks import facts_of
 from interposer_models._adapt.visit import Asked, MakeMask
 
@@ -131,9 +132,8 @@ def _layer(name: str, asked: Asked) -> TracedLayer:
         causal, window = facts.pattern.causal, facts.pattern.window
     if not causal:
         raise unserved("attends to tokens that come later")
-    for option in ("position_bias", "cache"):
-        if asked.options.get(option) is not None:
-            raise unserved(f"attends with {option}")
+    if unknown := unknown_option(asked.options):
+        raise unserved(f"attends with {unknown}")
     if num_heads % num_kv_heads:
         raise unserved(f"shares {num_kv_heads} kv heads among {num_heads} unevenly")
     scale = key_size**-0.5 if asked.scaling is None else float(asked.scaling)

@@ -15,8 +15,9 @@ from interposer import Verdict
 from interposer_models._adapt.adaptation import Adaptation
 from interposer_models._adapt.attention import serve_caps
 from interposer_models._adapt.noise import alone, bound_of, distance, logits_of, rounded
+from interposer_models._adapt.trial_length import further_tokens
 
-# Tokens of each step: a prompt, the rest of it, and one.
+# Tokens of each step: a prompt, the rest of it, and one. The first is longer by what layers see.
 _STEPS = (6, 3, 1)
 _FAILURES = (
     ArithmeticError,
@@ -65,14 +66,24 @@ def bind_eager(adaptation: Adaptation, configs: list[Any], held_as: str, name: s
 
 def _prompt(model: Any) -> list[int]:
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    return [(7 * index + 3) % vocabulary for index in range(sum(_STEPS))]
+    return [(7 * index + 3) % vocabulary for index in range(sum(_counts(model)))]
+
+
+def _counts(model: Any) -> tuple[int, ...]:
+    """Return the tokens of each step."""
+    first, *others = _STEPS
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    further, _ = further_tokens(model)
+    if isinstance(context, int):
+        further = max(0, min(further, context - sum(_STEPS)))
+    return (first + further, *others)
 
 
 def _steps(model: Any) -> Tensor:
     """Return the logits of a prompt that is computed in steps over a cache."""
     ids = torch.tensor([_prompt(model)], device=model.device)
     cache, found, first = None, [], 0
-    for count in _STEPS:
+    for count in _counts(model):
         upto = first + count
         out = model(
             input_ids=ids[:, first:upto], past_key_values=cache, use_cache=True, return_dict=True

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from interposer_models._adapt.attention_trace import UnservedLayerError
 from interposer_models._adapt.noise import alone, bound_of, distance, rounded
 from interposer_models._adapt.paged_decoder import PagedDecoder
+from interposer_models._adapt.trial_length import further_tokens
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.pages import PagePool
 from interposer_models._engine.sampling_params import SamplingParams
@@ -46,8 +47,8 @@ def try_paging(
     Raises: UnservedLayerError: they disagree, or the model fails in rows of several sequences.
     """
     vocabulary, context = paged.config.vocab_size, paged.config.max_position_embeddings
-    counts = [count for count, _ in _STEPS]
-    prompt = [(7 * i + 3) % vocabulary for i in range(min(sum(counts), context))]
+    count = sum(count for count, _ in _steps(paged))
+    prompt = [(7 * i + 3) % vocabulary for i in range(min(count, context))]
     with numerics(), torch.inference_mode():
         expected = alone(paged.model, prompt, device)
         noisy = rounded(paged.model, prompt, device)
@@ -64,6 +65,13 @@ def try_paging(
             raise _culprit(paged, prompt, device, bound)
 
 
+def _steps(paged: PagedDecoder) -> tuple[tuple[int, int], ...]:
+    """Return the tokens of both sequences in each step; the prompt exceeds what layers see."""
+    (count, other), *others = _STEPS
+    further, _ = further_tokens(paged.model)
+    return ((count + further, other), *others)
+
+
 def _in_steps(
     paged: PagedDecoder, prompt: list[int], device: str, states: list[States] | None = None
 ) -> Tensor:
@@ -73,7 +81,8 @@ def _in_steps(
         states: of the prompt's tokens, one entry for each step is added.
     """
     size, context = paged.page_size, paged.config.max_position_embeddings
-    other_length = min(sum(count for _, count in _STEPS), context)
+    steps = _steps(paged)
+    other_length = min(sum(count for _, count in steps), context)
     pool = PagePool(2 * -(-max(len(prompt), other_length) // size), size)
     caches = [
         layer.backend.kv_layout().allocate(1, pool.num_pages, device)[0]
@@ -83,7 +92,7 @@ def _in_steps(
     other = [(5 * i + 1) % vocabulary for i in range(other_length)]
     pair = [Sequence(i, each, SamplingParams(), 0) for i, each in enumerate((prompt, other))]
     found = []
-    for number, wanted in enumerate(_STEPS):
+    for number, wanted in enumerate(steps):
         chunks = []
         for sequence, count in zip(pair, wanted, strict=True):
             left = min(count, len(sequence) - sequence.num_computed)
