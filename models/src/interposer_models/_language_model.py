@@ -17,6 +17,7 @@ from interposer_models._checkpoint.offer import Offer
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.engine import Engine
+from interposer_models._engine.non_finite import non_finite
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.speculation import SpeculationFigures
 from interposer_models._requests import Prompt, completions, requests, target_ids, token_ids_of
@@ -104,7 +105,9 @@ class LanguageModel:
             n: answers to each prompt. They follow each other, those to the first prompt first;
                 answer i of a prompt has its seed plus i.
             **settings: fields of ``SamplingParams``, instead of ``params``.
-        Raises: RequestError: a prompt or parameter is unusable; then none was run.
+        Raises:
+            RequestError: a prompt or parameter is unusable; then none was run.
+            ArithmeticError: the logits of an answer are not finite.
         """
         asked = requests(prompts, params, settings, n)
         streams: list[Stream] = []
@@ -239,7 +242,10 @@ class LanguageModel:
             logits = self.logits(tokens, adapter=adapter, num_prompt=front_size, source=source)
             after = logits[front_size - 1 : -1].log_softmax(-1)
             chosen = torch.tensor([*map(int, tokens[len(front) :])], device=after.device)
-            scores.append(tuple(after.gather(1, chosen[:, None])[:, 0].tolist()))
+            chances = after.gather(1, chosen[:, None])[:, 0]
+            if chances.isnan().any():
+                raise non_finite(f"The logits of the continuation {continuation!r:.100}")
+            scores.append(tuple(chances.tolist()))
         return scores
 
     @property
@@ -415,6 +421,8 @@ class LanguageModel:
         deltas = []
         while stream.num_unread and not stream.ended:
             deltas.append(stream.read())
+        if stream.sequence.error is not None and not deltas:
+            raise stream.sequence.error
         if stream.ended:
             self.engine.cancel(stream.sequence)
         return deltas

@@ -129,7 +129,12 @@ class Stream:
         return Delta(new, token_id, logprob, reason, likely, self.index, self._prompt_logprobs)
 
     def completion(self) -> Completion:
-        """Return everything that was produced."""
+        """Return everything that was produced.
+
+        Raises: the error that ended the request.
+        """
+        if self.sequence.error is not None:
+            raise self.sequence.error
         reason = self._reason()
         assert reason is not None
         sequence = self.sequence

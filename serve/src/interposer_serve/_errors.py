@@ -71,6 +71,8 @@ def api_error(error: Exception) -> ApiError:
     """Return ``error`` as clients get it: what the SDK refuses is wrong usage."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, InterposerError) and isinstance(error, ArithmeticError):
+        return ApiError(500, str(error), code="not_finite")
     if isinstance(error, InterposerError):
         return ApiError(400, str(error))
     return ApiError(500, "The server failed at this request; its log says why", code="failed")

@@ -206,7 +206,11 @@ class StepThread:
             with self._model.engine.lock:
                 self._model.engine.step()
                 self.failed = False
-                told = [(each[0], None) for each in [*self._running] if self._read(*each, began)]
+                told = [
+                    (generation, stream.sequence.error)
+                    for generation, stream in [*self._running]
+                    if self._read(generation, stream, began)
+                ]
         except Exception as error:  # noqa: BLE001 - a kernel raises what it likes; the rest goes on
             _log.exception("a step of the engine failed, and with it all that was running")
             self.failed = True

@@ -14,6 +14,7 @@ from interposer.errors import CheckpointError, RequestError, UnknownNameError
 from interposer_models._adapt.handle import Adapted, adapt
 from interposer_models._checkpoint.files import open_folder
 from interposer_models._encoder.pooling import Pooling
+from interposer_models._engine.non_finite import non_finite
 from interposer_models._fair_lock import FairLock
 
 _CLASSIFIES = "ForSequenceClassification"
@@ -114,7 +115,10 @@ class Encoder:
                 ).to(model.device)
                 rows += read(model(**inputs), inputs["attention_mask"]).cpu()
         back = sorted(range(len(order)), key=order.__getitem__)
-        return torch.stack([rows[i] for i in back])
+        results = torch.stack([rows[i] for i in back])
+        if (wrong := results.isnan().flatten(1).any(1)).any():
+            raise non_finite(f"Results of the text {int(wrong.int().argmax())}")
+        return results
 
 
 def load_encoder(

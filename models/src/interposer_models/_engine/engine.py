@@ -12,6 +12,7 @@ import torch
 from interposer.errors import RequestError, UnknownNameError
 from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.logit_edits import RequestEdits
+from interposer_models._engine.non_finite import non_finite
 from interposer_models._engine.prefix_statistics import PrefixStatistics
 from interposer_models._engine.prompt_logprobs import PromptLogprobs
 from interposer_models._engine.request_batch import checked_tokens
@@ -278,7 +279,15 @@ class Engine:
         return [self.append(*each) for each in drawn]
 
     def append(self, sequence: Sequence, token: int, logprob: float) -> Event:
-        """Add a new token to a sequence, which may end by it."""
+        """Add a new token to a sequence, which may end by it.
+
+        A token of logits that are not finite is none; the sequence ends with an error instead.
+        """
+        if logprob != logprob:  # as one NaN or infinite logit of the row makes it
+            place = f"after {len(sequence.prompt)} prompt and {len(sequence.output)} new tokens"
+            sequence.error = non_finite(f"The logits {place}")
+            self._end(sequence, "error")
+            return Event(sequence, token, logprob)
         sequence.output.append(token)
         sequence.logprobs.append(logprob)
         if (reason := self._reason(sequence, token)) is not None:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from interposer_models._engine.constraints import Matcher
 from interposer_models._engine.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "constraint", "cancelled"]
+FinishReason = Literal["stop", "length", "constraint", "cancelled", "error"]
 TopLogprobs = tuple[tuple[int, float], ...]
 """Ids of likely tokens with their natural-log probabilities, the likeliest first."""
 
@@ -49,6 +49,7 @@ class Sequence:
         matcher: of its constraint, which is where its output is; None without one.
         top_logprobs: of each token of the output, where the parameters ask for them.
         prompt_logprobs: of the prompt from its second token on, as far as they are known; likewise.
+        error: of the finish reason ``"error"``.
     """
 
     id: int
@@ -68,6 +69,7 @@ class Sequence:
     state_slot: int = -1
     adapter: int | None = None
     finish_reason: FinishReason | None = None
+    error: Exception | None = None
     matcher: Matcher | None = None
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
