@@ -23,7 +23,7 @@ _MEND = (
 
 
 class BaseCopies:
-    """Compares weights that an adapter's file holds with those of the base model.
+    """Compares weights in an adapter's file with those of the base model.
 
     Args:
         checkpoint: of the base model; None where it is not known.
@@ -69,15 +69,12 @@ class BaseCopies:
         frame = getattr(getattr(self._model, "config", None), "frame", None)
         stored = stored_names(checkpoint, renamed, getattr(frame, "decoder", ""))
         layers = [layer for layer in self._model.modules() if isinstance(layer, PluggableLayer)]
-        tied = places_of(layers)[1] | {
-            used: unused for unused, used in places_of(layers)[1].items()
-        }
+        tied = places_of(layers)[1]
+        partners = {**tied, **{table: head for head, table in tied.items()}}
         for name in names:
-            weight = f"{name}.weight"
-            for known in (weight, tied.get(weight)):
-                if known in stored:
+            for weight in (f"{name}.weight", partners.get(f"{name}.weight")):
+                if weight in stored:
                     with ExitStack() as opened:
-                        found = tensor_slice(checkpoint.shards, stored[known], opened)
-                        whole: Tensor = found[:]
-                        return whole
+                        rows: Tensor = tensor_slice(checkpoint.shards, stored[weight], opened)[:]
+                        return rows
         return None

@@ -130,7 +130,7 @@ def _refuse_flat(parameters: Mapping[str, Any], base: Any) -> None:
 
 
 def long_factors_note(scaling: Mapping[str, Any]) -> str:
-    """Return what to know of ``longrope`` whose sequences all have the long factors, or ""."""
+    """Return a note that all sequences have ``longrope``'s long factors, or "" if none is due."""
     if scaling.get("rope_type", scaling.get("type")) != "longrope":
         return ""
     longest = scaling["max_position_embeddings"]
