@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,11 @@ TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 @pytest.fixture
 def tied(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+    }
     config = LlamaConfig(**sizes, num_attention_heads=2, vocab_size=64, tie_word_embeddings=True)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     return tmp_path
