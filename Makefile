@@ -13,7 +13,7 @@ AVAILABLE := not gpu and not foreign and not versions and not vllm
 SEED := $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(2**32))'))
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help install demo test test-quick test-process test-all test-repeat mutants test-vllm test-foreign test-torch test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench wheels cycles clean
+.PHONY: FORCE help install demo test test-quick test-process test-all test-repeat test-checkpoints mutants test-vllm test-foreign test-torch test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench wheels cycles clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -50,6 +50,10 @@ test-repeat: $(INSTALLED) ## Run the quick and the process tests RUNS times, to 
 		echo "run $$run of $(RUNS)"; \
 		$(MAKE) --no-print-directory test-quick && $(MAKE) --no-print-directory test-process || exit 1; \
 	done
+
+test-checkpoints: $(INSTALLED) ## Compare 2,000 spellings of config.json with transformers, and 500 adapted models. Half an hour.
+	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/compare.py 0 2000 --keep .variants_cache/loaded
+	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/compare.py 0 500 --adapt --keep .variants_cache/adapted
 
 # It changes the sources while it runs and puts them back: have no work in this checkout meanwhile.
 MUTANTS := $(BIN)/python tests/mutants/mutants.py

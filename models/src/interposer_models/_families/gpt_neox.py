@@ -6,13 +6,15 @@ Source: arXiv:2204.06745; its smaller models are those of arXiv:2304.01373.
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, Field
 from torch import Tensor, nn
 
 from interposer import Site
 from interposer_models._decoder.blocks import NormedBlock
+from interposer_models._decoder.field_error import FieldError
 from interposer_models._decoder.fused_attention import FusedAttention, FusedForm
 from interposer_models._decoder.layer_norm import LayerNorm
 from interposer_models._decoder.plain_mlp import PlainMLP
@@ -70,6 +72,18 @@ class GPTNeoX(WholeHeads):
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.25, validation_alias=AliasChoices("partial_rotary_factor", "rotary_pct")
     )
+
+    @classmethod
+    def merged_rotation(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the rotary embedding, whose share transformers does not read beside it."""
+        rope, name = super().merged_rotation(fields), "partial_rotary_factor"
+        if name in fields and fields[name] != rope.get(name, fields.get("rotary_pct", 0.25)):
+            raise FieldError(
+                f"{name} is {fields[name]!r} outside of rope_parameters, where this architecture "
+                "does not read it",
+                f"state it as rotary_pct, or as {name} within rope_parameters",
+            )
+        return rope
 
     def renamed(self, name: str) -> str | None:
         """Return the name that the head has in most checkpoints, None for a mask."""

@@ -16,7 +16,7 @@ from interposer_gguf._gemma import GEMMA
 from interposer_gguf._hybrids import HYBRIDS
 from interposer_gguf._latent import LATENT
 from interposer_gguf._mixtures import MIXTRAL, MIXTURES
-from interposer_gguf._positions import layer_types_of, rope_of, rotated_of
+from interposer_gguf._positions import head_size_of, layer_types_of, rope_of, rotated_of
 from interposer_gguf._restoration import BY_HEAD
 from interposer_gguf._settings import Settings
 from interposer_gguf._stacked_mixtures import STACKED
@@ -73,6 +73,8 @@ def _mistral(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
 def _neox(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
     """Return GPT-NeoX's fields; its GELU is exact, as published."""
     return {
+        "partial_rotary_factor": None,  # its config.json has rotary_pct
+        "rotary_pct": rotated_of(settings) / head_size_of(settings),
         "hidden_act": "gelu",
         "use_parallel_residual": settings.flag("use_parallel_residual", True),
         "attention_bias": "blk.0.attn_qkv.bias" in file.tensors,

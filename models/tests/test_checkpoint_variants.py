@@ -1,0 +1,67 @@
+"""Whatever a config.json says, its model is that of transformers, or the checkpoint is refused.
+
+``variants/variations.py`` holds the spellings; ``make test-checkpoints`` compares thousands.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models.tests.family_checkpoints import family_configs, write_config
+from models.tests.variants.compare import (
+    Differences,
+    compare,
+    differences_of_adapt,
+    differences_of_load,
+)
+from transformers.utils import logging
+
+from interposer.errors import CheckpointError
+from interposer_models import plan
+
+
+def find_faults(first: int, end: int, differences: Differences) -> list[str]:
+    logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers, about fields that it does not know
+        compared = [*compare(first, end, differences)]
+    assert sum(one.outcome.kind == "equal" for one in compared) > len(compared) / 4
+    return [str(one) for one in compared if one.outcome.is_fault]
+
+
+@pytest.mark.parametrize("first", range(0, 100, 25))
+def test_a_loaded_model_is_that_of_transformers(first: int) -> None:
+    assert find_faults(first, first + 25, differences_of_load) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(100, 2000, 100))
+def test_two_thousand_loaded_models_are_those_of_transformers(first: int) -> None:
+    assert find_faults(first, first + 100, differences_of_load) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 500, 100))
+def test_five_hundred_adapted_models_are_as_they_were(first: int) -> None:
+    assert find_faults(first, first + 100, differences_of_adapt) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "field"),
+    [
+        ("opt", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3}, "layer_types"),
+        ("mistral", {"sliding_window": 8, "layer_types": ["full_attention"] * 3}, "layer_types"),
+        ("lfm2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("falcon_h1", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_fields_that_an_architecture_does_not_read(
+    family: str, changes: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    config = next(config for name, config in family_configs() if name.startswith(f"{family}-"))
+    write_config(tmp_path, {**config, "num_hidden_layers": 3, **changes})
+    with pytest.raises(CheckpointError, match=f"{field} is .*this architecture does not read it"):
+        plan(tmp_path, platform="cpu")
