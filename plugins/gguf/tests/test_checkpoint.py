@@ -215,6 +215,18 @@ def test_rope_factors_stretch_wavelengths(small: Callable[..., Path]) -> None:
             {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
             {"rope_type": "linear", "factor": 4.0},
         ),
+        # llama.cpp reads a factor without a type, and the old key, as linear scaling.
+        ({"llama.rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"llama.rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {"llama.rope.scaling.factor": 2.0, "llama.rope.scale_linear": 4.0},
+            {"rope_type": "linear", "factor": 2.0},
+        ),
+        (
+            {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0},
+            {"rope_type": "default"},
+        ),
+        ({"llama.rope.scaling.factor": 0.0}, {"rope_type": "default"}),
         (
             {
                 "llama.rope.scaling.type": "yarn",

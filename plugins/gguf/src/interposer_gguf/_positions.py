@@ -37,7 +37,10 @@ def rope_of(file: GGUFFile, settings: Settings, rotated: int) -> dict[str, Any]:
         UnsupportedModelError: the angles are of a type that is not read.
     """
     context = settings.integer("context_length")
-    kind = settings.text("rope.scaling.type", "none")
+    factor = _scaling_factor(settings)
+    # llama.cpp scales linearly if the file names a factor and no type.
+    default_type = "none" if factor in (None, 1.0) else "linear"
+    kind = settings.text("rope.scaling.type", default_type)
     if ROPE_FACTORS in file.tensors:
         if kind not in ("none", "llama3"):
             raise UnsupportedModelError(
@@ -63,7 +66,9 @@ def rope_of(file: GGUFFile, settings: Settings, rotated: int) -> dict[str, Any]:
         )
     if settings.number("rope.scaling.attn_factor", 1.0) != 1.0:
         raise UnsupportedModelError(file.path, "has rope.scaling.attn_factor other than 1")
-    rope = {"rope_type": kind, "factor": settings.number("rope.scaling.factor")}
+    if factor is None:
+        factor = settings.number("rope.scaling.factor")
+    rope: dict[str, Any] = {"rope_type": kind, "factor": factor}
     original = "rope.scaling.original_context_length"
     if original in settings:
         rope["original_max_position_embeddings"] = settings.integer(original)
@@ -74,6 +79,17 @@ def rope_of(file: GGUFFile, settings: Settings, rotated: int) -> dict[str, Any]:
         scale = settings.number("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
         rope |= {"mscale": scale, "mscale_all_dim": scale} if scale else {}
     return rope
+
+
+def _scaling_factor(settings: Settings) -> float | None:
+    """Return the factor by which positions are divided, or None if the file names none.
+
+    ``rope.scale_linear`` is the old key; the new key takes precedence. As in llama.cpp, 0 means 1.
+    """
+    for key in ("rope.scaling.factor", "rope.scale_linear"):
+        if key in settings:
+            return settings.number(key) or 1.0
+    return None
 
 
 def _factors(file: GGUFFile, name: str, rotated: int) -> list[float]:
