@@ -90,16 +90,16 @@ def run_tests(checkout: Path, tests: list[str], marks: str) -> tuple[str, str]:
         output = Path(folder) / "output"
         child = os.fork()
         if not child:
-            code = 1
+            ended = 1
             try:
-                code = _run_in_fork(checkout, Path(folder), output, marks, tests)
+                ended = _run_in_fork(checkout, Path(folder), output, marks, tests)
             except Exception:  # noqa: BLE001  # the fork must end, and say why
                 traceback.print_exc()
             finally:
                 sys.stdout.flush()
-                os._exit(code)
+                os._exit(ended)
         end = time.monotonic() + LIMIT_SECONDS
-        code = None
+        code: int | None = None
         while code is None and time.monotonic() < end:
             pid, status = os.waitpid(child, os.WNOHANG)
             if pid:

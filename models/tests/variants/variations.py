@@ -53,6 +53,29 @@ ACTIVATIONS = (
     "unheard-of",
 )
 
+ADDED_FIELDS: tuple[tuple[str, Any], ...] = (
+    ("quantization_config", None),
+    ("use_cache", False),
+    ("pad_token_id", None),
+    ("attn_implementation", "flash_attention_2"),
+    ("_attn_implementation_autoset", True),
+    ("auto_map", {"AutoConfig": "configuration.Own"}),
+    ("use_mrope", False),
+    ("mlp_only_layers", []),
+    ("rope_scaling", None),
+    ("partial_rotary_factor", 0.5),
+    ("partial_rotary_factor", 1.0),
+    ("attention_bias", True),
+    ("attention_dropout", 0.1),
+    ("logits_scaling", 2.0),
+    ("final_logit_softcapping", 5.0),
+    ("attn_logit_softcapping", 5.0),
+    ("tie_word_embeddings", True),
+    ("tie_word_embeddings", False),
+    ("pretraining_tp", 2),
+    ("num_nextn_predict_layers", 1),
+)
+
 
 def _pick(config: Settings, generator: random.Random, *names: str) -> str | None:
     present = [name for name in names if name in config]
@@ -171,30 +194,7 @@ def spell_heads(config: Settings, generator: random.Random) -> str:
 
 
 def add_field(config: Settings, generator: random.Random) -> str:
-    name, value = generator.choice(
-        [
-            ("quantization_config", None),
-            ("use_cache", False),
-            ("pad_token_id", None),
-            ("attn_implementation", "flash_attention_2"),
-            ("_attn_implementation_autoset", True),
-            ("auto_map", {"AutoConfig": "configuration.Own"}),
-            ("use_mrope", False),
-            ("mlp_only_layers", []),
-            ("rope_scaling", None),
-            ("partial_rotary_factor", 0.5),
-            ("partial_rotary_factor", 1.0),
-            ("attention_bias", True),
-            ("attention_dropout", 0.1),
-            ("logits_scaling", 2.0),
-            ("final_logit_softcapping", 5.0),
-            ("attn_logit_softcapping", 5.0),
-            ("tie_word_embeddings", True),
-            ("tie_word_embeddings", False),
-            ("pretraining_tp", 2),
-            ("num_nextn_predict_layers", 1),
-        ]
-    )
+    name, value = generator.choice(ADDED_FIELDS)
     config[name] = value
     return f"{name} is {value!r}"
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from interposer import AttentionBackend, AttentionSpec, Config, Site, Verdict
 from interposer_models._adapt.adaptation import Adaptation
-from interposer_models._adapt.attention_names import HELD, NAME
+from interposer_models._adapt.attention_name import NAME
+from interposer_models._adapt.attention_names import HELD
 from interposer_models._adapt.block_trace import BlockParts, attention_child, trace_block
 from interposer_models._adapt.block_watch import Watch
 from interposer_models._adapt.module_forward import ModuleForward
