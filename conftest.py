@@ -75,8 +75,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     folder = str(_QUICK_POLICY if tiers.is_quick(item) else _DEFAULT_POLICY)
     if os.environ["XDG_CONFIG_HOME"] != folder:
         os.environ["XDG_CONFIG_HOME"] = folder
-        if "no_policy" not in getattr(item, "fixturenames", ()):  # which reads it itself
-            Config.refresh()
+        Config.refresh()
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook as well
@@ -127,7 +126,7 @@ def no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     Config.refresh()
     yield
     monkeypatch.undo()
-    os.environ["XDG_CONFIG_HOME"] = ""  # the next test reads the policy again, if it wants it
+    Config.refresh()
 
 
 @pytest.fixture

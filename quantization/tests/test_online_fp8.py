@@ -261,7 +261,7 @@ def quantized(tmp_path: Path, method: str) -> Path:
     facts = json.loads((MODEL / "config.json").read_text())
     settings = {"quant_method": method, "weight_block_size": [16, 16]}
     (tmp_path / "config.json").write_text(json.dumps(facts | {"quantization_config": settings}))
-    (tmp_path / WEIGHTS).touch()
+    save_file({}, tmp_path / WEIGHTS)
     return tmp_path
 
 

@@ -11,12 +11,12 @@ import torch
 
 from interposer import Planned, Site
 from interposer.errors import ConfigError, RequestError, UnknownNameError
-from interposer_models._adapters.base_copies import BaseCopies
 from interposer_models._adapters.files import Adapter, adapter_folder, read_adapter
 from interposer_models._adapters.low_rank import LowRank, LowRankTable
 from interposer_models._adapters.mixtures import AdaptedExperts, AdaptedRouter
 from interposer_models._adapters.places import Adaptable, AdapterPlaces
 from interposer_models._adapters.step import StepAdapters, StepHooks
+from interposer_models._adapters.weight_copies import BaseCopies
 from interposer_models._engine.engine import Engine
 from interposer_ops.devices.graphs import judge_choices
 from interposer_ops.layers.experts import Experts, Router

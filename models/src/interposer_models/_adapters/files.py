@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from interposer import CheckpointFile
 from interposer.errors import CheckpointError, ConfigError
-from interposer_models._adapters.base_copies import BaseCopies
 from interposer_models._adapters.places import AdapterPlace, AdapterPlaces
 from interposer_models._adapters.settings import AdapterSettings
+from interposer_models._adapters.weight_copies import BaseCopies
 from interposer_models._checkpoint.checkpoint import Checkpoint, reading
 from interposer_models._checkpoint.hub import HubModel
 from interposer_ops.layers.experts import gates_first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,8 @@ _LARGEST_STRETCH = 2**24
 class LatentFamily(GroupedFamily):
     """A decoder whose attention caches one latent vector per token, with experts in groups."""
 
+    # It refuses all but 1, and says why.
+    reads_partial_rotary_factor: ClassVar[bool] = True
     kv_lora_rank: Positive = 512
     q_lora_rank: Positive | None = 1536
     qk_nope_head_dim: Positive = 128
