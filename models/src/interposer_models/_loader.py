@@ -317,7 +317,7 @@ def load(
         with planned.numerics():
             load_offloaded(planned, checkpoint, weights, advance)
             planned.model.reserve_positions(0, device)
-        stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config)
+        stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config, tokenizer)
         starts: tuple[int, ...] = ()
         if reads_sources(planned.model):
             size = planned.decoder.vocab_size

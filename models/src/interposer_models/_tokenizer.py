@@ -266,17 +266,44 @@ class Detokenizer:
         return now[len(before) :]
 
 
-def stop_tokens(path: Path, config: dict[str, Any]) -> frozenset[int]:
-    """Return the ids that end a generation: of generation_config.json, else of config.json."""
-    value = {**config, **_generation(path)}.get("eos_token_id")
-    if value is None:
+_LARGEST_VOCABULARY = 2**24
+
+
+def stop_tokens(path: Path, config: dict[str, Any], tokenizer: TextTokenizer) -> frozenset[int]:
+    """Return the ids that end a generation.
+
+    generation_config.json names them, else config.json, else ``eos_token`` of
+    tokenizer_config.json. A null counts as absent.
+
+    Raises: CheckpointError: a value is no token.
+    """
+    for name, fields in ("generation_config.json", _generation(path)), ("config.json", config):
+        value = fields.get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        # A model of a smaller vocabulary than the released one often keeps that one's ids.
+        if not all(type(i) is int and 0 <= i < _LARGEST_VOCABULARY for i in ids):
+            reason = (
+                f"eos_token_id is {value!r}, must be an integer or a list of them, "
+                f"from 0 to {_LARGEST_VOCABULARY - 1}"
+            )
+            file = path / name if path.is_dir() else path
+            raise CheckpointError(file, reason, "mend the field")
+        return frozenset(ids)
+    return _stop_tokens_of_tokenizer(path, tokenizer)
+
+
+def _stop_tokens_of_tokenizer(path: Path, tokenizer: TextTokenizer) -> frozenset[int]:
+    """Return the id of ``eos_token`` of tokenizer_config.json, none where it names no token."""
+    file = path / "tokenizer_config.json"
+    settings = read_json(file) if file.is_file() else {}
+    token = settings.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
         return frozenset()
-    ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) for i in ids):
-        raise CheckpointError(
-            path, f"eos_token_id is {value!r}, must be an integer or a list of them"
-        )
-    return frozenset(ids)
+    token_id = tokenizer.vocabulary.get(text)
+    return frozenset() if token_id is None else frozenset({token_id})
 
 
 def start_tokens(path: Path, config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:

@@ -1,0 +1,46 @@
+"""End tokens: the files that name them, in their order, and values that are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from interposer.errors import CheckpointError
+from interposer_models import load
+
+STDLIB = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
+
+
+def written(path: Path, config: Any, generation: Any, eos_token: Any = None) -> Path:
+    """Copy the shipped model with other end tokens, and return its folder."""
+    shutil.copytree(STDLIB, path)
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**fields, "eos_token_id": config}))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "in_tokenizer"),
+    [(7, None, False), (5, [7, 8], False), (None, None, True)],
+)
+def test_end_tokens_are_read_from_each_file(
+    tmp_path: Path, config: Any, generation: Any, in_tokenizer: bool
+) -> None:
+    text = Tokenizer.from_file(str(STDLIB / "tokenizer.json")).id_to_token(7)
+    path = written(tmp_path / "m", config, generation, text if in_tokenizer else None)
+    lm = load(path, cache_tokens=64)
+    (completion,) = lm.generate([[1]], max_new_tokens=3, logit_bias={7: 100.0})
+    assert (list(completion.token_ids), completion.finish_reason) == ([7], "stop")
+
+
+@pytest.mark.parametrize("value", [True, -1, 10**9, "2", [1, None]])
+def test_end_tokens_that_are_no_tokens_are_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is "):
+        load(written(tmp_path / "m", None, value), cache_tokens=64)
