@@ -104,7 +104,7 @@ gpu-rehearsal: $(INSTALLED) ## Rehearse both without an accelerator, in another 
 lint: $(INSTALLED) ## Check style, types and who imports whom.
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy --num-workers 2
+	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
 format: $(INSTALLED) ## Format the code and mend what ruff can mend.
