@@ -8,7 +8,7 @@ from threading import Lock, get_ident
 
 
 class FairLock:
-    """A reentrant lock that goes to a waiting thread before its holder can take it again.
+    """A reentrant lock that a waiting thread gets before the last holder can take it again.
 
     A thread holds it for one step, not for one request. Without the order, a thread that steps in a
     loop would keep all others from queueing their requests until its own have ended.
@@ -46,7 +46,7 @@ class FairLock:
             self._call_deferred()
 
     def call_soon(self, function: Callable[[], None]) -> None:
-        """Call a function with the lock: now if it is free, else when its holder releases it.
+        """Call a function with the lock: now if the lock is free, else once its holder releases it.
 
         It never waits, so that a generator may call it from its end, which the garbage collector
         can bring about in the middle of a step of the same thread.

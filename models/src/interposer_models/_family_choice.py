@@ -1,4 +1,4 @@
-"""The choice of the family for a checkpoint, and what its failures are told as."""
+"""Choice of the model family for a checkpoint, with the error if there is none."""
 
 from __future__ import annotations
 

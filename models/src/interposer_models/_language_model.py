@@ -79,7 +79,7 @@ class LanguageModel:
 
     @property
     def graphs(self) -> Verdict | None:
-        """True if decode steps run as graphs; None where nobody asks for it."""
+        """True if decode steps run as graphs; None if graphs were not requested."""
         running = self.engine.runner.graphs
         return self._graphs if running is None or running.compiled else running.compiled
 
@@ -271,7 +271,7 @@ class LanguageModel:
             self._adapters.load(name, path, replace)
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter and free its memory.
+        """Remove an adapter and free its memory.
 
         Raises:
             UnknownNameError: no adapter has the name.
@@ -306,7 +306,7 @@ class LanguageModel:
             return self._take(offer)
 
     def _take(self, offer: Offer) -> tuple[str, ...]:
-        """Exchange weights for those of an offer, which is open."""
+        """Replace weights by those of an open offer."""
         if self.weights is None:
             raise ConfigError(
                 "The weights of an adapted model are changed in the model itself. "
@@ -387,7 +387,7 @@ class LanguageModel:
             )
 
     def _given(self, prompt: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
-        """Return what the decoder begins with, and what the encoder reads, if there is one."""
+        """Return the tokens of the decoder, and those of the encoder if there is one."""
         if self.engine.runner.sources is None:
             return prompt, None
         return self.engine.start_token_ids, prompt
@@ -408,7 +408,7 @@ class LanguageModel:
             self._cancel(streams)
 
     def _cancel(self, streams: Sequence[Stream]) -> None:
-        """Cancel what is unfinished of these answers, after the step that runs now, if one does."""
+        """Cancel the unfinished ones of these answers after the current step."""
 
         def cancel() -> None:
             for stream in streams:

@@ -400,7 +400,7 @@ def _policy(config: Config | None, platform: str | None) -> Config:
 
 
 def _compiler(planned: Plan, verdict: Verdict) -> _Compiler:
-    """Return what compiles the model of a plan, once it is loaded.
+    """Return a function that compiles the loaded model of a plan.
 
     Raises: ConfigError: there is no such backend, or ``verdict`` refuses it.
     """

@@ -55,7 +55,7 @@ class Delta:
 
 
 class Token(NamedTuple):
-    """A token that was taken from its sequence, and whose text nobody made yet."""
+    """A generated token that is not detokenized yet."""
 
     token_id: int
     logprob: float
@@ -103,7 +103,7 @@ class Stream:
         return len(self.sequence.output) - self._num_read
 
     def read(self) -> Delta:
-        """Take the sequence's next token and return what it adds to the text."""
+        """Take the sequence's next token and return the text that it adds."""
         return self.delta(self.take())
 
     def take(self) -> Token:
@@ -114,7 +114,7 @@ class Stream:
         return Token(sequence.output[place], sequence.logprobs[place], likely, self._reason())
 
     def delta(self, token: Token) -> Delta:
-        """Return what a token adds to the text, after the ones before it."""
+        """Return the text that a token adds to the text of the tokens before it."""
         token_id, logprob, likely, reason = token
         self.text += self._detokenizer.push(token_id, last=reason is not None)
         stops = self.sequence.params.stop

@@ -68,11 +68,11 @@ class TextTokenizer:
         """
         tokenizer = cls.__new__(cls)
         if isinstance(content, str):
-            held = _of_text(content, path)
-            tokenizer._begin(path, lambda: held, settings or {})
+            parsed = _of_text(content, path)
+            tokenizer._begin(path, lambda: parsed, settings or {})
         else:
-            read = content
-            tokenizer._begin(path, lambda: _of_text(read(), path), settings or {})
+            read_text = content
+            tokenizer._begin(path, lambda: _of_text(read_text(), path), settings or {})
         return tokenizer
 
     @classmethod
@@ -90,7 +90,7 @@ class TextTokenizer:
         self._settings = settings
 
     def read(self) -> None:
-        """Read it now, if that was not done, as before it is copied or a server starts.
+        """Read the files now if they were not read yet, before a copy or the start of a server.
 
         Raises: CheckpointError: it is not valid, as whatever asks for it would.
         """
@@ -135,17 +135,17 @@ class TextTokenizer:
 
         Raises: RequestError: the tokenizer is none of the tokenizers library.
         """
-        held = self._fast or getattr(self._slow, "backend_tokenizer", None)
-        if not isinstance(held, FastTokenizer):
+        backend = self._fast or getattr(self._slow, "backend_tokenizer", None)
+        if not isinstance(backend, FastTokenizer):
             raise RequestError(
                 f"The tokenizer of {self._path} is a {type(self._slow).__name__}, whose tokens "
                 "have no bytes that are known here. Try: a checkpoint with a tokenizer.json"
             )
-        return str(held.to_str())
+        return str(backend.to_str())
 
     @cached_property
     def chat(self) -> ChatRenderer:
-        """Return what writes messages as prompts; transformers is imported for it."""
+        """Return the chat template renderer; this imports transformers."""
         if self._slow is not None:
             return ChatRenderer(self._slow, self._path)
         if self._settings is None:
@@ -165,7 +165,7 @@ class TextTokenizer:
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text that each token completes after the ones before it, perhaps none."""
         detokenizer, last = Detokenizer(self), len(token_ids) - 1
-        return [detokenizer.push(each, at == last) for at, each in enumerate(token_ids)]
+        return [detokenizer.push(token, at == last) for at, token in enumerate(token_ids)]
 
 
 class MissingTokenizer(TextTokenizer):
@@ -316,19 +316,19 @@ def start_tokens(path: Path, config: dict[str, Any], vocab_size: int) -> tuple[i
     """
     decoder = config.get("decoder")
     files = decoder if isinstance(decoder, dict) else {}, config, _generation(path)
-    said = {name: value for file in files for name, value in file.items() if value is not None}
+    settings = {n: value for file in files for n, value in file.items() if value is not None}
     names = ("decoder_start_token_id", "bos_token_id")
-    named = [name for name in names if said.get(name) is not None][:1]
-    if not named:
+    used_names = [name for name in names if settings.get(name) is not None][:1]
+    if not used_names:
         reason = "names no decoder_start_token_id, with which the decoder starts"
         raise CheckpointError(path, reason, "add it to generation_config.json")
-    if said.get("forced_bos_token_id") is not None:
-        named.append("forced_bos_token_id")
-    for name in named:
-        if type(said[name]) is not int or not 0 <= said[name] < vocab_size:
-            reason = f"{name} is {said[name]!r}, must be a token of {vocab_size}"
+    if settings.get("forced_bos_token_id") is not None:
+        used_names.append("forced_bos_token_id")
+    for name in used_names:
+        if type(settings[name]) is not int or not 0 <= settings[name] < vocab_size:
+            reason = f"{name} is {settings[name]!r}, must be a token of {vocab_size}"
             raise CheckpointError(path, reason, "mend generation_config.json or config.json")
-    return tuple(said[name] for name in named)
+    return tuple(settings[name] for name in used_names)
 
 
 def _generation(path: Path) -> dict[str, Any]:
@@ -340,7 +340,10 @@ def _generation(path: Path) -> dict[str, Any]:
 def suggested_settings(path: Path) -> dict[str, Any]:
     """Return the settings that a checkpoint wants to be sampled with; none where it is greedy."""
     file = path / "generation_config.json"
-    said = read_json(file) if file.is_file() else {}
-    if not said.get("do_sample"):
+    settings = read_json(file) if file.is_file() else {}
+    if not settings.get("do_sample"):
         return {}
-    return {"temperature": 1.0, **{n: said[n] for n in _SUGGESTED if said.get(n) is not None}}
+    return {
+        "temperature": 1.0,
+        **{n: settings[n] for n in _SUGGESTED if settings.get(n) is not None},
+    }

@@ -1,4 +1,4 @@
-"""The model families, what attends in some, and the hook by which the core gets a plan.
+"""Records of the model families and attention backends, and the hook that plans a model.
 
 It needs no torch to import.
 """
@@ -274,7 +274,7 @@ _BACKENDS: tuple[tuple[str, str, bool], ...] = (
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the families, each of which is a module of its own, and what some attend by."""
+    """Return the records of all model families and of their attention backends."""
     backends = (_attention(*facts) for facts in _BACKENDS)
     return [*backends, *(_entry(family, reads) for family, reads in _FAMILIES.items())]
 

@@ -199,7 +199,7 @@ def own(attention: AdaptedAttention, adaptation: Adaptation) -> None:
 
 
 def serve_caps(adaptation: Adaptation, config: object) -> None:
-    """Let the modules with this configuration have the caps and sinks that they name.
+    """Pass soft caps and sinks to the modules with this configuration that name them.
 
     sdpa has neither, and does what it does with those of a model that asks for sdpa.
     """
@@ -265,7 +265,7 @@ def _otherwise(
     options: Mapping[str, Any],
     dropout: float = 0.0,
 ) -> Result:
-    """Return what sdpa does, or operations that have caps and sinks."""
+    """Compute attention by sdpa, or by plain operations if there are soft caps or sinks."""
     if vars(module).get(_CAPS) and not dropout:
         if unknown := unknown_option(options):
             raise NotImplementedError(
@@ -292,7 +292,7 @@ def _otherwise(
 
 
 def _is_causal(module: nn.Module, query: Tensor, asked: bool | None) -> bool:
-    """Say whether a call without a mask hides what is behind each query."""
+    """Say whether a call without a mask is causal."""
     causal = asked if asked is not None else getattr(module, "is_causal", True)
     return bool(causal) and query.shape[2] > 1
 

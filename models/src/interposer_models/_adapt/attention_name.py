@@ -47,7 +47,7 @@ def name_for(model: nn.Module, stands_for: str) -> str:
     Args:
         stands_for: the name that the configurations had.
     """
-    modules = {parent.__module__ for each in model.modules() for parent in type(each).__mro__}
+    modules = {parent.__module__ for module in model.modules() for parent in type(module).__mro__}
     return StandIn(stands_for) if any(map(_compares, modules)) else NAME
 
 

@@ -1,4 +1,4 @@
-"""The names by which transformers finds this attention and its masks."""
+"""Registration of this attention and its masks with transformers, by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HELD = "_attn_implementation_internal"
 
 
 def bind_attention(adaptation: Adaptation) -> None:
-    """Let the attention of a model of transformers come here, where it is sdpa's now.
+    """Route the attention of a model that uses sdpa to this attention.
 
     It comes here as well where its class has none but its own, and a trial agrees.
     """
@@ -56,7 +56,7 @@ def _served(adaptation: Adaptation) -> dict[str, list[Any]]:
 
 
 def register_attention() -> Attend:
-    """Let transformers know this attention by its name, and return sdpa's."""
+    """Register this attention with transformers, and return the sdpa one."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     functions, masks = AttentionInterface(), AttentionMaskInterface()
@@ -126,7 +126,7 @@ def _choosing(adaptation: Adaptation) -> list[tuple[Any, list[tuple[str, nn.Modu
 
 
 def _note_others(adaptation: Adaptation, reasons: Mapping[int, str]) -> None:
-    """Note the models whose attention stays.
+    """Note the models that keep their own attention.
 
     Args:
         reasons: what is to be said besides, by the id of the configuration.

@@ -1,4 +1,4 @@
-"""The keywords that modules of transformers pass to their attention besides its parameters."""
+"""Optional keyword arguments that modules of transformers pass to the attention function."""
 
 from __future__ import annotations
 

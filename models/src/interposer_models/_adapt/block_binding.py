@@ -196,7 +196,7 @@ class _Binding:
     def _norms(
         self, module: nn.Module, parts: BlockParts, dtype: torch.dtype
     ) -> list[tuple[float, Tensor]] | Verdict:
-        """Return epsilon and weight of each norm, those of heads last."""
+        """Return epsilon and weight of each norm, the per-head norms last."""
         found = []
         for label in (parts.input_norm, parts.post_norm, parts.query_norm, parts.key_norm):
             if not label:
@@ -215,7 +215,7 @@ class _Binding:
         return found
 
     def _spec(self, parts: BlockParts, site: Site) -> AttentionSpec:
-        """Return what its attention asks for, in pages that the best backend takes."""
+        """Return the attention request of the block, in pages that the best backend accepts."""
 
         def spec(page_size: int) -> AttentionSpec:
             return AttentionSpec(

@@ -25,14 +25,14 @@ def further_tokens(model: nn.Module) -> tuple[int, str]:
         return 0, ""
     field = max(reaches, key=reaches.__getitem__)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    most = max(_LEAST_TOKENS, _MOST_WEIGHT_TOKENS // max(weights, 1))
-    if reaches[field] <= most:
+    max_tokens = max(_LEAST_TOKENS, _MOST_WEIGHT_TOKENS // max(weights, 1))
+    if reaches[field] <= max_tokens:
         return reaches[field], ""
-    return most, f"its trial had {most} tokens, fewer than {field} = {reaches[field]}"
+    return max_tokens, f"its trial had {max_tokens} tokens, fewer than {field} = {reaches[field]}"
 
 
 def _reaches(config: Any, depth: int = 0) -> Iterator[tuple[str, int]]:
-    """Yield the fields of a configuration, and of those within it, that limit what is seen."""
+    """Yield the fields of a configuration and its nested ones that limit the attended tokens."""
     fields = dict(vars(config)) if hasattr(config, "model_type") else {}
     for name, value in fields.items():
         if hasattr(value, "model_type") and depth < 2:

@@ -111,8 +111,8 @@ class Adapters:
                 f"The adapter {name!r} is in use by {users} unfinished requests. "
                 "Try: finish or cancel them first"
             )
-        others = {other: version for other, version in self._current.items() if other != name}
-        self._set(self._loaded, others)
+        current = {key: version for key, version in self._current.items() if key != name}
+        self._set(self._loaded, current)
 
     def renew(self) -> None:
         """Read the base's weights anew where adapters need them, as after an exchange."""
@@ -130,10 +130,10 @@ class Adapters:
             self._set(self._loaded, self._current)
 
     def _set(self, adapters: Mapping[int, Adapter], current: Mapping[str, int]) -> None:
-        """Hold these adapters as far as requests have them or can get them."""
-        held_by = {version for version in adapters if self._num_users(version)}
-        held_by |= {*current.values()}
-        adapters = {version: each for version, each in adapters.items() if version in held_by}
+        """Keep the adapters that a request uses or that a new request can name; drop the others."""
+        used = {version for version in adapters if self._num_users(version)}
+        used |= {*current.values()}
+        adapters = {version: adapter for version, adapter in adapters.items() if version in used}
         engine = self._engine
         graphs = engine.runner.graphs
         most = engine.scheduler.max_step_tokens
@@ -167,7 +167,7 @@ class Adapters:
 
     @contextmanager
     def _choosing(self) -> Iterator[None]:
-        """Let what is chosen in a block replace what was chosen for the hooks that go."""
+        """Replace the kernel choices of removed hooks by those made in the ``with`` block."""
         choices = self._plan.resolver.choices
         before = {key: (choice, [*prefixes]) for key, (choice, prefixes) in choices.items()}
         for key, num_others in self._chosen.items():

@@ -62,7 +62,7 @@ class AdapterPlace:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlaces:
-    """The projections of all experts of a layer, gates and what they act on together and apart."""
+    """The projections of all experts of a layer, gate and up projections fused and separate."""
 
     layer: Experts
     gate_up: AdapterPlace
@@ -72,7 +72,7 @@ class ExpertPlaces:
 
     @classmethod
     def of(cls, layer: Experts) -> ExpertPlaces:
-        """Return those of a layer."""
+        """Return the expert projections of a layer."""
         spec = layer.spec
         hidden, inner, count = spec.hidden_size, spec.intermediate_size, spec.num_experts
         return cls(

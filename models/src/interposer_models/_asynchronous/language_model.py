@@ -164,7 +164,7 @@ class AsyncLanguageModel:
         )
 
     async def call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Return what a function returns that is called between two steps, in their thread.
+        """Call a function between two steps in the step thread, and return its result.
 
         For what changes the model, or runs it by itself, such as ``call(model.logits, ids)``.
         Requests wait meanwhile.

@@ -201,12 +201,12 @@ class StepThread:
 
     def _step(self) -> None:
         began = self._clock()
-        told: list[Told] = []
+        events: list[Told] = []
         try:
             with self._model.engine.lock:
                 self._model.engine.step()
                 self.failed = False
-                told = [
+                events = [
                     (generation, stream.sequence.error)
                     for generation, stream in [*self._running]
                     if self._read(generation, stream, began)
@@ -214,11 +214,11 @@ class StepThread:
         except Exception as error:  # noqa: BLE001 - a kernel raises what it likes; the rest goes on
             _log.exception("a step of the engine failed, and with it all that was running")
             self.failed = True
-            told = [(generation, error) for generation, _ in self._running]
-            for generation, _ in told:
+            events = [(generation, error) for generation, _ in self._running]
+            for generation, _ in events:
                 self._leave(generation)
-        if told:
-            self._tell(told)
+        if events:
+            self._tell(events)
 
     def _join(self, generation: Generation) -> None:
         if generation.stages.ended:

@@ -189,7 +189,7 @@ def _indexed(root: Path) -> dict[str, str]:
 
 
 def _by_block(names: Iterable[str], numbered: bool) -> Iterator[str]:
-    """Yield the names of a block one after the other, blocks in the order of their first names.
+    """Yield names grouped by block, the blocks in the order of their first names.
 
     Args:
         numbered: yield those of numbered blocks; else those of layers outside them.

@@ -49,8 +49,8 @@ def check_tied(checkpoint: Checkpoint | CheckpointFile, model: CausalModel) -> N
     frame = getattr(getattr(model, "config", None), "frame", None)
     names = getattr(model, "renamed", str), getattr(frame, "decoder", "")
     stored = stored_names(checkpoint, *names) if tied else {}
-    for unused, used in tied.items():
-        pair = [stored[name] for name in (used, unused) if name in stored]
+    for copy, original in tied.items():
+        pair = [stored[name] for name in (original, copy) if name in stored]
         if len(pair) == 2 and not _are_equal(checkpoint, *pair):
             raise CheckpointError(
                 checkpoint.path,
@@ -83,15 +83,15 @@ def _are_equal(checkpoint: Checkpoint | CheckpointFile, *names: str) -> bool:
     assert isinstance(checkpoint, Checkpoint)
     with ExitStack() as opened:
         slices = [tensor_slice(checkpoint.shards, name, opened) for name in names]
-        first, second = (tuple(each.get_shape()) for each in slices)
+        first, second = (tuple(part.get_shape()) for part in slices)
         if first != second or not first:
             return False
         width = max(1, torch.Size(first[1:]).numel())
         step = max(1, _CHUNK_BYTES // (4 * width))
         for start in range(0, first[0], step):
-            rows = [each[start : start + step] for each in slices]
+            rows = [part[start : start + step] for part in slices]
             if rows[0].dtype != rows[1].dtype:
-                rows = [each.float() for each in rows]
+                rows = [part.float() for part in rows]
             if not torch.equal(*rows):
                 return False
     return True

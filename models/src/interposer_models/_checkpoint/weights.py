@@ -69,7 +69,7 @@ class Weights:
         return isinstance(stored, str) and self._renamed(stored) in self._owners
 
     def _renamed(self, stored: str) -> str | None:
-        """Return the name that a tensor has here, None if nobody needs it.
+        """Return the name of a tensor in the model, or None if the model does not use it.
 
         A decoder that was saved without its head has names without that of the decoder.
         """
@@ -333,7 +333,7 @@ class Weights:
         return {name: n for n, name in used.items()}
 
     def _owner(self, stored: str, tensor: torch.Tensor, path: object) -> LayerGroup | None:
-        """Return the group that a tensor of a checkpoint belongs to, None if nobody needs it."""
+        """Return the group of a tensor of the checkpoint, or None if the model does not use it."""
         name = self._renamed(stored)
         group = None if name is None else self._owners.get(name)
         if name is None or group is not None or name in self._tied or name.endswith(_DERIVED):

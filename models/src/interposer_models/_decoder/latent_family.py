@@ -1,4 +1,4 @@
-"""The settings of decoders with latent attention, and how it is built of them."""
+"""Settings of decoders with latent attention, and its construction."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def count_of_experts(default: int | None) -> Any:
 
 
 class MixtureMLP(nn.Module):
-    """A router and the experts that it sends tokens to.
+    """An MoE layer: a router and its experts.
 
     Args:
         router: what checkpoints call it.
@@ -112,7 +112,7 @@ class SparseFamily(MixtureFamily):
         return MixtureMLP(site, experts, "gate", self.norm_topk_prob)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the experts of layer ``index``, or its MLP."""
+        """Return the MoE layer of layer ``index``, or its dense MLP."""
         if not self.has_experts(index):
             return super().mlp(block, index)
         experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))

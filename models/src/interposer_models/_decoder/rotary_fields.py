@@ -51,11 +51,11 @@ def one_rotation(fields: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str
             "move the content of rope_scaling into rope_parameters, and remove rope_scaling",
         )
     for name in LIFTED if parameters else ():
-        stated = parameters.get(name, base[name])
-        if scaling.get(name, base[name]) != stated:
+        value = parameters.get(name, base[name])
+        if scaling.get(name, base[name]) != value:
             raise FieldError(
                 f"rope_scaling stands beside rope_parameters and replaces it, but {name} "
-                f"{stated!r} is in rope_parameters alone; without it, {name} would be "
+                f"{value!r} is in rope_parameters alone; without it, {name} would be "
                 f"{scaling.get(name, base[name])!r}",
                 "move the content of rope_scaling into rope_parameters, and remove rope_scaling",
             )
@@ -116,10 +116,10 @@ def nested_rotation(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_flat(parameters: Mapping[str, Any], base: Any) -> None:
-    """Raise FieldError for flat parameters, unless they say what holds without them."""
+    """Raise FieldError for a flat ``rope_parameters`` that differs from the defaults."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    others = parameters.keys() - {"rope_type", "type", "rope_theta"}
-    if kind == "default" and parameters.get("rope_theta", base) == base and not others:
+    other_fields = parameters.keys() - {"rope_type", "type", "rope_theta"}
+    if kind == "default" and parameters.get("rope_theta", base) == base and not other_fields:
         return
     raise FieldError(
         f"rope_parameters is flat (rope_type {kind!r}), but layers of {FULL} and of {SLIDING} "

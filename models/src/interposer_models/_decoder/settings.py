@@ -112,12 +112,12 @@ class DecoderSettings(BaseModel, ModelFamily):
     def rope_scaling(self) -> dict[str, Any]:
         """``rope_type`` and its parameters."""
         original = self.original_max_position_embeddings
-        stated = {} if original is None else {"original_max_position_embeddings": original}
-        return {**self._lengths, **self.rope_parameters, **stated}
+        length = {} if original is None else {"original_max_position_embeddings": original}
+        return {**self._lengths, **self.rope_parameters, **length}
 
     @property
     def _lengths(self) -> dict[str, Any]:
-        """Parameters that have these values unless ``rope_parameters`` states others."""
+        """Defaults of parameters that ``rope_parameters`` may state."""
         # A yarn config without it means that max_position_embeddings is the original length.
         longest = self.max_position_embeddings
         return {"original_max_position_embeddings": longest, "max_position_embeddings": longest}
@@ -128,13 +128,13 @@ class DecoderSettings(BaseModel, ModelFamily):
         ``rope_parameters`` may state them by the names of layer types.
         """
         kind = "full_attention" if self.windows[index] is None else "sliding_attention"
-        stated = self.rope_parameters.get(kind)
-        if not isinstance(stated, dict):
+        parameters = self.rope_parameters.get(kind)
+        if not isinstance(parameters, dict):
             return self.rope_theta, self.rope_scaling
-        return stated.get("rope_theta", self.rope_theta), {**self._lengths, **stated}
+        return parameters.get("rope_theta", self.rope_theta), {**self._lengths, **parameters}
 
     def rotation_notes(self) -> list[str]:
-        """Return what users should know of the angles."""
+        """Return notes about the rotary embedding for users."""
         rotations = (self.rotation(index) for index in range(self.num_hidden_layers))
         notes = [long_factors_note(scaling) for _, scaling in rotations]
         return [note for note in dict.fromkeys(notes) if note]
@@ -164,15 +164,15 @@ class DecoderSettings(BaseModel, ModelFamily):
     def _stated(cls, fields: Any) -> Any:
         """Leave out what is null and cannot be; merge the spellings of the rotary embedding."""
         nullable = {n for n, f in cls.model_fields.items() if type(None) in get_args(f.annotation)}
-        stated = {n: v for n, v in fields.items() if v is not None or n in nullable}
+        present = {n: v for n, v in fields.items() if v is not None or n in nullable}
         spellings = [n for n in ("rope_parameters", "rope_scaling") if n in fields]
         if all(isinstance(fields[n], dict | None) for n in spellings):
-            rope = cls.merged_rotation(stated)
-            stated.pop("rope_scaling", None)
+            rope = cls.merged_rotation(present)
+            present.pop("rope_scaling", None)
             if rope or "rope_parameters" in fields:  # a null one says that there is none
-                stated["rope_parameters"] = rope
-            stated |= {n: rope[n] for n in LIFTED if n in rope}
-        return stated
+                present["rope_parameters"] = rope
+            present |= {n: rope[n] for n in LIFTED if n in rope}
+        return present
 
     @classmethod
     def merged_rotation(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,9 +232,9 @@ class DecoderSettings(BaseModel, ModelFamily):
 
     def _check_share(self, kind: str) -> None:
         """Refuse a share of heads that layers of a type rotate, unless all rotate the same."""
-        stated = self.rope_parameters[kind]
-        share = stated.get("partial_rotary_factor", self.partial_rotary_factor)
-        is_read = stated.get("rope_type", stated.get("type")) == "proportional"
+        parameters = self.rope_parameters[kind]
+        share = parameters.get("partial_rotary_factor", self.partial_rotary_factor)
+        is_read = parameters.get("rope_type", parameters.get("type")) == "proportional"
         if share != self.partial_rotary_factor and not is_read:
             raise FieldError(
                 f"rope_parameters has partial_rotary_factor {share!r} for {kind}, which is not "
@@ -264,8 +264,8 @@ class DecoderSettings(BaseModel, ModelFamily):
             if isinstance(refused := first.get("ctx", {}).get("error"), FieldError):
                 raise CheckpointError(source, str(refused), refused.mend) from error
             place = ".".join(str(part) for part in first["loc"])
-            given = f" (got {first['input']!r})" if place and first["type"] != "missing" else ""
-            reason = f"{place or 'config'}: {first['msg']}{given}"
+            value = f" (got {first['input']!r})" if place and first["type"] != "missing" else ""
+            reason = f"{place or 'config'}: {first['msg']}{value}"
             raise CheckpointError(source, reason, "mend the field") from error
 
 

@@ -1,4 +1,4 @@
-"""Requests over one model: they join, steps compute their next tokens, and they end."""
+"""Continuous batching: requests over one model join, are computed step by step, and end."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Engine:
         *,
         reads_texts: bool = False,
     ) -> Sequence:
-        """Queue a request; it joins the batch at the next step that has room.
+        """Queue a request; it joins the batch at the next step with free capacity.
 
         Args:
             source: what an encoder reads; ``prompt`` is what its decoder begins with then.
@@ -241,7 +241,7 @@ class Engine:
     def sequence(
         self, tokens: list[int], params: SamplingParams, seed: int, source: Items[int] | None = None
     ) -> Sequence:
-        """Return a sequence that nobody queued; ``tokens`` are not checked."""
+        """Return a new sequence without queueing it; ``tokens`` are not checked."""
         pages: list[list[int]] = [[] for _ in self.pools]
         read = self.checked_source(source)
         sequence = Sequence(next(self._ids), tokens, params, seed, pages=pages, source=read)

@@ -1,4 +1,4 @@
-"""One request on its way through the engine."""
+"""The state of one request in the engine."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class ParallelBlock(nn.Module):
 
 
 class Cohere2LM(CausalLM):
-    """A decoder whose logits have a factor."""
+    """A decoder that scales its logits."""
 
     def __init__(self, site: Site, config: Cohere2, page_size: int) -> None:
         super().__init__(site, config, lambda at, i: config.block(at, i, page_size), config.norm)
@@ -81,11 +81,11 @@ class Cohere2(DecoderFamily):
         return kind(site, spec, self.hidden_size, self.rotary_size, None, bias, bias)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return the block with both parts behind one norm."""
+        """Return a block with parallel attention and MLP after one norm."""
         at, norm = site.at("self_attn"), self.norm(site.at("input_layernorm"))
         attention = self.self_attention(at, index, self.attention_spec(at, index, page_size))
         return ParallelBlock(norm, attention, self.mlp(site, index))
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Return the decoder with its head."""
+        """Return the decoder with its LM head."""
         return Cohere2LM(site, self, page_size)

@@ -56,7 +56,7 @@ class Ernie4_5_Moe(MixtureFamily, Ernie4_5):
         return regular and self.moe_layer_start_index <= index <= last
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the experts of layer ``index``, or its MLP."""
+        """Return the MoE layer of layer ``index``, or its dense MLP."""
         if not self.has_experts(index):
             return super().mlp(block, index)
         experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))

@@ -40,5 +40,5 @@ class Exaone4(DecoderFamily):
         return kind(site, spec, self.hidden_size, self.rotary_size, self.rms_norm_eps)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return the block with norms behind its parts."""
+        """Return a block that normalizes the outputs of attention and MLP."""
         return self.normed_block(site, index, page_size, NORMS)

@@ -24,7 +24,7 @@ from interposer_ops.layers.mlp import GatedMLP
 
 
 class ScaledMLP(GatedMLP):
-    """A gated MLP that multiplies its gate before the activation, and its result."""
+    """A gated MLP with a factor on the gate before the activation, and one on the output."""
 
     factors = (1.0, 1.0)
 
@@ -140,6 +140,6 @@ class FalconH1(Bamba):
         return NormedBlock(site, self.norm, NORMS, both, self.mlp(site, index))
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Return the decoder with its head."""
+        """Return the decoder with its LM head."""
         divisor = 1 / self.lm_head_multiplier
         return ScaledLM(site, self, lambda at, index: self.block(at, index, page_size), divisor)

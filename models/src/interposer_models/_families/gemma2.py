@@ -28,7 +28,7 @@ NORMS = (
 
 
 class CappedLM(CausalLM):
-    """A decoder whose logits stay within a cap, if it has one."""
+    """A decoder with optional soft-capping of the logits."""
 
     def __init__(
         self, site: Site, config: DecoderFamily, page_size: int, cap: float | None
@@ -78,11 +78,11 @@ class Gemma2(DecoderFamily):
         return GemmaRMSNorm(site, self.hidden_size, self.rms_norm_eps)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return the block with norms around its parts."""
+        """Return a block that normalizes the inputs and outputs of attention and MLP."""
         return self.normed_block(site, index, page_size, NORMS)
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Return the decoder with its head."""
+        """Return the decoder with its LM head."""
         return CappedLM(site, self, page_size, self.final_logit_softcapping)
 
     @model_validator(mode="after")

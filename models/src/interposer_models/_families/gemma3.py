@@ -1,4 +1,4 @@
-"""Gemma 3: Gemma 2 with norms of heads in place of caps, and other angles where it has windows.
+"""Gemma 3: Gemma 2 with per-head norms instead of soft caps, and other angles in windowed layers.
 
 Source: arXiv:2503.19786.
 """
@@ -16,7 +16,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 class GemmaAttention(SelfAttention):
-    """Attention whose norms of heads are Gemma's."""
+    """Attention with Gemma's RMSNorm per head."""
 
     norm_type = GemmaRMSNorm
 

@@ -34,7 +34,7 @@ Heads = dict[Literal["head_dim", "num_key_value_heads"], Positive]
 
 
 class Gemma4Decoder(Decoder):
-    """A decoder whose layers get embeddings of their own, and that share caches."""
+    """A decoder with per-layer embeddings, some layers of which share KV caches."""
 
     config: Gemma4
 
@@ -63,7 +63,7 @@ class Gemma4Decoder(Decoder):
 
 
 class Gemma4LM(CappedLM):
-    """A ``Gemma4Decoder`` with its head."""
+    """``Gemma4Decoder`` with an LM head."""
 
     decoder_type = Gemma4Decoder
 
@@ -103,7 +103,7 @@ class Gemma4(DecoderFamily):
         return (index + 1) % 6 != 0 and index + 1 < self.num_hidden_layers
 
     def is_reader(self, index: int) -> bool:
-        """Say whether layer ``index`` attends to what an earlier one stored."""
+        """Say whether layer ``index`` reads the KV cache of an earlier layer."""
         return index >= self.num_hidden_layers - self.num_kv_shared_layers
 
     def heads(self, index: int) -> Heads:
@@ -181,7 +181,7 @@ class Gemma4(DecoderFamily):
         return name
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Return the decoder with its head."""
+        """Return the decoder with its LM head."""
         return Gemma4LM(site, self, page_size, self.final_logit_softcapping)
 
     @model_validator(mode="after")

@@ -45,5 +45,5 @@ class Glm4(DecoderFamily):
         return StoredMergedMLP(block.at("mlp"), *sizes, self.hidden_act)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return the block with norms around its parts."""
+        """Return a block that normalizes the inputs and outputs of attention and MLP."""
         return self.normed_block(site, index, page_size, NORMS)

@@ -28,7 +28,7 @@ class Glm4Moe(GroupedFamily):
     first_k_dense_replace: Annotated[int, Field(ge=0)] = 1
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return attention, with norms of heads in the larger models; no bias behind it."""
+        """Return attention without an output bias, with per-head norms in the larger models."""
         eps = self.rms_norm_eps if self.use_qk_norm else None
         sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
         return SelfAttention(site, spec, *sizes, eps, bias)

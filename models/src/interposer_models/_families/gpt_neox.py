@@ -1,4 +1,4 @@
-"""GPT-NeoX: attention and MLP side by side, each behind a layer norm, a part of heads rotated.
+"""GPT-NeoX: parallel attention and MLP with layer norms, and partial rotary embeddings.
 
 Source: arXiv:2204.06745; its smaller models are those of arXiv:2304.01373.
 """
@@ -27,7 +27,7 @@ _MASK = re.compile(r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias")
 
 
 class SideBySideBlock(nn.Module):
-    """Attention and MLP of the same rows, each behind a norm of its own."""
+    """Parallel attention and MLP of one input, each with its own norm."""
 
     def __init__(
         self, norms: tuple[LayerNorm, LayerNorm], attention: nn.Module, mlp: nn.Module
@@ -75,7 +75,7 @@ class GPTNeoX(WholeHeads):
 
     @classmethod
     def merged_rotation(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rotary embedding, whose share transformers does not read beside it."""
+        """Return the rotary embedding; refuse a rotary share that transformers does not read."""
         rope, name = super().merged_rotation(fields), "partial_rotary_factor"
         if name in fields and fields[name] != rope.get(name, fields.get("rotary_pct", 0.25)):
             raise FieldError(
@@ -96,7 +96,7 @@ class GPTNeoX(WholeHeads):
         return LayerNorm(site, self.hidden_size, self.layer_norm_eps)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return the block, whose parts stand side by side or one behind the other."""
+        """Return a block with parallel or sequential attention and MLP."""
         at = site.at("attention")
         form = FusedForm(
             ("query_key_value", "dense"),

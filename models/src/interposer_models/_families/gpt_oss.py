@@ -51,7 +51,7 @@ class GptOss(MixtureFamily):
         return replace(super().attention_spec(site, index, page_size), sinks=True)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the experts, as checkpoints store them: gates and what they act on in turn."""
+        """Return the MoE layer, whose checkpoints interleave gate and up projections."""
         form = {"biased": True, "alternating": True, "inputs_first": True}
         experts = self.experts("swiglu_oai", **form)
         return MixtureMLP(block.at("mlp"), experts, "router", renormalize=True)

@@ -21,7 +21,7 @@ _PER_LAYER = ("moe_topk", "num_experts")
 
 
 class SharedMixture(MixtureMLP):
-    """Experts, and one more to which every token goes."""
+    """An MoE layer with a shared expert."""
 
     def __init__(self, site: Site, spec: ExpertsSpec) -> None:
         super().__init__(site, spec, "gate.wg", renormalize=True)

@@ -42,7 +42,7 @@ class ShortConvolution(RecurrentMixer):
     def mixed(
         self, x: Tensor, cache: tuple[Tensor, ...], plan: StateBatch
     ) -> tuple[Tensor, Tensor]:
-        """Return ``[T, H]`` of the convolution, and the gate behind it."""
+        """Return ``[T, H]`` as the output of the convolution, and the gate to multiply it by."""
         before, behind, x = self.in_proj(x).chunk(3, dim=-1)
         return self.conv(before * x, *cache, plan), behind
 

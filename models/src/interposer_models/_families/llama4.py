@@ -114,7 +114,7 @@ class Llama4Decoder(Decoder):
 
 
 class Llama4LM(CausalLM):
-    """A ``Llama4Decoder`` with its head."""
+    """``Llama4Decoder`` with an LM head."""
 
     decoder_type = Llama4Decoder
 
@@ -172,14 +172,14 @@ class Llama4(MixtureFamily):
         return kind(site, spec, *sizes, None, bias, bias)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the experts of layer ``index``, or its MLP."""
+        """Return the MoE layer of layer ``index``, or its dense MLP."""
         site, size = block.at("feed_forward"), self.intermediate_size_mlp
         if self.has_experts(index):
             return ScaledInputs(site, self.experts(inputs_first=True))
         return GatedMLP(site, self.hidden_size, size, self.hidden_act)
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Return the decoder with its head, some layers of which attend within chunks."""
+        """Return the decoder with its LM head; some layers attend within chunks."""
         size = self.attention_chunk_size
         model = Llama4LM(site, self, lambda at, i: self.block(at, i, page_size), self.norm)
         if size is not None and size < self.max_position_embeddings:

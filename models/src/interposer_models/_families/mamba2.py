@@ -48,7 +48,7 @@ class Mamba2(DecoderFamily):
         return False
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return a mixer behind a norm."""
+        """Return a block of one norm and one mixer."""
         sizes = StateSpaceSizes(
             self.hidden_size,
             self.num_attention_heads,

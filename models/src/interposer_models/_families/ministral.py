@@ -12,7 +12,10 @@ from interposer_models._families.mistral import Mistral
 
 
 class Ministral(Mistral):
-    """Ministral; ``layer_types`` says which layers have the window, all of them without it."""
+    """Ministral.
+
+    ``layer_types`` names the layers with a sliding window; if it is absent, all layers have one.
+    """
 
     reads_layer_types: ClassVar[bool] = True
     sliding_window: WindowTokens | None = 4096

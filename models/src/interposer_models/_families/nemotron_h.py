@@ -106,7 +106,7 @@ class NemotronH(DecoderFamily):
         return self.layers_block_type[index] == "attention"
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return the one part of a block behind its norm."""
+        """Return a block of one norm and one mixer, attention or MLP."""
         part: nn.Module
         at, kind = site.at("mixer"), self.layers_block_type[index]
         if kind == "attention":

@@ -81,7 +81,7 @@ class GatedAttention(SelfAttention):
 
 
 class Qwen3_5(DecoderFamily):
-    """Qwen3.5 without experts, its text part."""
+    """The text decoder of the dense Qwen3.5."""
 
     reads_partial_rotary_factor: ClassVar[bool] = True
     reads_layer_types: ClassVar[bool] = True

@@ -43,7 +43,7 @@ class Group:
         lead: Callable[[Ranks], Lead],
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
-        """Make a process group of its own.
+        """Create a separate process group.
 
         Args:
             process_group: of torch.distributed, whose ranks these are.
@@ -82,9 +82,9 @@ class Group:
             yield
         except Exception as error:  # noqa: BLE001 - it is raised below, once others know of it
             failure = error
-        own = None if failure is None else f"{type(failure).__name__}: {failure}"
+        text = None if failure is None else f"{type(failure).__name__}: {failure}"
         try:
-            texts = self._gathered(own)
+            texts = self._gathered(text)
         except RankError:
             if failure is None:
                 raise
@@ -98,14 +98,14 @@ class Group:
 
     def agree(self, facts: Mapping[str, object]) -> None:
         """Raise RankError unless every rank has the same facts."""
-        found = self._gathered({name: str(value) for name, value in facts.items()})
-        for rank, own in enumerate(found):
-            for name, value in own.items():
-                if value != found[0].get(name):
+        facts_by_rank = self._gathered({name: str(value) for name, value in facts.items()})
+        for rank, rank_facts in enumerate(facts_by_rank):
+            for name, value in rank_facts.items():
+                if value != facts_by_rank[0].get(name):
                     self.told = True
                     raise RankError(
                         self.rank,
-                        f"rank {rank} has {name} {value}, and rank 0 {found[0].get(name)}. "
+                        f"rank {rank} has {name} {value}, and rank 0 {facts_by_rank[0].get(name)}. "
                         "Try: the same files, versions and options on every rank",
                         [rank],
                     )
@@ -121,13 +121,13 @@ class Group:
 
     def inner(self) -> Group:
         """Return the group for a model that steps within the steps of another one."""
-        found = object.__new__(Group)
-        found.__dict__.update(self.__dict__)
-        found._lead = lambda _: Silent()
-        return found
+        copy = object.__new__(Group)
+        copy.__dict__.update(self.__dict__)
+        copy._lead = lambda _: Silent()
+        return copy
 
     def engine(self, *parts: Any, **facts: Any) -> RankedEngine:
-        """Return the engine of these parts, which nobody follows yet."""
+        """Return an engine of these parts, before any rank follows it."""
         return RankedEngine(*parts, **facts, shared_seed=self._seed)
 
     def model(self, engine: Engine, *parts: Any) -> LanguageModel:
@@ -141,10 +141,10 @@ class Group:
         return found
 
     def _gathered(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
         with self._lost("load the model"):
-            dist.all_gather_object(found, value, group=self._group)
-        return found
+            dist.all_gather_object(values, value, group=self._group)
+        return values
 
     @contextmanager
     def _lost(self, activity: str) -> Iterator[None]:
