@@ -78,6 +78,15 @@ def test_plain_weights_are_given_up() -> None:
     assert torch.equal(held.float(), held.data.float())
 
 
+def test_parts_of_a_weight_are_read_in_inference_mode() -> None:
+    model = tiny(torch.bfloat16)
+    expected = model.lm_head.weight.detach().clone()
+    adapt(model)
+    with torch.inference_mode():
+        assert torch.equal(model.lm_head.weight[3, :], expected[3, :])
+        assert torch.equal(model.lm_head.weight.T, expected.T)
+
+
 @pytest.mark.parametrize("kernel", ["chosen", "reference"])
 def test_no_weight_of_a_block_is_held_twice(kernel: str) -> None:
     model = tiny(torch.bfloat16)

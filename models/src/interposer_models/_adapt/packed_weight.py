@@ -91,7 +91,9 @@ class PackedWeight(nn.Parameter):
                 f"The plain weight {self.label!r} was given up when it was quantized. "
                 "Try: load the model again, and save or restore that one"
             )
-        made = torch.empty(self._part, dtype=self.dtype, device=self.device)
+        # Views of it in inference mode share its version counter, which inference tensors lack.
+        with torch.inference_mode(False):
+            made = torch.empty(self._part, dtype=self.dtype, device=self.device)
         self.restore(made)
         return made
 
