@@ -202,14 +202,31 @@ def test_quantized_weights_serve_as_well() -> None:
 @pytest.mark.parametrize(
     ("name", "layer"),
     [
-        ("lfm2", r"model\.layers\.0\.conv \(Lfm2ShortConv\)"),
-        ("mamba", r"backbone\.layers\.0\.mixer \(MambaMixer\)"),
-        ("bert", r"bert\.encoder\.layer\.0.* attends to tokens that come later"),
+        ("lfm2", "model.layers.0.conv (Lfm2ShortConv)"),
+        ("mamba", "backbone.layers.0.mixer (MambaMixer)"),
     ],
 )
-def test_a_state_that_pages_do_not_hold_is_named(name: str, layer: str) -> None:
+def test_a_model_whose_state_pages_do_not_hold_has_caches_of_transformers(
+    name: str, layer: str
+) -> None:
     model = made(name)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = None
+    expected = [greedy(model, prompt) for prompt in PROMPTS]
+    lm = engine_of(model, max_step_tokens=9, max_sequences=3)
+    together = lm.generate(PROMPTS, max_new_tokens=COUNT)
+    assert [list(one.token_ids) for one in together] == expected
+    dense = logits_of(model, PROMPTS[2])
+    torch.testing.assert_close(lm.logits(PROMPTS[2]), dense, rtol=2e-4, atol=2e-4)
+    (note,) = [note for note in lm.resolver.notes if "a cache of transformers" in note]
+    assert note.startswith(layer)
+    assert lm.engine.pool.num_free == lm.engine.pool.num_pages
+
+
+def test_attention_to_later_tokens_is_named() -> None:
+    model = made("bert")
     handle = adapt(model)
+    layer = r"bert\.encoder\.layer\.0.* attends to tokens that come later"
     with pytest.raises(UnsupportedModelError, match=layer):
         language_model(handle, cache_tokens=512)
     assert handle.restore() is model
@@ -322,16 +339,17 @@ def test_weights_are_not_exchanged() -> None:
         lm.update_weights({})
 
 
-def test_a_config_without_a_context_needs_a_cache() -> None:
+def test_without_a_stated_context_it_is_that_of_the_cache() -> None:
     model = made("llama")
     # Some configs have no such field; this one checks what is assigned.
     vars(model.config)["max_position_embeddings"] = None
     handle = adapt(model)
-    with pytest.raises(ConfigError, match="names no max_position_embeddings"):
-        language_model(handle)
     lm = language_model(handle, cache_tokens=64)
     with pytest.raises(RequestError, match="context is 64"):
         lm.generate([[3] * 64])
+    lm = language_model(handle)
+    assert lm.engine.model.config.max_position_embeddings == 4096
+    assert any("the context is 4096 tokens, as the config" in note for note in lm.resolver.notes)
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def alone(model: nn.Module, prompt: list[int], device: str) -> Tensor:
     """Return ``[T, V]`` of the model as it is."""
     ids = torch.tensor([prompt], device=device)
-    positions = torch.arange(len(prompt), device=device)[None]
-    out = model(input_ids=ids, position_ids=positions, use_cache=False, return_dict=True)
+    out = model(input_ids=ids, use_cache=False, return_dict=True)
     return logits_of(out)
 
 

@@ -30,7 +30,7 @@ from interposer_models._engine.sequence import Sequence
 # Tokens of the prompt and of the other sequence in each step. The other comes first in odd ones.
 _STEPS = ((5, 3), (4, 2), (1, 1), (1, 1), (1, 1), (1, 0))
 _OUT = "out "
-_FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 States = dict[tuple[str, int, str], Tensor]
 """By module, call and place among what it gets and returns: ``[T, ...]``."""
@@ -54,7 +54,7 @@ def try_paging(
         noisy = rounded(paged.model, prompt, device)
         try:
             found = _in_steps(paged, prompt, device)
-        except _FAILURES as error:
+        except FAILURES as error:
             if isinstance(error, UnservedLayerError):
                 raise
             reason = f"fails on a row of several sequences: {type(error).__name__}: {error}"
@@ -143,7 +143,7 @@ def _culprit(
     for key, whole in expected.items():
         name, call, place = key
         parts = [step[key] for step in steps if key in step]
-        if len(parts) < len(steps):
+        if len(parts) < len(steps) or len({part.shape[1:] for part in parts}) > 1:
             continue
         joined = torch.cat(parts)
         if joined.shape == whole.shape and not distance(joined, whole) <= bound:

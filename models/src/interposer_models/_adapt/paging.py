@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from interposer import Placement, Resolver, Site
-from interposer.errors import ConfigError, UnsupportedModelError
+from interposer.errors import ConfigError, UnsupportedModelError, described
 from interposer_models._adapt.attention_names import (
     following,
     named_attention,
@@ -19,8 +20,10 @@ from interposer_models._adapt.attention_names import (
 )
 from interposer_models._adapt.attention_trace import AttentionTrace, UnservedLayerError
 from interposer_models._adapt.handle import Adapted, is_in_force, remark
+from interposer_models._adapt.noise import alone
 from interposer_models._adapt.paged_decoder import DecoderSizes, PagedDecoder
-from interposer_models._adapt.paged_trial import try_paging
+from interposer_models._adapt.paged_trial import FAILURES, try_paging
+from interposer_models._adapt.sequence_caches import SequenceCaches, sequence_caches
 from interposer_models._adapt.visit import visited_by
 from interposer_models._engine.cache_budget import (
     CacheBudget,
@@ -37,6 +40,7 @@ from interposer_ops.layers.sampler import Sampler
 
 _SAMPLER = "sampler"
 _TRACED_TOKENS = 3
+_UNSTATED_CONTEXT = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,35 +82,26 @@ def language_model(
         ConfigError: the model was restored, a size is not a positive integer, the cache does not
             fit, or graphs or compilation are asked for.
     """
-    check_sizes(
-        cache_tokens=cache_tokens, max_sequences=max_sequences, max_step_tokens=max_step_tokens
-    )
+    sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
+    check_sizes(cache_tokens=cache_tokens, **sizes)
     _check(adapted)
     model = adapted.model
     name = str(getattr(model.config, "name_or_path", "")) or type(model).__name__
     plan = _Plan(adapted.resolver, adapted.placement, Path(name), adapted.quantization)
     device = plan.placement.device.torch_device
-    try:
-        paged = _paged(adapted, plan, device, cache_tokens)
-        _try(adapted, paged, device, plan)
-    except UnservedLayerError as error:
-        raise UnsupportedModelError(
-            name,
-            f"{error.layer} {error.reason}, so the engine cannot run this model",
-            "adapted.model.generate(...), which runs every model",
-        ) from None
-    size, platform = paged.page_size, plan.placement.platform
-    backends = [layer.backend for layer in paged.attention_layers]
-    shape = CacheShape.of(backends, size, max_sequences, max_step_tokens)
+    platform = plan.placement.platform
+    decoder, shape, state_bytes = _decoder(adapted, plan, device, cache_tokens, sizes)
+    size = decoder.page_size
     if cache_tokens is None:
-        wanted = max_sequences * paged.config.max_position_embeddings
-        budget = unmeasured_budget(platform, device, shape, wanted, max_step_tokens)
+        wanted = max_sequences * decoder.config.max_position_embeddings
+        budget = unmeasured_budget(platform, device, shape, wanted, max_step_tokens, state_bytes)
     else:
-        check_cache("language_model", platform.memory(device).free_bytes, shape, cache_tokens)
-        budget = CacheBudget.asked_for(device, shape, cache_tokens)
+        free_bytes = platform.memory(device).free_bytes
+        check_cache("language_model", free_bytes, shape, cache_tokens, state_bytes)
+        budget = CacheBudget.asked_for(device, shape, cache_tokens, state_bytes)
     remark(adapted, str(budget))
     runner = Runner(
-        paged,
+        decoder,
         device,
         page_size=size,
         num_pages=-(-budget.tokens // size),
@@ -114,9 +109,11 @@ def language_model(
         max_step_tokens=max_step_tokens,
         numerics=plan.numerics,
     )
+    if isinstance(decoder, SequenceCaches):
+        decoder.pool = runner.pools[0]
     engine = Engine(
         runner,
-        Sampler(Site(plan.resolver, _SAMPLER, model.dtype), paged.config.vocab_size),
+        Sampler(Site(plan.resolver, _SAMPLER, model.dtype), decoder.config.vocab_size),
         stop_token_ids=_stop_tokens(model),
         seed=plan.resolver.config.seed,
     )
@@ -145,10 +142,53 @@ def _check(adapted: Adapted[Any]) -> None:
             )
 
 
-def _paged(
+def _decoder(
+    adapted: Adapted[Any],
+    plan: _Plan,
+    device: str,
+    cache_tokens: int | None,
+    sizes: Mapping[str, int],
+) -> tuple[PagedDecoder | SequenceCaches, CacheShape, int]:
+    """Return the decoder over pages, or over caches of transformers where pages do not serve it.
+
+    Returns: it, what its tokens take, and the bytes of states for the largest number of sequences.
+    Raises: UnsupportedModelError: neither computes what the model computes.
+    """
+    try:
+        config = _sizes(adapted, plan, device, cache_tokens)
+        try:
+            paged = _paged(adapted, plan, device, config)
+            _try(adapted, paged, device, plan)
+            backends = [layer.backend for layer in paged.attention_layers]
+            return paged, CacheShape.of(backends, paged.page_size, **sizes), 0
+        except UnservedLayerError as error:
+            model, in_force = adapted.model, lambda: is_in_force(adapted)
+            found = sequence_caches(model, config, device, plan.numerics, in_force)
+            if found is None:
+                raise
+            decoder, shape, sequence_bytes = found
+            way = ", token by token behind the first ones" if decoder.by_token else ""
+            remark(
+                adapted,
+                f"{error.layer} {error.reason}: each sequence has a cache of transformers, and the "
+                f"sequences of a step are computed one after the other{way}",
+            )
+            return decoder, shape, sequence_bytes * (sizes["max_sequences"] + 1)
+    except UnservedLayerError as error:
+        raise UnsupportedModelError(
+            plan.path,
+            f"{error.layer} {error.reason}, so the engine cannot run this model",
+            "adapted.model.generate(...), which runs every model",
+        ) from None
+
+
+def _sizes(
     adapted: Adapted[Any], plan: _Plan, device: str, cache_tokens: int | None
-) -> PagedDecoder:
-    """Trace one forward and return the decoder over pages."""
+) -> DecoderSizes:
+    """Return the vocabulary and the context of a decoder.
+
+    Raises: UnservedLayerError: the model is no decoder with a head.
+    """
     model: Any = adapted.model
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -157,10 +197,29 @@ def _paged(
         raise UnservedLayerError(
             found, type(encoder).__name__, "has outputs that a decoder attends to"
         )
-    if not callable(getattr(model, "get_output_embeddings", None)) or (
-        model.get_output_embeddings() is None
-    ):
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:
         raise UnservedLayerError("", kind, "has no head that returns logits")
+    try:
+        with plan.numerics(), torch.inference_mode():
+            vocab_size = alone(model, [*range(_TRACED_TOKENS)], device).shape[-1]
+    except FAILURES as error:
+        reason = f"fails on a text of {_TRACED_TOKENS} tokens: {described(error)}"
+        raise UnservedLayerError("", kind, reason) from error
+    text = model.config.get_text_config(decoder=True)
+    context = getattr(text, "max_position_embeddings", None) or cache_tokens
+    if context is None:
+        context = _UNSTATED_CONTEXT
+        remark(
+            adapted,
+            f"the context is {context} tokens, as the config of {kind} names no "
+            "max_position_embeddings; cache_tokens says another",
+        )
+    return DecoderSizes(vocab_size, context)
+
+
+def _paged(adapted: Adapted[Any], plan: _Plan, device: str, config: DecoderSizes) -> PagedDecoder:
+    """Trace one forward and return the decoder over pages."""
+    model: Any = adapted.model
     trace = AttentionTrace(model, register_attention())
     ids = torch.arange(_TRACED_TOKENS, device=device)[None]
     with (
@@ -169,16 +228,12 @@ def _paged(
         named_attention(following(model)),
         visited_by(trace),
     ):
-        out = model(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
-    text = model.config.get_text_config(decoder=True)
-    context = getattr(text, "max_position_embeddings", None) or cache_tokens
-    if context is None:
-        raise ConfigError(
-            f"The config of {kind} names no max_position_embeddings. "
-            "Try: language_model(adapted, cache_tokens=4096), which is the context then"
-        )
-    sizes = DecoderSizes(out.logits.shape[-1], context)
-    return PagedDecoder(model, trace.layers, plan.resolver, sizes, lambda: is_in_force(adapted))
+        try:
+            model(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
+        except FAILURES as error:
+            reason = f"fails while its layers are traced: {described(error)}"
+            raise UnservedLayerError("", type(model).__name__, reason) from error
+    return PagedDecoder(model, trace.layers, plan.resolver, config, lambda: is_in_force(adapted))
 
 
 def _try(adapted: Adapted[Any], paged: PagedDecoder, device: str, plan: _Plan) -> None:

@@ -134,12 +134,24 @@ def cache_budget(
 
 
 def unmeasured_budget(
-    platform: Platform, device: str, shape: CacheShape, wanted_tokens: int, max_step_tokens: int
+    platform: Platform,
+    device: str,
+    shape: CacheShape,
+    wanted_tokens: int,
+    max_step_tokens: int,
+    state_bytes: int,
 ) -> CacheBudget:
     """Return the cache of a model whose steps are not measured; see ``cache_budget``."""
     now, shared = platform.memory(device), is_host(platform)
     memory = StepMemory(max_step_tokens, None, now.free_bytes, now.total_bytes, shared)
-    return cache_budget(memory, device, shape, wanted_tokens=wanted_tokens, fraction=None)
+    return cache_budget(
+        memory,
+        device,
+        shape,
+        wanted_tokens=wanted_tokens,
+        fraction=None,
+        state_bytes=state_bytes,
+    )
 
 
 def check_sizes(**sizes: int | None) -> None:

@@ -36,6 +36,11 @@ class PagePool:
         """The number that stands for pages that came back: of one behind the last, of zeros."""
         return self.num_pages
 
+    @property
+    def free_slots(self) -> tuple[int, ...]:
+        """The rows of the states that nobody holds."""
+        return tuple(self._free_slots)
+
     def pages_for(self, num_tokens: int) -> int:
         """Return how many pages ``num_tokens`` tokens occupy."""
         return -(-num_tokens // self.page_size)
