@@ -21,8 +21,7 @@ import transformers
 
 from interposer_models import adapt
 from tiny_models.building import model_classes
-from tiny_models.judge import Row, judge
-from tiny_models.processes import judge_apart
+from tiny_models.judge import Row, judge, judge_apart
 from tiny_models.table import Summary, render
 
 WARMING = ("llama", "bert")

@@ -252,7 +252,7 @@ def test_a_wrong_adapter_is_judged_wrong(
 CRASH = f"""
 import os, sys
 sys.path.insert(0, {str(BENCHMARKS)!r})
-from tiny_models.processes import judge_apart
+from tiny_models.judge import judge_apart
 row = judge_apart("bert", "BertModel", lambda model: os.abort())
 print(row.model_type, row.status, row.reason)
 """

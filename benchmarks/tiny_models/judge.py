@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tiny_models.building import SHRUNK, NotBuiltError, build, make, where
 from tiny_models.modules import KINDS, counted
 from tiny_models.numerics import allowed, deviation, equal, run, watching
+from tiny_models.processes import called_apart
 
 Adapt = Callable[[nn.Module], Any]
 
@@ -90,6 +91,15 @@ def judge(
         row.status, row.reason = "fails", where(error)
     row.seconds = round(time.process_time() - started, 2)
     return row
+
+
+def judge_apart(
+    model_type: str, class_name: str, adapt: Adapt, dtype: torch.dtype = torch.float32
+) -> Row:
+    """Return the row of an architecture, which a fork of this process judges."""
+    found = called_apart(lambda: judge(model_type, class_name, adapt, dtype).as_dict())
+    named = {"model_type": model_type, "class_name": class_name}
+    return Row(**{**named, "dtype": str(dtype).removeprefix("torch."), **found})
 
 
 def _count(

@@ -1,4 +1,4 @@
-"""Verdicts in processes of their own, so that a crash is a row and not the end."""
+"""Calls in processes of their own, so that a crash is a row of a table and not its end."""
 
 from __future__ import annotations
 
@@ -7,43 +7,42 @@ import json
 import os
 import resource
 import signal
+from collections.abc import Callable
+from typing import Any
 
 import torch
-
-from tiny_models.judge import Adapt, Row, judge
 
 # Of processor time, which another load of the machine does not lengthen; and of waiting.
 CPU_SECONDS, SECONDS = 60, 600
 
 
-def judge_apart(
-    model_type: str, class_name: str, adapt: Adapt, dtype: torch.dtype = torch.float32
-) -> Row:
-    """Return the row of an architecture, which a fork of this process judges."""
+def called_apart(judged: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what a fork of this process returns; its ``status`` and ``reason`` where it ended."""
     gc.freeze()  # the collector would write to every page that the fork shares
     read, write = os.pipe()
     child = os.fork()
     if not child:
         os.close(read)
-        _answer(write, model_type, class_name, adapt, dtype)
+        _answer(write, judged)
     os.close(write)
     with os.fdopen(read, encoding="utf-8") as pipe:
         text = pipe.read()
     _, status = os.waitpid(child, 0)
     if text:
-        return Row(**json.loads(text))
-    row = Row(model_type, class_name, str(dtype).removeprefix("torch."), status="crashed")
-    row.reason = f"exit status {os.waitstatus_to_exitcode(status)}"
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        row.reason = signal.Signals(number).name
-        if number in (signal.SIGXCPU, signal.SIGALRM):
-            row.status = "timed out"
-    return row
+        row: dict[str, Any] = json.loads(text)
+        return row
+    if not os.WIFSIGNALED(status):
+        return {"status": "crashed", "reason": f"exit status {os.waitstatus_to_exitcode(status)}"}
+    number = os.WTERMSIG(status)
+    timed_out = number in (signal.SIGXCPU, signal.SIGALRM)
+    return {
+        "status": "timed out" if timed_out else "crashed",
+        "reason": signal.Signals(number).name,
+    }
 
 
-def _answer(write: int, model_type: str, class_name: str, adapt: Adapt, dtype: torch.dtype) -> None:
-    """Write the row into a pipe, and end this process."""
+def _answer(write: int, judged: Callable[[], dict[str, Any]]) -> None:
+    """Write the result into a pipe, and end this process."""
     status = 1
     try:
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
@@ -51,9 +50,9 @@ def _answer(write: int, model_type: str, class_name: str, adapt: Adapt, dtype: t
         signal.alarm(SECONDS)
         # Threads of OpenMP that the parent had are not in this fork, and would be waited for.
         torch.set_num_threads(1)
-        row = judge(model_type, class_name, adapt, dtype)
+        row = judged()
         with os.fdopen(write, "w", encoding="utf-8") as pipe:
-            json.dump(row.as_dict(), pipe)
+            json.dump(row, pipe)
         status = 0
     finally:
         os._exit(status)

@@ -43,8 +43,8 @@ def choose_family(resolver: Resolver, config: Mapping[str, Any], source: object)
         raise UnsupportedModelError(
             source,
             f"architecture {architecture!r} is not supported; supported are {listed}",
-            f"install or write a plugin with a family for it, or "
-            f"interposer_models.adapt(model){error.hint and f'. {error.hint}'}",
+            "interposer_models.load or `interposer run`, which adapt the model of transformers, "
+            f"or a plugin with a family for it{error.hint and f'. {error.hint}'}",
         ) from None
     _note_unread(resolver, config)
     return family

@@ -23,7 +23,7 @@ from interposer import (
     effective_config,
     place,
 )
-from interposer.errors import ConfigError
+from interposer.errors import ConfigError, UnsupportedModelError
 from interposer.tooling import default_store
 from interposer_models._adapters.files import read_adapters
 from interposer_models._adapters.room import AdapterRoom
@@ -59,6 +59,7 @@ from interposer_models._engine.engine import Engine
 from interposer_models._engine.prefix_settings import PrefixCache
 from interposer_models._engine.runner import Runner
 from interposer_models._engine.sources import reads_sources
+from interposer_models._fallback import load_without_family
 from interposer_models._family_choice import blamed_on_family, checked_model, choose_family, located
 from interposer_models._language_model import LanguageModel
 from interposer_models._offload.loading import load_offloaded
@@ -237,23 +238,44 @@ def load(
     group = joined(tensor_parallel)
     start = time.time_ns()
     placement = group.placement(_policy(config, platform))
-    with group.together("planning"):
-        sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
-        check_sizes(**sizes, cache_tokens=cache_tokens)
-        check_fraction(memory_fraction, cache_tokens)
-        guesses = None if speculation is None else Speculation.of(speculation)
-        shared = PrefixCache.of(prefix_cache)
-        planned = plan(
-            path,
-            dtype,
-            platform,
-            config,
-            quantization=quantization,
-            placement=placement,
-            tensor_parallel=group.ranks,
-            expert_parallel=expert_parallel,
-            offload=offload,
-        )
+    sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
+    try:
+        with group.together("planning"):
+            check_sizes(**sizes, cache_tokens=cache_tokens)
+            check_fraction(memory_fraction, cache_tokens)
+            guesses = None if speculation is None else Speculation.of(speculation)
+            shared = PrefixCache.of(prefix_cache)
+            planned = plan(
+                path,
+                dtype,
+                platform,
+                config,
+                quantization=quantization,
+                placement=placement,
+                tensor_parallel=group.ranks,
+                expert_parallel=expert_parallel,
+                offload=offload,
+            )
+    except UnsupportedModelError:
+        if group.ranks is not None:
+            raise
+        options = {
+            "dtype": dtype,
+            "quantization": quantization,
+            "cache_tokens": cache_tokens,
+            "memory_fraction": memory_fraction,
+            "prefix_cache": prefix_cache,
+            "adapters": adapters,
+            "speculation": speculation,
+            "expert_parallel": expert_parallel,
+            "offload": offload,
+            "progress": progress,
+        }
+        model = load_without_family(path, _policy(config, platform), {**options, **sizes})
+        if model is None:
+            raise
+        return model
+    with group.together("checking the plan"):
         for note in planned.resolver.notes:
             _log.warning("%s: %s", path, note)
         if group.ranks is not None:  # cuts are as they should be, of which nobody is warned

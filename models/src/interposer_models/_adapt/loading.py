@@ -1,0 +1,136 @@
+"""Loading of a decoder that only transformers implements: adapted, in the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from interposer import Config, current_registry, place
+from interposer.errors import (
+    CheckpointError,
+    ConfigError,
+    UnsupportedModelError,
+    described,
+    foreign_errors,
+)
+from interposer_models._adapt.handle import adapt, remark
+from interposer_models._adapt.paging import language_model
+from interposer_models._checkpoint.checkpoint import Checkpoint
+from interposer_models._checkpoint.files import config_source, tokenizer_of
+from interposer_models._checkpoint.unplaced_tensor import unplaced
+from interposer_models._compute_dtype import compute_dtype
+from interposer_models._language_model import LanguageModel
+
+_log = logging.getLogger("interposer")
+# Arguments of `load` that an adapted model does not take, and the value that asks for nothing.
+_REFUSED: Mapping[str, Any] = {
+    "memory_fraction": None,
+    "prefix_cache": False,
+    "adapters": None,
+    "speculation": None,
+    "expert_parallel": False,
+    "offload": None,
+}
+
+
+def load_adapted(
+    checkpoint: Checkpoint,
+    config: Config,
+    *,
+    dtype: str | torch.dtype = "auto",
+    quantization: str | Mapping[str, Any] | None = None,
+    cache_tokens: int | None = None,
+    max_sequences: int = 64,
+    max_step_tokens: int = 2048,
+    progress: Callable[[int, int], None] | None = None,
+    **others: Any,
+) -> LanguageModel:
+    """Load a decoder of transformers, adapt it, and run it in the engine.
+
+    Args:
+        checkpoint: with its weights.
+        config: policy for this model, with the platform that was asked for.
+        others: the remaining arguments of ``interposer_models.load``.
+    Raises:
+        UnsupportedModelError: transformers has no such decoder, or the engine cannot run it.
+        CheckpointError: transformers does not load it, or it lacks tensors or has others.
+        ConfigError: one of ``others`` asks for what an adapted model does not have.
+    """
+    source = config_source(checkpoint)
+    architecture = str(checkpoint.config["architectures"][0])
+    decoder = _decoder_class(architecture, source, current_registry(config).subjects("model"))
+    for name, value in others.items():
+        if value and value != _REFUSED.get(name):
+            raise ConfigError(
+                f"{name}={value!r:.100} was asked for, but no family is installed for the "
+                f"architecture {architecture!r} of {source}: the model of transformers is adapted, "
+                f"which takes none. Try: load(path) without {name}"
+            )
+    placement = place(config)
+    stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    compute = compute_dtype(dtype, str(stored or "float32"), placement)
+    try:
+        model, report = decoder.from_pretrained(
+            str(checkpoint.path),
+            dtype=compute,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except foreign_errors() as error:
+        raise CheckpointError(
+            checkpoint.path,
+            f"no family is installed for the architecture {architecture!r}, and transformers does "
+            f"not load it: {described(error)}",
+        ) from error
+    if missing := sorted(report["missing_keys"]):
+        raise CheckpointError(
+            checkpoint.path,
+            f"lacks the tensor {missing[0]!r}, one of {len(missing)} that {architecture} needs",
+            "copy all files of the checkpoint again",
+        )
+    if unexpected := sorted(report["unexpected_keys"]):
+        raise unplaced(unexpected[0], unexpected[0], checkpoint.path)
+    model = model.eval().to(placement.device.torch_device)
+    if progress is not None:
+        progress(checkpoint.num_bytes, checkpoint.num_bytes)
+    adapted = adapt(model, config, quantization=quantization)
+    note = (
+        f"no family is installed for the architecture {architecture!r}, so the model of "
+        "transformers is adapted"
+    )
+    remark(adapted, note)
+    _log.warning("%s: %s", checkpoint.path, note)
+    return language_model(
+        adapted,
+        tokenizer_of(checkpoint),
+        cache_tokens=cache_tokens,
+        max_sequences=max_sequences,
+        max_step_tokens=max_step_tokens,
+    )
+
+
+def _decoder_class(architecture: str, source: object, families: Iterable[str]) -> Any:
+    """Return the class of transformers that generates, by its name.
+
+    Args:
+        families: the architectures that families are installed for.
+    Raises: UnsupportedModelError: there is none, or it is an encoder or a model with one.
+    """
+    import transformers
+
+    kind = getattr(transformers, architecture, None)
+    reason = (
+        f"architecture {architecture!r} is not supported: transformers {transformers.__version__} "
+        f"has no such model, and families are installed for {', '.join(families)}"
+    )
+    mend = "a later transformers, or a plugin with a family for it"
+    if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+        if kind.can_generate():
+            return kind
+        reason = f"architecture {architecture!r} does not generate text"
+        mend = "interposer_models.load_encoder(path), which makes vectors or classes of texts"
+    raise UnsupportedModelError(source, reason, mend)

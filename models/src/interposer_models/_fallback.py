@@ -1,0 +1,61 @@
+"""Loading of checkpoints whose architecture no installed family is for, by another loader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from interposer import CheckpointFile, Config, current_registry
+from interposer.errors import InterposerError, PluginError, described, foreign_errors
+from interposer.tooling import entry_points
+from interposer_models._checkpoint.files import open_checkpoint, with_weights
+
+if TYPE_CHECKING:
+    from interposer_models._language_model import LanguageModel
+
+GROUP = "interposer.loaders"
+
+
+def load_without_family(
+    path: str | Path, config: Config, options: Mapping[str, Any]
+) -> LanguageModel | None:
+    """Return the model as a loader of the entry points ``interposer.loaders`` reads it.
+
+    A loader is called with the checkpoint, the policy and the other arguments of ``load``.
+
+    Args:
+        options: arguments of ``load`` by name, but ``path``, ``platform`` and ``config``.
+    Returns: None where a family is for the architecture, the checkpoint is no folder, or no loader
+        is installed.
+    Raises:
+        UnsupportedModelError: the loader cannot run the architecture.
+        ConfigError: an option is given that it does not take.
+        PluginError: it failed.
+    """
+    checkpoint, _ = open_checkpoint(path, config)
+    if isinstance(checkpoint, CheckpointFile):
+        return None
+    named = checkpoint.config.get("architectures")
+    known = current_registry(config).subjects("model")
+    if not isinstance(named, list) or any(str(name) in known for name in named):
+        return None
+    # Of several, the choice must not depend on the order of the installation.
+    points = sorted(entry_points(GROUP), key=lambda point: (point.name, point.value))
+    if not points:
+        return None
+    point = points[0]
+    try:
+        loader = point.load()
+        model: LanguageModel = loader(with_weights(checkpoint), config, **options)
+    except InterposerError:
+        raise
+    except foreign_errors() as error:
+        origin = point.dist.name if point.dist is not None else point.value
+        raise PluginError(
+            point.name,
+            origin,
+            f"its loader failed for {checkpoint.path}: {described(error)}",
+            "report it to its authors, or uninstall it",
+        ) from error
+    return model
