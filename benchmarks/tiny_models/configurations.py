@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 HIDDEN, INTERMEDIATE, EXPERT = 64, 128, 32
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
+REACH = 8  # tokens of windows, chunks and top-k: fewer than the inputs have
 VOCAB, LAYERS, EXPERTS, FRAMES = 512, 2, 4, 32
 # Layers of different kinds are all kept, up to this many.
 KINDS = 6
@@ -25,6 +26,9 @@ KINDS = 6
 RULES: tuple[tuple[str, int | None], ...] = (
     (r"type_vocab_size|char_vocab_size|.*_per_head|num_attention_heads_per_stage", None),
     (r".*layers_per.*|.*(layer|layers)_(interval|frequency|period|offset|index|id|type).*", None),
+    (r"sliding_window(_size)?|attention_window(_size)?|keep_window_size|local_attention", REACH),
+    (r"attention_chunk_size|index_topk|local_attention_window_len", REACH),
+    (r"index_block_size|index_topk_blocks", REACH // 2),
     (r".*vocab_size.*|codebook_size|num_embeddings|vocab_offset|max_2d_position_embeddings", VOCAB),
     (r"max_source_positions|image_token_num", FRAMES),
     (r"(.*_)?num_queries|two_stage_num_proposals", HEADS),
