@@ -25,6 +25,11 @@ def write_adapter(
             tensors[f"base_model.model.{module}.lora_{side}.weight"] = numbers
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
+    settings = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": sorted(sizes),
+    }
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder

@@ -306,6 +306,13 @@ CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"rank_pattern": ["x"]}, r"rank_pattern is \['x'\], must be an object"),
     ({"rank_pattern": {"x": -1}}, r"rank_pattern\['x'\] is -1"),
     ({"alpha_pattern": {"(": 1}}, r"alpha_pattern has the key '\(', which is no pattern"),
+    ({"use_rslora": "true"}, "use_rslora is 'true', must be true or false"),
+    ({"target_modules": None}, "holds matrices of .*, which target_modules of adapter_config"),
+    ({"target_modules": ["k_proj"]}, r"holds .*up_proj', which target_modules of adapter_config"),
+    ({"target_modules": "("}, r"target_modules is '\(', which is no pattern"),
+    ({"exclude_modules": ["up_proj"]}, r"up_proj', which exclude_modules .* leaves out"),
+    ({"layers_to_transform": [0]}, r"layers\.1\..*, which layers_to_transform .* leaves out"),
+    ({"layers_to_transform": "0"}, "layers_to_transform is '0', must be an integer or a list"),
     ({"r": 8}, r"has shape \[5, 64\]; rank 8 of adapter_config.json and 64 inputs and"),
 ]
 

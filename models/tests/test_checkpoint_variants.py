@@ -1,17 +1,20 @@
-"""Whatever a config.json says, its model is that of transformers, or the checkpoint is refused.
+"""Whatever a checkpoint or adapter states, it is computed as transformers and PEFT do, or refused.
 
-``variants/variations.py`` holds the spellings; ``make test-checkpoints`` compares thousands.
+``variants`` holds the spellings; ``make test-checkpoints`` compares thousands.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models.tests.family_checkpoints import family_configs, write_config
+from models.tests.variants import compare_adapters
 from models.tests.variants.compare import (
+    Comparison,
     Differences,
     compare,
     differences_of_adapt,
@@ -24,10 +27,14 @@ from interposer_models import plan
 
 
 def find_faults(first: int, end: int, differences: Differences) -> list[str]:
+    return faults_of(compare(first, end, differences))
+
+
+def faults_of(comparisons: Iterator[Comparison]) -> list[str]:
     logging.set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers, about fields that it does not know
-        compared = [*compare(first, end, differences)]
+        compared = [*comparisons]
     assert sum(one.outcome.kind == "equal" for one in compared) > len(compared) / 4
     return [str(one) for one in compared if one.outcome.is_fault]
 
@@ -47,6 +54,16 @@ def test_two_thousand_loaded_models_are_those_of_transformers(first: int) -> Non
 @pytest.mark.parametrize("first", range(0, 500, 100))
 def test_five_hundred_adapted_models_are_as_they_were(first: int) -> None:
     assert find_faults(first, first + 100, differences_of_adapt) == []
+
+
+def test_adapters_are_those_of_peft() -> None:
+    assert faults_of(compare_adapters.compare(0, 18)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(18, 500, 121))
+def test_five_hundred_adapters_are_those_of_peft(first: int) -> None:
+    assert faults_of(compare_adapters.compare(first, first + 121)) == []
 
 
 @pytest.mark.parametrize(

@@ -183,23 +183,32 @@ def compare(first: int, end: int, differences: Differences) -> Iterator[Comparis
                 yield Comparison(number, name, changes, outcome, folder)
 
 
-def main() -> None:
+def run(compare_numbers: Callable[[int, int], Iterator[Comparison]], description: str) -> None:
+    """Compare the numbers of the command line, and end with 1 if one of them is at fault."""
+    parser = argument_parser(description)
+    arguments = parser.parse_args()
+    _report(compare_numbers(arguments.first, arguments.end), arguments)
+
+
+def argument_parser(description: str) -> argparse.ArgumentParser:
+    """Return the parser of the options that all comparisons have."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        description=description, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("first", type=int)
     parser.add_argument("end", type=int)
-    parser.add_argument("--adapt", action="store_true", help="compare adapted models")
     parser.add_argument("--keep", type=Path, help="where to leave checkpoints that are at fault")
     parser.add_argument("--refusals", action="store_true", help="print what is refused, too")
-    arguments = parser.parse_args()
+    return parser
+
+
+def _report(comparisons: Iterator[Comparison], arguments: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     counts = Counter[str]()
-    differences = differences_of_adapt if arguments.adapt else differences_of_load
-    for comparison in compare(arguments.first, arguments.end, differences):
+    for comparison in comparisons:
         kind = comparison.outcome.kind
         counts[kind] += 1
         if comparison.outcome.is_fault or (arguments.refusals and kind == "refused"):
@@ -209,6 +218,14 @@ def main() -> None:
             shutil.copytree(comparison.folder, kept, dirs_exist_ok=True)
     print(dict(counts))
     sys.exit(bool(counts["DIFFERENT"] + counts["CRASH"]))
+
+
+def main() -> None:
+    parser = argument_parser(str(__doc__))
+    parser.add_argument("--adapt", action="store_true", help="compare adapted models")
+    arguments = parser.parse_args()
+    differences = differences_of_adapt if arguments.adapt else differences_of_load
+    _report(compare(arguments.first, arguments.end, differences), arguments)
 
 
 if __name__ == "__main__":

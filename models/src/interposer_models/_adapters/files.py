@@ -139,6 +139,13 @@ def read_adapter(
             raise CheckpointError(file, reason, "copy it again")
         target = _target(file, module, places, settings)
         matrices = _matrices(file, module, sides, target, settings)
+        if target.name == module and (field := settings.modules.field_against(module)):
+            raise CheckpointError(
+                file,
+                f"holds matrices of {module!r}, which {field} of {settings.path.name} leaves out, "
+                "so that PEFT would ignore them",
+                f"restore the {field} that it was trained with",
+            )
         both = Matrices(matrices.a.to(device, dtype), matrices.b.to(device, dtype))
         if target.expert is None:
             adapter[target.place] = both

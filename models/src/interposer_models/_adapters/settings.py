@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from interposer.errors import CheckpointError
+from interposer_models._adapters.target_modules import TargetModules
 from interposer_models._checkpoint.checkpoint import read_json
 
 FILE = "adapter_config.json"
-# What else says where and how the matrices were trained; they say themselves where they belong.
+# How the matrices were trained.
 _OF_TRAINING = frozenset({
-    "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "fan_in_fan_out",
-    "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_dropout",
-    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
-    "target_modules", "task_type",
+    "auto_mapping", "base_model_name_or_path", "eva_config", "fan_in_fan_out", "inference_mode",
+    "init_lora_weights", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size",
+    "revision", "runtime_config", "task_type",
 })  # fmt: skip
 _READ = frozenset({
-    "alpha_pattern", "lora_alpha", "peft_type", "r", "rank_pattern", "target_parameters",
-    "use_rslora",
+    "alpha_pattern", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_alpha",
+    "peft_type", "r", "rank_pattern", "target_modules", "target_parameters", "use_rslora",
 })  # fmt: skip
 _NEUTRAL: tuple[Any, ...] = (None, False, "none", [], {})
 # Others change the weights of the base model, to which an adapter then belongs.
@@ -47,6 +47,7 @@ class AdapterSettings:
         base: name or path of the model that it was trained for, empty where none is stated.
         ranks, alphas: of modules whose name a key matches, in place of ``rank`` and ``alpha``.
         by_root: the scale is alpha / sqrt(rank), not alpha / rank. Source: arXiv:2312.03732.
+        modules: that were adapted.
         parameters: ends of the names of parameters that were adapted in place of modules.
     """
 
@@ -57,6 +58,7 @@ class AdapterSettings:
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
     by_root: bool
+    modules: TargetModules
     parameters: tuple[str, ...] = ()
 
     @classmethod
@@ -88,6 +90,10 @@ class AdapterSettings:
         if isinstance(parameters, str) or not all(isinstance(name, str) for name in parameters):
             reason = f"target_parameters is {parameters!r:.100}, must be a list of names"
             raise CheckpointError(path, reason)
+        by_root = said.get("use_rslora")
+        if by_root is not None and not isinstance(by_root, bool):
+            reason = f"use_rslora is {by_root!r:.100}, must be true or false"
+            raise CheckpointError(path, reason)
         base = said.get("base_model_name_or_path")
         return cls(
             path,
@@ -96,7 +102,8 @@ class AdapterSettings:
             alpha,
             patterns["rank_pattern"],
             patterns["alpha_pattern"],
-            said.get("use_rslora") is True,
+            bool(by_root),
+            TargetModules.read(path, said),
             tuple(parameters),
         )
 
