@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -60,8 +60,8 @@ def bases() -> list[tuple[str, Path, LanguageModel]]:
     return found
 
 
-def plain(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+def plain(folder: Path) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     return model.eval()
@@ -92,7 +92,8 @@ def judge(base: Path, lm: LanguageModel, folder: Path) -> Outcome:
     from peft import PeftModel
 
     try:
-        expected = reference_logits(PeftModel.from_pretrained(plain(base), folder).eval(), PROMPT)
+        model: Any = PeftModel.from_pretrained(plain(base), folder).eval()
+        expected = reference_logits(model, PROMPT)
     except Exception as error:  # noqa: BLE001 - whatever PEFT raises
         return Outcome("not taken by PEFT", f"{type(error).__name__}: {error}")
     try:
