@@ -73,6 +73,7 @@ def test_five_hundred_adapters_are_those_of_peft(first: int) -> None:
         ("mistral", {"sliding_window": 8, "layer_types": ["full_attention"] * 3}, "layer_types"),
         ("lfm2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("falcon_h1", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("gpt_neox", {"rope_theta": 1000}, "rope_theta"),
     ],
 )
 def test_fields_that_an_architecture_does_not_read(
@@ -81,4 +82,14 @@ def test_fields_that_an_architecture_does_not_read(
     config = next(config for name, config in family_configs() if name.startswith(f"{family}-"))
     write_config(tmp_path, {**config, "num_hidden_layers": 3, **changes})
     with pytest.raises(CheckpointError, match=f"{field} is .*this architecture does not read it"):
+        plan(tmp_path, platform="cpu")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
+def test_windows_that_are_switched_off_are_in_no_layer(family: str, tmp_path: Path) -> None:
+    config = next(config for name, config in family_configs() if name.startswith(f"{family}-"))
+    kinds = ["sliding_attention", *["full_attention"] * (config["num_hidden_layers"] - 1)]
+    changes = {"use_sliding_window": False, "sliding_window": 8, "layer_types": kinds}
+    write_config(tmp_path, {**config, **changes})
+    with pytest.raises(CheckpointError, match=r"layer_types has sliding .* use_sliding_window is"):
         plan(tmp_path, platform="cpu")

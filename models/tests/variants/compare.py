@@ -31,18 +31,18 @@ from models.tests.family_checkpoints import family_configs
 from models.tests.variants.variations import numbered
 
 from interposer.errors import InterposerError
-from interposer_models import SamplingParams, adapt, load
+from interposer_models import LanguageModel, SamplingParams, adapt, load
 
 # Longer than every window, chunk and number of selected tokens of the examples.
 PROMPT = [(7 * i * i + 3 * i + 1) % 60 for i in range(48)]
 # Logits of both in float32 differ by some 1e-6 of the largest; another rule changes them by 1e-2.
 BOUND = 2e-4
 NUM_NEW = 6
-_ENCODER_DECODERS = ("bart", "mbart", "t5gemma")
+_START = torch.tensor([[3, 9, 4]])  # of a decoder behind an encoder
 
-
-Differences = Callable[[Path, PreTrainedModel], Iterator[tuple[str, float]]]
-"""Yields what is compared, and the largest difference over the largest logit."""
+Difference = tuple[str, float]
+"""What is compared, and the largest difference over the largest logit."""
+Differences = Callable[[Path, PreTrainedModel], Iterator[Difference]]
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class Comparison:
 
 @functools.cache
 def base_configs() -> dict[str, dict[str, Any]]:
-    """Return config.json of each decoder as transformers writes it, by the example's name."""
+    """Return config.json of each family as transformers writes it, by the example's name."""
     configs = dict[str, dict[str, Any]]()
     for name, config in family_configs():
         model = getattr(transformers, config["architectures"][0], None)
-        if model is not None and not name.startswith(_ENCODER_DECODERS):
+        if model is not None:
             written = model.config_class(**config).to_diff_dict()
             written["architectures"] = config["architectures"]
             configs[name] = {k: v for k, v in written.items() if k != "transformers_version"}
@@ -114,15 +114,22 @@ def write(folder: Path, config: dict[str, Any], seed: int) -> PreTrainedModel:
     draw_weights(model, seed)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(text, encoding="utf-8")
-    return model_class.from_pretrained(  # type: ignore[no-any-return]
+    loaded: PreTrainedModel = model_class.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+    for (name, saved), read in zip(model.named_parameters(), loaded.parameters(), strict=True):
+        if not torch.equal(saved, read):
+            # As with rescale_prenorm_residual of Mamba 2, which is meant for new weights.
+            raise ValueError(f"transformers changes {name} of a checkpoint while it loads")
+    return loaded
 
 
 def reference_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
     """Return the logits after each token, ``[T, V]``."""
+    inputs = {"decoder_input_ids": _START} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
-        logits: torch.Tensor = model(torch.tensor([token_ids]), use_cache=False).logits[0]
+        out = model(torch.tensor([token_ids]), use_cache=False, **inputs)
+    logits: torch.Tensor = out.logits[0]
     return logits
 
 
@@ -130,9 +137,12 @@ def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return ((logits - expected).abs().max() / expected.abs().max()).item()
 
 
-def differences_of_load(folder: Path, model: PreTrainedModel) -> Iterator[tuple[str, float]]:
+def differences_of_load(folder: Path, model: PreTrainedModel) -> Iterator[Difference]:
     """Compare the loaded model, in one step and as its engine decodes."""
     lm = load(folder, "float32", platform="cpu", cache_tokens=128, max_sequences=1)
+    if model.config.is_encoder_decoder:
+        yield from _differences_of_decoding(lm, model)
+        return
     yield "logits", relative_difference(lm.logits(PROMPT), reference_logits(model, PROMPT))
     params = SamplingParams(max_new_tokens=NUM_NEW, temperature=0, ignore_eos=True)
     (completion,) = lm.generate([PROMPT], params)
@@ -143,7 +153,23 @@ def differences_of_load(folder: Path, model: PreTrainedModel) -> Iterator[tuple[
     yield "decoded tokens", (behind.max() / expected.abs().max()).item()
 
 
-def differences_of_adapt(folder: Path, model: PreTrainedModel) -> Iterator[tuple[str, float]]:
+def _differences_of_decoding(lm: LanguageModel, model: PreTrainedModel) -> Iterator[Difference]:
+    """Compare the tokens that a decoder behind an encoder starts with, and adds."""
+    params = SamplingParams(max_new_tokens=NUM_NEW, temperature=0, ignore_eos=True)
+    (completion,) = lm.generate([PROMPT], params)
+    new = list(completion.token_ids)
+    source: Any = torch.tensor([PROMPT])
+    generated: Any = model.generate(source, max_new_tokens=1, do_sample=False)  # type: ignore[operator]
+    start = generated[0].tolist()[:-1]
+    yield "start tokens", float(list(lm.engine.start_token_ids) != start)
+    with torch.no_grad():
+        out = model(source, decoder_input_ids=torch.tensor([start + new]), use_cache=False)
+    expected = out.logits[0][-NUM_NEW - 1 : -1]
+    behind = expected.max(-1).values - expected[range(NUM_NEW), new]
+    yield "decoded tokens", (behind.max() / expected.abs().max()).item()
+
+
+def differences_of_adapt(folder: Path, model: PreTrainedModel) -> Iterator[Difference]:
     """Compare a model of transformers before and after ``adapt``."""
     expected = reference_logits(model, PROMPT)
     adapted = type(model).from_pretrained(folder, dtype=torch.float32).eval()

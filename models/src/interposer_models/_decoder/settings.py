@@ -54,13 +54,15 @@ class DecoderSettings(BaseModel, ModelFamily):
     Others are ignored; one that is null has its default. Properties state what follows from them.
     Without ``is_rotated`` there are no angles, nor are there with a table of positions. A family
     whose layers with and without a window differ in angles has ``layer_type_bases``. One whose
-    ``layer_types`` or ``partial_rotary_factor`` transformers ignores refuses them.
+    ``layer_types`` or ``partial_rotary_factor`` transformers ignores refuses them. One that
+    ``switches_windows`` has them only where ``use_sliding_window`` is true.
     """
 
     frame: ClassVar[FrameNames] = FrameNames()
     is_rotated: ClassVar[bool] = True
     layer_type_bases: ClassVar[LayerTypeBases | None] = None
     reads_layer_types: ClassVar[bool] = False
+    switches_windows: ClassVar[bool] = False
     reads_partial_rotary_factor: ClassVar[bool] = False
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -208,6 +210,12 @@ class DecoderSettings(BaseModel, ModelFamily):
             raise ValueError(f"layer_types has {len(types)} of {self.num_hidden_layers} layers")
         if types is not None and "sliding_attention" in types and self.sliding_window is None:
             raise ValueError("layer_types has sliding layers, but sliding_window is missing")
+        switch = getattr(self, "use_sliding_window", True) or not self.switches_windows
+        if types is not None and "sliding_attention" in types and not switch:
+            raise FieldError(
+                "layer_types has sliding layers, but use_sliding_window is false",
+                "set it to true, or make these layers full_attention",
+            )
         self._check_ignored()
         return self
 

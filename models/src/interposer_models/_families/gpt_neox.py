@@ -25,6 +25,12 @@ _NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
 # Masks that older checkpoints hold, which follow from the context.
 _MASK = re.compile(r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias")
 
+# Under which config.json states the fields of the rotary embedding, and their defaults.
+_OWN_NAMES = {
+    "partial_rotary_factor": ("rotary_pct", 0.25),
+    "rope_theta": ("rotary_emb_base", 10000.0),
+}
+
 
 class SideBySideBlock(nn.Module):
     """Parallel attention and MLP of one input, each with its own norm."""
@@ -75,15 +81,16 @@ class GPTNeoX(WholeHeads):
 
     @classmethod
     def merged_rotation(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rotary embedding; refuse a rotary share that transformers does not read."""
-        rope, name = super().merged_rotation(fields), "partial_rotary_factor"
-        if name in fields and fields[name] != rope.get(name, fields.get("rotary_pct", 0.25)):
-            raise FieldError(
-                f"{name} is {fields[name]!r} outside of rope_parameters, where this architecture "
-                "does not read it",
-                f"state it as rotary_pct, or as {name} within rope_parameters",
-            )
-        return rope
+        """Return the rotary embedding; refuse fields that transformers does not read here."""
+        nested = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+        for name, (own_name, default) in _OWN_NAMES.items():
+            if name in fields and fields[name] != nested.get(name, fields.get(own_name, default)):
+                raise FieldError(
+                    f"{name} is {fields[name]!r} outside of rope_parameters, where this "
+                    "architecture does not read it",
+                    f"state it as {own_name}, or as {name} within rope_parameters",
+                )
+        return super().merged_rotation(fields)
 
     def renamed(self, name: str) -> str | None:
         """Return the name that the head has in most checkpoints, None for a mask."""

@@ -16,6 +16,7 @@ class Qwen2(DecoderFamily):
     """Qwen2 and Qwen2.5."""
 
     reads_layer_types: ClassVar[bool] = True
+    switches_windows: ClassVar[bool] = True
     use_sliding_window: bool = False
     max_window_layers: int = 28
 

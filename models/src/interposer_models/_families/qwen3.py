@@ -17,6 +17,7 @@ class Qwen3(DecoderFamily):
     """Qwen3 without experts."""
 
     reads_layer_types: ClassVar[bool] = True
+    switches_windows: ClassVar[bool] = True
     head_dim: Positive | None = 128
     use_sliding_window: bool = False
     max_window_layers: int = 28
