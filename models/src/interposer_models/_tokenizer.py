@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from interposer.errors import CheckpointError, RequestError
+from interposer_models._added_tokens import TokenizerSettings
 from interposer_models._chat import ChatRenderer
 from interposer_models._checkpoint.checkpoint import read_json
 
@@ -34,9 +35,10 @@ def has_vocabulary(path: Path) -> bool:
 class TextTokenizer:
     """The tokenizer of a model directory, which is read when it is first asked for.
 
-    tokenizer.json is read by the tokenizers library alone; other formats go through
-    transformers, which takes seconds to import. A vocabulary of 150,000 tokens takes 40 MiB and a
-    fifth of a second, which a model that is given token ids does without.
+    tokenizer.json is read by the tokenizers library alone, with the tokens and settings of the
+    files beside it; other formats, and settings by which transformers builds another pipeline, go
+    through transformers, which takes seconds to import. A vocabulary of 150,000 tokens takes 40 MiB
+    and a fifth of a second, which a model that is given token ids does without.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +48,7 @@ class TextTokenizer:
         """
         file = path / "tokenizer.json"
         if file.exists():
-            self._begin(path, lambda: _fast(lambda: FastTokenizer.from_file(str(file)), file))
+            self._begin(path, lambda: _of_folder(path))
         elif has_vocabulary(path):
             self._begin(path, lambda: _of_library(path))
         else:
@@ -67,12 +69,13 @@ class TextTokenizer:
             settings: what tokenizer_config.json would hold.
         """
         tokenizer = cls.__new__(cls)
+        fields = settings or {}
         if isinstance(content, str):
-            parsed = _of_text(content, path)
-            tokenizer._begin(path, lambda: parsed, settings or {})
+            parsed = _of_text(content, path, fields)
+            tokenizer._begin(path, lambda: parsed, fields)
         else:
             read_text = content
-            tokenizer._begin(path, lambda: _of_text(read_text(), path), settings or {})
+            tokenizer._begin(path, lambda: _of_text(read_text(), path, fields), fields)
         return tokenizer
 
     @classmethod
@@ -104,6 +107,16 @@ class TextTokenizer:
     @property
     def _fast(self) -> FastTokenizer | None:
         return self._held if isinstance(self._held, FastTokenizer) else None
+
+    @cached_property
+    def _cleans_up(self) -> bool:
+        """Whether spaces before punctuation are removed from the texts of the fast tokenizer."""
+        assert self._fast is not None
+        if self._settings is None:
+            settings = TokenizerSettings.of_folder(self._path)
+        else:
+            settings = TokenizerSettings(self._settings, {}, {}, self._path)
+        return settings.cleans_up(self._fast)
 
     @property
     def _slow(self) -> Any:
@@ -149,7 +162,10 @@ class TextTokenizer:
         if self._slow is not None:
             return ChatRenderer(self._slow, self._path)
         if self._settings is None:
-            return ChatRenderer(_of_library(self._path), self._path)
+            library = _of_library(self._path)
+            if isinstance(getattr(library, "_tokenizer", None), FastTokenizer):
+                library._tokenizer = self._fast  # a chat is split into tokens as any other text
+            return ChatRenderer(library, self._path)
         from transformers import PreTrainedTokenizerFast
 
         return ChatRenderer(
@@ -159,7 +175,8 @@ class TextTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ``token_ids`` without special tokens."""
         if self._fast is not None:
-            return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
+            text = str(self._fast.decode(list(token_ids), skip_special_tokens=True))
+            return clean_up(text) if self._cleans_up else text
         return str(self._slow.decode(list(token_ids), skip_special_tokens=True))
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
@@ -227,8 +244,24 @@ def _of_library(path: Path) -> Any:
         ) from error
 
 
-def _of_text(content: str, path: Path) -> FastTokenizer:
-    return _fast(lambda: FastTokenizer.from_str(content), path)
+def _of_folder(path: Path) -> Any:
+    """Return the tokenizer of a model directory with a tokenizer.json.
+
+    Raises: CheckpointError: a file of it is not valid.
+    """
+    file = path / "tokenizer.json"
+    tokenizer = _fast(lambda: FastTokenizer.from_file(str(file)), file)
+    settings = TokenizerSettings.of_folder(path)
+    if settings.needs_transformers(tokenizer):
+        return _of_library(path)
+    settings.apply(tokenizer)
+    return tokenizer
+
+
+def _of_text(content: str, path: Path, settings: Mapping[str, Any]) -> FastTokenizer:
+    tokenizer = _fast(lambda: FastTokenizer.from_str(content), path)
+    TokenizerSettings(settings, {}, {}, path).apply(tokenizer)
+    return tokenizer
 
 
 def _fast(read: Callable[[], FastTokenizer], path: Path) -> FastTokenizer:
@@ -240,6 +273,16 @@ def _fast(read: Callable[[], FastTokenizer], path: Path) -> FastTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def clean_up(text: str) -> str:
+    """Return a text without the spaces before punctuation and English suffixes."""
+    for mark in ".?!,":
+        text = text.replace(f" {mark}", mark)
+    text = text.replace(" ' ", "'")
+    for suffix in ("n't", "'m", "'s", "'ve", "'re"):
+        text = text.replace(f" {suffix}", suffix)
+    return text
 
 
 class Detokenizer:
@@ -273,7 +316,7 @@ def stop_tokens(path: Path, config: dict[str, Any], tokenizer: TextTokenizer) ->
     """Return the ids that end a generation.
 
     generation_config.json names them, else config.json, else ``eos_token`` of
-    tokenizer_config.json. A null counts as absent.
+    tokenizer_config.json or special_tokens_map.json. A null counts as absent.
 
     Raises: CheckpointError: a value is no token.
     """
@@ -295,14 +338,12 @@ def stop_tokens(path: Path, config: dict[str, Any], tokenizer: TextTokenizer) ->
 
 
 def _stop_tokens_of_tokenizer(path: Path, tokenizer: TextTokenizer) -> frozenset[int]:
-    """Return the id of ``eos_token`` of tokenizer_config.json, none where it names no token."""
-    file = path / "tokenizer_config.json"
-    settings = read_json(file) if file.is_file() else {}
-    token = settings.get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str):
-        return frozenset()
-    token_id = tokenizer.vocabulary.get(text)
+    """Return the id of ``eos_token`` of the tokenizer's files, none where it names no token.
+
+    Raises: CheckpointError: it is neither a text nor a token.
+    """
+    text = TokenizerSettings.of_folder(path).eos_token
+    token_id = None if text is None else tokenizer.vocabulary.get(text)
     return frozenset() if token_id is None else frozenset({token_id})
 
 
