@@ -204,3 +204,23 @@ def test_chats_and_texts_have_the_same_tokens(tmp_path: Path) -> None:
     assert lm.chat_prompt([{"role": "user", "content": "x"}]) == tokens
     (completion,) = lm.generate("x", max_new_tokens=2, logit_bias={SIZE: 100.0}, ignore_eos=True)
     assert completion.text == "<tool><tool>"
+
+
+def test_an_end_token_is_no_part_of_the_text(tmp_path: Path) -> None:
+    lm = loaded(write(tmp_path, AddedToken("<|im_end|>"), AddedToken("<|more|>")))
+    (own,) = lm.generate("x", max_new_tokens=4, logit_bias={SIZE: 100.0})
+    assert (own.text, own.token_ids, own.finish_reason) == ("", (SIZE,), "stop")
+    bias, stops = {SIZE + 1: 100.0}, (SIZE + 1,)
+    deltas = list(lm.stream("x", max_new_tokens=4, logit_bias=bias, stop_token_ids=stops))
+    assert [(delta.text, delta.token_id) for delta in deltas] == [("", SIZE + 1)]
+    (own,) = lm.generate("x", max_new_tokens=2, logit_bias={SIZE: 100.0}, ignore_eos=True)
+    assert own.text == "<|im_end|>" * 2
+
+
+def test_text_that_waits_for_more_comes_with_the_end_token(tmp_path: Path) -> None:
+    lm = loaded(write(tmp_path, AddedToken("<|im_end|>")))
+    first_byte = lm.tokenizer.encode("€")[0]
+    bias = {first_byte: 50.0, SIZE: 49.0}
+    deltas = list(lm.stream("x", logit_bias=bias, presence_penalty=2.0))
+    assert [delta.token_id for delta in deltas] == [first_byte, SIZE]
+    assert [delta.text for delta in deltas] == ["", "\N{REPLACEMENT CHARACTER}"]

@@ -14,7 +14,7 @@ class Completion:
     """The result of one request.
 
     Attributes:
-        text: of the new tokens; empty where the model has no tokenizer.
+        text: of the new tokens without an end token; empty where the model has no tokenizer.
         token_ids: new tokens, an ending one included.
         logprobs: natural-log probability of each, after penalties, biases and constraints, before
             temperature and truncation.
@@ -116,7 +116,10 @@ class Stream:
     def delta(self, token: Token) -> Delta:
         """Return the text that a token adds to the text of the tokens before it."""
         token_id, logprob, likely, reason = token
-        self.text += self._detokenizer.push(token_id, last=reason is not None)
+        if reason is not None and self.sequence.has_end_token:
+            self.text += self._detokenizer.rest()
+        else:
+            self.text += self._detokenizer.push(token_id, last=reason is not None)
         stops = self.sequence.params.stop
         if found := [at for stop in stops if (at := self.text.find(stop)) >= 0]:
             self.text = self.text[: min(found)]

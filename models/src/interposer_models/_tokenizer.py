@@ -301,6 +301,13 @@ class Detokenizer:
         neighbours in ways that depend on both.
         """
         self._tokens.append(token_id)
+        return self._new_text(last)
+
+    def rest(self) -> str:
+        """Return the text that is held back, when no token follows."""
+        return self._new_text(last=True)
+
+    def _new_text(self, last: bool) -> str:
         before = self._tokenizer.decode(self._tokens[self._context : self._shown])
         now = self._tokenizer.decode(self._tokens[self._context :])
         if len(now) <= len(before) or (now.endswith(_PARTIAL) and not last):

@@ -291,6 +291,7 @@ class Engine:
         sequence.output.append(token)
         sequence.logprobs.append(logprob)
         if (reason := self._reason(sequence, token)) is not None:
+            sequence.has_end_token = reason == "stop" and self._ends(sequence, token)
             self._end(sequence, reason)
         return Event(sequence, token, logprob)
 
@@ -299,12 +300,17 @@ class Engine:
         params, matcher = sequence.params, sequence.matcher
         if matcher is not None and (reason := matcher.advance(token)) is not None:
             return reason
-        if token in params.stop_token_ids or (
-            token in self.stop_token_ids and not params.ignore_eos
-        ):
+        if self._ends(sequence, token):
             return "stop"
         full = len(sequence) >= self.model.config.max_position_embeddings
         return "length" if full or len(sequence.output) >= params.max_new_tokens else None
+
+    def _ends(self, sequence: Sequence, token: int) -> bool:
+        """Say whether ``token`` is an end token of the model or of the request."""
+        params = sequence.params
+        return token in params.stop_token_ids or (
+            token in self.stop_token_ids and not params.ignore_eos
+        )
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason

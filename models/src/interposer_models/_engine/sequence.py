@@ -50,6 +50,7 @@ class Sequence:
         top_logprobs: of each token of the output, where the parameters ask for them.
         prompt_logprobs: of the prompt from its second token on, as far as they are known; likewise.
         error: of the finish reason ``"error"``.
+        has_end_token: whether the last token of the output ended it, and is no part of the text.
     """
 
     id: int
@@ -70,6 +71,7 @@ class Sequence:
     adapter: int | None = None
     finish_reason: FinishReason | None = None
     error: Exception | None = None
+    has_end_token: bool = False
     matcher: Matcher | None = None
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
