@@ -189,7 +189,7 @@ def test_invalid_fields_are_refused(tmp_path: Path, files: dict[str, Any], messa
 def loaded(folder: Path) -> LanguageModel:
     """Return a tiny model with the tokenizer of a folder."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     config = LlamaConfig(**sizes, vocab_size=SIZE + 8, num_attention_heads=2, num_key_value_heads=1)
     LlamaForCausalLM(config).save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": SIZE}))

@@ -106,6 +106,16 @@ def test_a_message_cannot_end_itself(lm: LanguageModel) -> None:
         ([*MESSAGES, "hello"], "Message 4 is 'hello', must have a 'role'"),
         ([{"role": 3, "content": ""}], "Message 0 is {'role': 3"),
         ([{"role": "judge", "content": ""}], "refuses these messages: .*unknown role judge"),
+        (
+            [*MESSAGES, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            r"messages\[4\]\.content\[0\] is of the type 'image_url', .*; allowed is 'text'",
+        ),
+        ([{"role": "user", "content": ["a"]}], r"content\[0\] is 'a', which is no part"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "'text' is None, which is no text"),
+        (
+            [{"role": "user", "content": {"a": 1}}],
+            r"messages\[0\]\.content is {'a': 1} of the type",
+        ),
     ],
 )
 def test_messages_that_are_none_are_told(lm: LanguageModel, messages: Any, said: str) -> None:
@@ -122,6 +132,25 @@ def test_models_without_a_template_or_a_tokenizer_say_so(path: Path, tmp_path: P
     bare = load(tmp_path / "bare", cache_tokens=512)
     with pytest.raises(RequestError, match="holds no tokenizer, so that messages"):
         bare.chat(MESSAGES)
+
+
+def test_parts_of_text_are_joined(lm: LanguageModel) -> None:
+    parts = [{"type": "text", "text": "import"}, {"type": "text", "text": " os"}]
+    messages = [{"role": "developer", "content": "Be"}, {"role": "user", "content": parts}]
+    joined = [{"role": "system", "content": "Be"}, {"role": "user", "content": "import os"}]
+    assert lm.chat_prompt(messages) == lm.chat_prompt(joined)
+
+
+def test_roles_are_usual_ones_or_named_by_the_template(lm: LanguageModel) -> None:
+    writes_any = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    messages = [{"role": "robot", "content": "a"}]
+    with pytest.raises(RequestError, match=r"messages\[0\]\.role is 'robot', .* Try: system, "):
+        lm.chat_prompt(messages, template=writes_any)
+    assert lm.chat_prompt(messages, template=writes_any + "{% if 'robot' %}{% endif %}")
+    developer = [{"role": "developer", "content": "a"}]
+    names_it = writes_any + "{% if 'developer' %}{% endif %}"
+    tokens = lm.chat_prompt(developer, template=names_it)
+    assert lm.tokenizer.decode(tokens) == "developera"
 
 
 @pytest.mark.parametrize("name", ["sanitize_control_tokens", "tokenize", "chat_template"])

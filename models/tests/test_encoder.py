@@ -186,6 +186,8 @@ def test_bad_requests_are_told(tmp_path: Path) -> None:
     for bad, said in (
         ([], "There are no texts"),
         ([3], "Text 0 is 3"),
+        ({"a": 1}, "texts is {'a': 1} of the type dict, must be a text or a list"),
+        (b"a", "texts is b'a' of the type bytes"),
         (["a", ("a", "b")], "mixed"),
     ):
         with pytest.raises(RequestError, match=said):

@@ -13,9 +13,7 @@ from typing import Any
 from interposer.errors import RequestError
 from interposer_models._calls import call_constraint
 from interposer_models._constraint import Constraint
-
-Message = Mapping[str, Any]
-"""``role`` and ``content``, and what else the template reads, such as ``tool_calls``."""
+from interposer_models._messages import Message, check_roles, plain_messages
 
 
 class ChatRenderer:
@@ -42,9 +40,11 @@ class ChatRenderer:
         Texts of control tokens inside of messages are encoded as any other text, so that no message
         can end itself and begin another; transformers does so from 5.23 on.
 
-        Raises: RequestError: a message is malformed, or there is no template, or it refuses them.
+        Raises: RequestError: a message is malformed, or there is no template, or it refuses them,
+            or does not name an unusual role.
         """
-        told = _checked(messages)
+        read_template = self._template_text(template)
+        plain = plain_messages(messages, read_template)
         if template is None and not self._tokenizer.chat_template:
             raise RequestError(
                 f"{self._path} holds no chat template, so that messages cannot be written as the "
@@ -61,7 +61,7 @@ class ChatRenderer:
         fixed = {"sanitize_control_tokens": True} if "sanitize_control_tokens" in own else {}
         try:
             found = render(
-                told,
+                plain,
                 tools=None if tools is None else list(tools),
                 chat_template=template,
                 add_generation_prompt=True,
@@ -75,12 +75,25 @@ class ChatRenderer:
                 f"The chat template of {self._path} refuses these messages: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if tools and list(found) == self.token_ids(told, None, template, options):
+        check_roles(plain, read_template)
+        if tools and list(found) == self.token_ids(plain, None, template, options):
             raise RequestError(
                 f"The chat template of {self._path} does not write tools, so that the model would "
                 "not know of them. Try: leave tools out, or template=... that writes them"
             )
         return list(found)
+
+    def plain(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
+        """Return messages as the checkpoint's template reads them, whose contents are texts.
+
+        Raises: RequestError: a message is malformed.
+        """
+        return plain_messages(messages, self._template_text(None))
+
+    def _template_text(self, template: str | None) -> str:
+        """Return ``template``, or all templates of the checkpoint."""
+        own = self._tokenizer.chat_template if template is None else template
+        return "\n".join(own.values()) if isinstance(own, Mapping) else own or ""
 
     def parsed(
         self,
@@ -120,26 +133,3 @@ class ChatRenderer:
         specials = {token.content: index for index, token in added.items() if token.special}
         template = getattr(self._tokenizer, "response_template", None)
         return call_constraint(template, tools, specials)
-
-
-def _checked(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Return messages as plain dicts.
-
-    Raises: RequestError: there are none, or one has no role.
-    """
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
-        raise RequestError(
-            f"messages is of the type {type(messages).__name__}, must be a list of messages. "
-            "Try: [{'role': 'user', 'content': 'Hello'}]"
-        )
-    told = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(
-                f"Message {index} is {message!r:.200}, must have a 'role', which is a text. "
-                "Try: {'role': 'user', 'content': 'Hello'}"
-            )
-        told.append(dict(message))
-    if not told:
-        raise RequestError("messages is empty. Try: [{'role': 'user', 'content': 'Hello'}]")
-    return told

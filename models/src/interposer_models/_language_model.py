@@ -12,7 +12,6 @@ from interposer import Planned, Resolver, Verdict, explain
 from interposer.errors import ConfigError, RequestError
 from interposer_models._adapters.adapters import Adapters
 from interposer_models._adapters.files import Adapter
-from interposer_models._chat import Message
 from interposer_models._checkpoint.offer import Offer
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._engine.constraints import Constraints
@@ -20,7 +19,15 @@ from interposer_models._engine.engine import Engine
 from interposer_models._engine.non_finite import non_finite
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.speculation import SpeculationFigures
-from interposer_models._requests import Prompt, completions, requests, target_ids, token_ids_of
+from interposer_models._messages import Message
+from interposer_models._requests import (
+    Prompt,
+    completions,
+    continuations_of,
+    requests,
+    target_ids,
+    token_ids_of,
+)
 from interposer_models._stream import Completion, Delta, Stream
 from interposer_models._tokenizer import MissingTokenizer, TextTokenizer, suggested_settings
 from interposer_models._transfer.receiver import WeightsFrom, offer_of
@@ -208,10 +215,11 @@ class LanguageModel:
         prompt alone; a continuation is then a text of its own, special tokens included.
 
         Raises: RequestError: the prompt is empty, or a continuation adds no token to it; or, with
-            it, exceeds the context.
+            it, exceeds the context; or an argument is of another type.
         """
+        listed = continuations_of(prompt, continuations)
         with self.engine.lock:
-            return self._scores(prompt, continuations, adapter)
+            return self._scores(prompt, listed, adapter)
 
     def _scores(
         self, prompt: Prompt, continuations: Sequence[Prompt], adapter: str | None

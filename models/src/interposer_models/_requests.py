@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from interposer.errors import RequestError
-from interposer_models._engine.request_batch import chosen_params
+from interposer_models._engine.request_batch import chosen_params, is_listing
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._stream import Completion, Stream
 from interposer_models._tokenizer import TextTokenizer
@@ -26,12 +26,41 @@ def requests(
     Raises: RequestError: the prompts or ``n`` are none, or parameters are given twice or for
         another number of prompts.
     """
-    if not hasattr(prompts, "__iter__"):
-        raise RequestError(f"prompts is {prompts!r}, must be a text or a list of prompts")
+    _check_type("prompts", prompts, "a text or a list of texts or of lists of token ids")
     if type(n) is not int or n < 1:
         raise RequestError(f"n is {n!r}, must be an integer of at least 1")
     texts: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
     return [*zip(texts, chosen_params(params, settings, len(texts)), strict=True)]
+
+
+def continuations_of(prompt: Prompt, continuations: Sequence[Prompt]) -> list[Prompt]:
+    """Return the continuations of a prompt as a list.
+
+    Raises: RequestError: they or the prompt are of another type.
+    """
+    allowed = "a text or a list of token ids"
+    _check_type("prompt", prompt, allowed)
+    if isinstance(continuations, str):  # whose letters are no continuations
+        raise RequestError(
+            f"continuations is the text {continuations!r:.100}, must be a list. "
+            f"Try: [{continuations!r:.100}]"
+        )
+    _check_type("continuations", continuations, "a list of texts or of lists of token ids")
+    listed = list(continuations)
+    for index, continuation in enumerate(listed):
+        _check_type(f"continuations[{index}]", continuation, allowed)
+    return listed
+
+
+def _check_type(name: str, value: object, allowed: str) -> None:
+    """Check that an argument is a text or lists items in an order.
+
+    Raises: RequestError: it is neither, such as a dict, whose keys are no prompts.
+    """
+    if not is_listing(value):
+        raise RequestError(
+            f"{name} is {value!r:.100} of the type {type(value).__name__}, must be {allowed}"
+        )
 
 
 def token_ids_of(prompt: Prompt, tokenizer: TextTokenizer) -> Sequence[int]:

@@ -6,49 +6,31 @@ import json
 import uuid
 from typing import Any
 
+from interposer.errors import RequestError
+from interposer_models import TextTokenizer
 from interposer_serve._errors import ApiError
 
 
-def written(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def written(messages: list[dict[str, Any]], tokenizer: TextTokenizer) -> list[dict[str, Any]]:
     """Return messages whose contents are texts, and whose calls have their arguments as objects.
 
     Raises: ApiError: a content has a part that is no text, or arguments are no JSON.
     """
-    return [_written(index, message) for index, message in enumerate(messages)]
-
-
-def _written(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    place = f"messages[{index}]"
-    told = {name: value for name, value in message.items() if value is not None}
-    # OpenAI's newer name, which templates do not know.
-    if told.get("role") == "developer":
-        told["role"] = "system"
-    content = told.get("content", "")
-    if isinstance(content, list):
-        content = "".join(_text(f"{place}.content[{at}]", part) for at, part in enumerate(content))
-    if not isinstance(content, str):
-        raise ApiError(
-            400,
-            f"{place}.content is {content!r:.100}; allowed is a text or a list of text parts",
-            param="messages",
-        )
-    told["content"] = content
-    calls = told.get("tool_calls")
-    if isinstance(calls, list):
-        told["tool_calls"] = [_with_objects(f"{place}.tool_calls", call) for call in calls]
-    return told
-
-
-def _text(place: str, part: Any) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else part
-    raise ApiError(
-        400,
-        f"{place} is of the type {kind!r:.100}, which the model cannot read; allowed is 'text'",
-        param="messages",
-        code="not_honoured",
-    )
+    # Templates know no null: a message of calls alone has an empty content.
+    filled = [
+        {"content": "", **{name: value for name, value in message.items() if value is not None}}
+        for message in messages
+    ]
+    try:
+        plain = tokenizer.chat.plain(filled)
+    except RequestError as error:
+        raise ApiError(400, str(error), param="messages", code="not_honoured") from None
+    for index, message in enumerate(plain):
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            place = f"messages[{index}].tool_calls"
+            message["tool_calls"] = [_with_objects(place, call) for call in calls]
+    return plain
 
 
 def _with_objects(place: str, call: Any) -> Any:

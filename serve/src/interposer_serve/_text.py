@@ -18,6 +18,7 @@ from interposer_models import (
     Generation,
     LanguageModel,
     SamplingParams,
+    TextTokenizer,
 )
 from interposer_serve._chat_format import ChatFormat
 from interposer_serve._completion_format import CompletionFormat, Echo
@@ -181,10 +182,10 @@ class TextEndpoints:
         tools: list[dict[str, Any]] | None,
         options: dict[str, Any],
     ) -> list[int]:
-        told = written(messages)
-        return await self._model.tokenize(
-            lambda tokenizer: tokenizer.chat.token_ids(told, tools, None, options)
-        )
+        def token_ids(tokenizer: TextTokenizer) -> list[int]:
+            return tokenizer.chat.token_ids(written(messages, tokenizer), tools, None, options)
+
+        return await self._model.tokenize(token_ids)
 
     async def _echo(self, prompt: str | list[int], token_ids: list[int]) -> Echo:
         tokens = self._lm.engine.checked_tokens(token_ids)

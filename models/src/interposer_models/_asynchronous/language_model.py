@@ -16,9 +16,9 @@ import torch
 from interposer.errors import RequestError
 from interposer_models._asynchronous.generation import Generation
 from interposer_models._asynchronous.step_thread import StepThread
-from interposer_models._chat import Message
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._language_model import LanguageModel
+from interposer_models._messages import Message
 from interposer_models._requests import Prompt, requests, token_ids_of
 from interposer_models._stream import Completion, Delta
 from interposer_models._tokenizer import TextTokenizer

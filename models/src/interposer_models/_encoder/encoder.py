@@ -15,6 +15,7 @@ from interposer_models._adapt.handle import Adapted, adapt
 from interposer_models._checkpoint.files import open_folder
 from interposer_models._encoder.pooling import Pooling
 from interposer_models._engine.non_finite import non_finite
+from interposer_models._engine.request_batch import is_listing
 from interposer_models._fair_lock import FairLock
 
 _CLASSIFIES = "ForSequenceClassification"
@@ -165,6 +166,11 @@ def _texts(texts: Any) -> list[Text]:
 
     Raises: RequestError: they are none.
     """
+    if not is_listing(texts):
+        raise RequestError(
+            f"texts is {texts!r:.100} of the type {type(texts).__name__}, must be a text or a list "
+            "of texts"
+        )
     given = [texts] if isinstance(texts, str | tuple) else list(texts)
     for index, text in enumerate(given):
         pair = isinstance(text, tuple) and len(text) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Set
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -12,13 +13,23 @@ from interposer_models._engine.sequence import Sequence
 from interposer_ops.layers.sampler import Penalties, SamplingBatch
 
 
+def is_listing(value: object) -> bool:
+    """Say whether a value lists items in an order, as lists, arrays and generators do."""
+    return hasattr(value, "__iter__") and not isinstance(
+        value, bytes | bytearray | memoryview | Mapping | Set
+    )
+
+
 def checked_tokens(token_ids: Items[int], vocab_size: int) -> list[int]:
     """Return the ids as plain integers; RequestError if none, or one not in the vocabulary.
 
     Whatever Python takes for an index is an integer here, such as those of arrays.
     """
-    if isinstance(token_ids, bytes) or not hasattr(token_ids, "__iter__"):
-        raise RequestError(f"The prompt is {token_ids!r}, must be a text or a list of token ids")
+    if not is_listing(token_ids):
+        raise RequestError(
+            f"The prompt is {token_ids!r:.100} of the type {type(token_ids).__name__}, "
+            "must be a text or a list of token ids"
+        )
     tokens = [_integer(token_id) for token_id in token_ids]
     if not tokens:
         raise RequestError("The prompt is empty. Try: give at least one token")
