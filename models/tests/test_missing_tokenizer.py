@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from interposer.errors import CheckpointError, RequestError
-from interposer_models import load, quantize
+from interposer_models import TextTokenizer, load, quantize
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -39,3 +40,24 @@ def test_who_needs_texts_is_told(copied: Path, tmp_path: Path) -> None:
     text.write_text("some text")
     with pytest.raises(CheckpointError, match="holds no tokenizer"):
         quantize(copied, tmp_path / "out", "int8", calibrate=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "package"),
+    [
+        ("tokenizer.model", b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02", "sentencepiece"),
+        ("tokenizer.model", b"YQ== 0\n", "tiktoken"),
+        ("qwen.tiktoken", b"YQ== 0\n", "tiktoken"),
+        ("tekken.json", b'{"config": {}, "vocab": []}', "mistral-common"),
+    ],
+)
+def test_a_format_without_its_reader_names_the_package(
+    copied: Path, name: str, content: bytes, package: str
+) -> None:
+    if any(each.name == package for each in metadata.distributions()):
+        pytest.skip(f"{package} is installed")
+    (copied / "tokenizer.json").unlink()
+    (copied / name).write_bytes(content)
+    said = rf"{name}: needs {package} .*to be read, [\s\S]*Try: pip install {package}.*, or add the"
+    with pytest.raises(CheckpointError, match=said):
+        TextTokenizer(copied).encode("text")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ _VOCABULARIES = (
     "*.tiktoken",
     "tekken.json",
 )
+
+
+_ADD = "add the tokenizer.json of the model, or its tokenizer.model or tekken.json"
 
 
 def has_vocabulary(path: Path) -> bool:
@@ -52,7 +56,7 @@ class TextTokenizer:
         elif has_vocabulary(path):
             self._begin(path, lambda: _of_library(path))
         else:
-            raise CheckpointError(path, "holds no tokenizer", "add a tokenizer.json")
+            raise CheckpointError(path, "holds no tokenizer", _ADD)
 
     @classmethod
     def of_json(
@@ -188,7 +192,7 @@ class TextTokenizer:
 class MissingTokenizer(TextTokenizer):
     """Stands in where a model directory holds no tokenizer: prompts are token ids, texts empty."""
 
-    def __init__(self, path: Path, mend: str = "add a tokenizer.json") -> None:
+    def __init__(self, path: Path, mend: str = _ADD) -> None:
         self._path = path
         self._mend = mend
 
@@ -239,9 +243,45 @@ def _of_library(path: Path) -> Any:
             str(path), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # as below, for the other formats
-        raise CheckpointError(
-            path, f"holds no tokenizer: {error}", "add a tokenizer.json"
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    """Return the error of a tokenizer that transformers does not read, naming its file."""
+    advice = "add the model's tokenizer.json, which needs no further package"
+    files = [file for pattern in _VOCABULARIES for file in sorted(path.glob(pattern))]
+    for file in files:
+        if missing := [name for name in _readers(file) if not _is_installed(name)]:
+            reason = f"needs {' and '.join(missing)} to be read, and there is no tokenizer.json"
+            return CheckpointError(file, reason, f"pip install {' '.join(missing)}, or {advice}")
+    reason = " ".join(str(error).split())
+    return CheckpointError(
+        files[0] if files else path,
+        f"holds no tokenizer that transformers reads: {type(error).__name__}: {reason:.300}",
+        f"copy it again, or {advice}",
+    )
+
+
+def _readers(file: Path) -> tuple[str, ...]:
+    """Return the packages with which transformers reads a vocabulary, none for its own formats."""
+    if file.name == "tekken.json":
+        return ("mistral-common",)
+    if file.suffix == ".tiktoken":
+        return ("tiktoken",)
+    if file.suffix != ".model":
+        return ()
+    # SentencePiece stores a binary message of pieces; Llama 3 gave a text of tiktoken the name.
+    with file.open("rb") as content:
+        is_message = content.read(1) == b"\n"
+    return ("sentencepiece", "protobuf") if is_message else ("tiktoken",)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _of_folder(path: Path) -> Any:
@@ -268,7 +308,9 @@ def _fast(read: Callable[[], FastTokenizer], path: Path) -> FastTokenizer:
     try:
         tokenizer = read()
     except Exception as error:  # the library raises bare Exception for any bad file
-        raise CheckpointError(path, f"is not a valid tokenizer: {error}") from error
+        raise CheckpointError(
+            path, f"is not a valid tokenizer: {error}", "copy it again, or install newer tokenizers"
+        ) from error
     # Settings of a training run; a prompt is taken whole and as it is.
     tokenizer.no_truncation()
     tokenizer.no_padding()
