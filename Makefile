@@ -51,10 +51,11 @@ test-repeat: $(INSTALLED) ## Run the quick and the process tests RUNS times, to 
 		$(MAKE) --no-print-directory test-quick && $(MAKE) --no-print-directory test-process || exit 1; \
 	done
 
-test-checkpoints: $(INSTALLED) ## Compare 2,000 spellings of config.json with transformers, 500 adapted models, and 500 LoRA adapters. Half an hour.
+test-checkpoints: $(INSTALLED) ## Compare spellings of checkpoints with transformers and PEFT: 2,000 of config.json and of tokenizer files, 500 of adapters. An hour.
 	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/compare.py 0 2000 --keep .variants_cache/loaded
 	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/compare.py 0 500 --adapt --keep .variants_cache/adapted
 	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/compare_adapters.py 0 500 --keep .variants_cache/adapters
+	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/tokenizer_files.py 0 2000
 
 # It changes the sources while it runs and puts them back: have no work in this checkout meanwhile.
 MUTANTS := $(BIN)/python tests/mutants/mutants.py

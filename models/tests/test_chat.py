@@ -136,7 +136,10 @@ def test_models_without_a_template_or_a_tokenizer_say_so(path: Path, tmp_path: P
 
 def test_parts_of_text_are_joined(lm: LanguageModel) -> None:
     parts = [{"type": "text", "text": "import"}, {"type": "text", "text": " os"}]
-    messages = [{"role": "developer", "content": "Be"}, {"role": "user", "content": parts}]
+    messages: list[dict[str, Any]] = [
+        {"role": "developer", "content": "Be"},
+        {"role": "user", "content": parts},
+    ]
     joined = [{"role": "system", "content": "Be"}, {"role": "user", "content": "import os"}]
     assert lm.chat_prompt(messages) == lm.chat_prompt(joined)
 

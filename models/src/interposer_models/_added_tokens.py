@@ -33,8 +33,15 @@ _NAMES = (
 )
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # These classes of transformers run the pipeline of tokenizer.json as it is.
-_GENERIC_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer"}
+_GENERIC_CLASSES = {"PreTrainedTokenizer", "TokenizersBackend"}
 _LLAMA_CLASSES = {"LlamaTokenizer", "CodeLlamaTokenizer"}
+_END_OF_TEXT = "<|endoftext|>"
+# Tokens of classes of transformers for roles that no file gives a token.
+_CLASS_TOKENS = {
+    "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), _END_OF_TEXT),
+    "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), _END_OF_TEXT),
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ class TokenizerSettings:
 
         Raises: CheckpointError: it is neither a text nor a token.
         """
-        token = self._named().get("eos_token")
+        token = self._role_tokens().get("eos_token")
         return None if token is None else str(token)
 
     def cleans_up(self, tokenizer: Tokenizer) -> bool:
@@ -89,22 +96,48 @@ class TokenizerSettings:
         return self._flag("clean_up_tokenization_spaces") and (not is_bpe or self._flag(insists))
 
     def needs_transformers(self, tokenizer: Tokenizer) -> bool:
-        """Say whether transformers builds another pipeline than that of tokenizer.json.
+        """Say whether transformers replaces the pipeline of tokenizer.json by another one.
 
-        Some of its classes build their own pipeline and give it ``add_prefix_space``. Those of
-        Llama put a space in front of the text alone, where a ``Prepend`` step puts one after each
-        special token too. ``fix_mistral_regex`` replaces a regular expression.
+        Some of its classes build their own pipeline and name tokens that no file names; those of
+        Unigram models add end tokens too. ``fix_mistral_regex`` replaces a regular expression.
         """
         if self._flag("fix_mistral_regex"):
             return True
-        class_name = str(self.fields.get("tokenizer_class"))
-        if class_name in _GENERIC_CLASSES:
-            return False
+        class_name = str(self.fields.get("tokenizer_class")).removesuffix("Fast")
+        if type(tokenizer.model).__name__ == "Unigram" and class_name not in _GENERIC_CLASSES:
+            return self.fields.get("tokenizer_class") is not None
         steps = list(_steps(tokenizer))
-        if class_name.removesuffix("Fast") in _LLAMA_CLASSES and _has_prepend(steps):
+        if class_name in _LLAMA_CLASSES and any(step["type"] == "ByteLevel" for step in steps):
+            return False  # transformers knows that the class is wrong
+        if class_name in _LLAMA_CLASSES and any(step["type"] == "Prepend" for step in steps):
             return True
+        return self._lacks_token(class_name, tokenizer) or (
+            self._prefix_scheme(class_name) not in (None, _prefix_scheme(steps))
+        )
+
+    def _lacks_token(self, class_name: str, tokenizer: Tokenizer) -> bool:
+        """Say whether a class of transformers adds a token for a role that no file gives one."""
+        stored_texts = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        stored_texts |= {token.content for token in self._by_id().values()}
+        return any(
+            text not in stored_texts and name not in self.fields and name not in self.special_map
+            for name, text in _CLASS_TOKENS.get(class_name, {}).items()
+        )
+
+    def _prefix_scheme(self, class_name: str) -> str | None:
+        """Return where a class puts a space: "always", "first" or "never"; None as the file says.
+
+        "always" is in front of the text and of each part after a special token.
+        """
+        if class_name in _GENERIC_CLASSES:
+            return None
         prefix = self.fields.get("add_prefix_space")
-        return prefix is not None and self._flag("add_prefix_space") != _adds_prefix_space(steps)
+        if class_name in _LLAMA_CLASSES:
+            scheme = "always" if self._flag("legacy") else "first"
+            return scheme if prefix is None or self._flag("add_prefix_space") else "never"
+        if prefix is None and class_name not in ("GPT2Tokenizer", "Qwen2Tokenizer"):
+            return None
+        return "always" if self._flag("add_prefix_space") else "never"
 
     def apply(self, tokenizer: Tokenizer) -> None:
         """Add the tokens that the tokenizer lacks, and let it split special tokens if asked for.
@@ -113,23 +146,25 @@ class TokenizerSettings:
             the one that its file states.
         """
         tokenizer.encode_special_tokens = self.splits_special_tokens
-        known = tokenizer.get_added_tokens_decoder()
-        known_texts = {token.content for token in known.values()}
-        unchanged = {repr(token) for token in known.values()}
+        stored_tokens = tokenizer.get_added_tokens_decoder()
+        stored_texts = {token.content for token in stored_tokens.values()}
+        unchanged = {repr(token) for token in stored_tokens.values()}
         stated_ids = self._by_id()
         by_text = {token.content: token for token in stated_ids.values()}
         if self.fields.get("added_tokens_decoder") is None:
-            # transformers adds those of tokenizer.json again; named ones become special by it.
-            by_text |= {token.content: token for token in known.values()}
-        named = self._named()
-        missing = dict(by_text)
-        for token in (*named.values(), *self._extra()):
-            if token.content not in known_texts:
-                missing.setdefault(token.content, token)
-        special_texts = {token.content for token in named.values()}
-        for text, token in missing.items():
-            token.special = token.special or text in special_texts
-        added = [token for token in missing.values() if repr(token) not in unchanged]
+            # transformers adds those of tokenizer.json again, which makes roles' tokens special.
+            by_text |= {token.content: token for token in stored_tokens.values()}
+        role_tokens = self._role_tokens()
+        # Two roles may give a text different flags; the library gets both, in this order.
+        candidates = [*by_text.values()] + [
+            token
+            for token in (*role_tokens.values(), *self._extra())
+            if token.content not in stored_texts and token.content not in by_text
+        ]
+        special_texts = {token.content for token in role_tokens.values()}
+        for token in candidates:
+            token.special = token.special or token.content in special_texts
+        added = [token for token in candidates if repr(token) not in unchanged]
         new_ids = {
             token.content: index
             for index, token in stated_ids.items()
@@ -148,7 +183,7 @@ class TokenizerSettings:
                 )
 
     def _by_id(self) -> dict[int, AddedToken]:
-        """Return the tokens whose ids are stated, in the order of the ids."""
+        """Return the tokens that a file gives an id, by id in ascending order."""
         decoder = self.fields.get("added_tokens_decoder")
         if decoder is not None:
             field = "added_tokens_decoder"
@@ -159,8 +194,8 @@ class TokenizerSettings:
                 for index, value in decoder.items()
             }
             return dict(sorted(tokens.items()))
-        named = self._named()
-        special_texts = {named[name].content for name in _NAMES if name in named}
+        role_tokens = self._role_tokens()
+        special_texts = {role_tokens[name].content for name in _NAMES if name in role_tokens}
         special_texts |= {token.content for token in self._newer_extra()}
         tokens = {}
         for text, index in self.added.items():
@@ -169,7 +204,7 @@ class TokenizerSettings:
             tokens[self._id(_ADDED, text, index)] = token
         return dict(sorted(tokens.items()))
 
-    def _named(self) -> dict[str, AddedToken]:
+    def _role_tokens(self) -> dict[str, AddedToken]:
         """Return the tokens that have a role, such as ``bos_token`` or ``image_token``."""
         tokens: dict[str, AddedToken] = {}
         for file, fields in ((_CONFIG, self.fields), (_SPECIAL_MAP, self.special_map)):
@@ -181,18 +216,29 @@ class TokenizerSettings:
             extra = fields.get(_EXTRA)
             for name, value in extra.items() if isinstance(extra, Mapping) else ():
                 tokens[name] = self._token(file, f"{_EXTRA}.{name}", value)
-        return tokens
+        # New ids are given in the order of the usual roles.
+        usual = {name: tokens.pop(name) for name in _NAMES if name in tokens}
+        return usual | tokens
 
     def _extra(self) -> list[AddedToken]:
         """Return the special tokens without a role."""
-        tokens = self._newer_extra()
-        # A list of the newer name hides that of the older one, even if it is empty.
-        if tokens or isinstance(self.fields.get(_EXTRA), list):
-            return tokens
-        return self._several(_SPECIAL_MAP, self.special_map, _OLDER_EXTRA)
+        if self._uses_newer_name:
+            return self._newer_extra()
+        file = _SPECIAL_MAP if _OLDER_EXTRA in self.special_map else _CONFIG
+        fields = self.special_map if file == _SPECIAL_MAP else self.fields
+        return self._several(file, fields, _OLDER_EXTRA)
+
+    @property
+    def _uses_newer_name(self) -> bool:
+        """Whether a field of the newer name, even of a null, hides those of the older one."""
+        config_value = self.fields.get(_EXTRA)
+        if not config_value and _OLDER_EXTRA in self.fields:
+            return True  # the older name of tokenizer_config.json is read as the newer one
+        is_list = _EXTRA in self.fields and not isinstance(config_value, Mapping)
+        return is_list or isinstance(self.special_map.get(_EXTRA), list)
 
     def _newer_extra(self) -> list[AddedToken]:
-        """Return those of ``extra_special_tokens``, or of its older name in the first file."""
+        """Return the tokens of ``extra_special_tokens``, or of the older name in the first file."""
         own_field = _EXTRA if self.fields.get(_EXTRA) else _OLDER_EXTRA
         tokens = self._several(_CONFIG, self.fields, own_field)
         return tokens + self._several(_SPECIAL_MAP, self.special_map, _EXTRA)
@@ -257,13 +303,9 @@ def _steps(tokenizer: Tokenizer) -> Iterator[Mapping[str, Any]]:
         pending += step.get("normalizers", []) + step.get("pretokenizers", [])
 
 
-def _has_prepend(steps: list[Mapping[str, Any]]) -> bool:
-    return any(step["type"] == "Prepend" for step in steps)
-
-
-def _adds_prefix_space(steps: list[Mapping[str, Any]]) -> bool:
-    """Say whether a pipeline puts a space in front of a text."""
-    return _has_prepend(steps) or any(
-        step.get("add_prefix_space", False) or step.get("prepend_scheme", "never") != "never"
-        for step in steps
-    )
+def _prefix_scheme(steps: list[Mapping[str, Any]]) -> str:
+    """Return where a pipeline puts a space; see ``TokenizerSettings``."""
+    schemes = [str(step.get("prepend_scheme", "never")) for step in steps]
+    if any(step["type"] == "Prepend" or step.get("add_prefix_space") for step in steps):
+        return "always"
+    return next((scheme for scheme in schemes if scheme != "never"), "never")

@@ -70,16 +70,15 @@ class TextTokenizer:
         Args:
             content: or what returns it, when it is first asked for.
             path: the file that it comes from, for the text of errors.
-            settings: what tokenizer_config.json would hold.
+            settings: what tokenizer_config.json would hold. ``content`` has all tokens already.
         """
         tokenizer = cls.__new__(cls)
-        fields = settings or {}
         if isinstance(content, str):
-            parsed = _of_text(content, path, fields)
-            tokenizer._begin(path, lambda: parsed, fields)
+            parsed = _of_text(content, path)
+            tokenizer._begin(path, lambda: parsed, settings or {})
         else:
             read_text = content
-            tokenizer._begin(path, lambda: _of_text(read_text(), path, fields), fields)
+            tokenizer._begin(path, lambda: _of_text(read_text(), path), settings or {})
         return tokenizer
 
     @classmethod
@@ -167,14 +166,13 @@ class TextTokenizer:
             return ChatRenderer(self._slow, self._path)
         if self._settings is None:
             library = _of_library(self._path)
-            if isinstance(getattr(library, "_tokenizer", None), FastTokenizer):
-                library._tokenizer = self._fast  # a chat is split into tokens as any other text
-            return ChatRenderer(library, self._path)
-        from transformers import PreTrainedTokenizerFast
+        else:
+            from transformers import PreTrainedTokenizerFast
 
-        return ChatRenderer(
-            PreTrainedTokenizerFast(tokenizer_object=self._fast, **self._settings), self._path
-        )
+            library = PreTrainedTokenizerFast(tokenizer_object=self._fast, **self._settings)
+        if isinstance(getattr(library, "_tokenizer", None), FastTokenizer):
+            library._tokenizer = self._fast  # a chat is split into tokens as any other text
+        return ChatRenderer(library, self._path)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ``token_ids`` without special tokens."""
@@ -298,10 +296,8 @@ def _of_folder(path: Path) -> Any:
     return tokenizer
 
 
-def _of_text(content: str, path: Path, settings: Mapping[str, Any]) -> FastTokenizer:
-    tokenizer = _fast(lambda: FastTokenizer.from_str(content), path)
-    TokenizerSettings(settings, {}, {}, path).apply(tokenizer)
-    return tokenizer
+def _of_text(content: str, path: Path) -> FastTokenizer:
+    return _fast(lambda: FastTokenizer.from_str(content), path)
 
 
 def _fast(read: Callable[[], FastTokenizer], path: Path) -> FastTokenizer:
