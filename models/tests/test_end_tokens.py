@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from interposer.errors import CheckpointError
-from interposer_models import load
+from interposer_models import adapt, language_model, load
 
 STDLIB = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
 
@@ -44,3 +45,27 @@ def test_end_tokens_are_read_from_each_file(
 def test_end_tokens_that_are_no_tokens_are_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is "):
         load(written(tmp_path / "m", None, value), cache_tokens=64)
+
+
+@pytest.mark.parametrize(("own", "general", "ends"), [(7, None, {7}), (5, [7, 8], {7, 8})])
+def test_end_tokens_of_an_adapted_model_are_read_by_the_same_rule(
+    own: Any, general: Any, ends: set[int]
+) -> None:
+    lm = language_model(adapt(model_with(own, general)), cache_tokens=64)
+    assert lm.engine.stop_token_ids == ends
+
+
+@pytest.mark.parametrize("value", [True, -1])
+def test_end_tokens_of_an_adapted_model_that_are_no_tokens_are_refused(value: Any) -> None:
+    with pytest.raises(CheckpointError, match="GenerationConfig of LlamaForCausalLM: eos_token_id"):
+        language_model(adapt(model_with(1, value)), cache_tokens=64)
+
+
+def model_with(own: Any, general: Any) -> LlamaForCausalLM:
+    """Return a small model with end tokens of its configuration and of generation."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes, num_attention_heads=4, vocab_size=32, eos_token_id=own)
+    ).eval()
+    model.generation_config.eos_token_id = general
+    return model

@@ -367,19 +367,27 @@ def stop_tokens(path: Path, config: dict[str, Any], tokenizer: TextTokenizer) ->
     """
     for name, fields in ("generation_config.json", _generation(path)), ("config.json", config):
         value = fields.get("eos_token_id")
-        if value is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        # A model of a smaller vocabulary than the released one often keeps that one's ids.
-        if not all(type(i) is int and 0 <= i < _LARGEST_VOCABULARY for i in ids):
-            reason = (
-                f"eos_token_id is {value!r}, must be an integer or a list of them, "
-                f"from 0 to {_LARGEST_VOCABULARY - 1}"
-            )
-            file = path / name if path.is_dir() else path
-            raise CheckpointError(file, reason, "mend the field")
-        return frozenset(ids)
+        if value is not None:
+            return end_token_ids(value, path / name if path.is_dir() else path)
     return _stop_tokens_of_tokenizer(path, tokenizer)
+
+
+def end_token_ids(value: Any, file: object) -> frozenset[int]:
+    """Return the ids that the value of ``eos_token_id`` states, one or several.
+
+    Args:
+        file: that holds the value, for the text of errors.
+    Raises: CheckpointError: it states something else.
+    """
+    ids = value if isinstance(value, list | tuple) else [value]
+    # A model of a smaller vocabulary than the released one often keeps that one's ids.
+    if not all(type(i) is int and 0 <= i < _LARGEST_VOCABULARY for i in ids):
+        reason = (
+            f"eos_token_id is {value!r}, must be an integer or a list of them, "
+            f"from 0 to {_LARGEST_VOCABULARY - 1}"
+        )
+        raise CheckpointError(file, reason, "mend the field")
+    return frozenset(ids)
 
 
 def _stop_tokens_of_tokenizer(path: Path, tokenizer: TextTokenizer) -> frozenset[int]:

@@ -241,6 +241,42 @@ def test_every_end_of_a_turn_ends_a_generation(small: Callable[..., Path]) -> No
     assert GGUFCheckpoint.open(path).config["eos_token_id"] == [0, 6]
 
 
+@pytest.mark.parametrize(
+    ("texts", "changes", "ends"),
+    [
+        (["<|im_end|>"], {}, ["</s>", "<|im_end|>"]),
+        (["<end_of_turn>"], {"eos_token_id": None}, ["</s>", "<end_of_turn>"]),
+        (["<|file_sep|>", "a b"], {"fim_sep_token_id": len(TOKENS) + 1}, ["</s>", "a b"]),
+        (["<|end|>", "<|return|>", "<|call|>"], {}, ["</s>", "<|return|>", "<|call|>"]),
+        (["<|end|>", "<|return|>"], {}, ["</s>", "<|end|>", "<|return|>"]),
+        (["<|tool_response>"], {}, ["<|tool_response>"]),
+        (["<|imend|>"], {}, ["</s>"]),
+    ],
+)
+def test_end_tokens_that_no_key_names_are_known_by_their_texts(
+    small: Callable[..., Path], texts: list[str], changes: dict[str, Any], ends: list[str]
+) -> None:
+    tokens = [*SENTENCE_PIECE[KEY + "tokens"], *texts]
+    added: dict[str, Any] = {
+        KEY + "tokens": tokens,
+        KEY + "scores": [*SENTENCE_PIECE[KEY + "scores"], *[0.0 for _ in texts]],
+        KEY + "token_type": [*SENTENCE_PIECE[KEY + "token_type"], *[NORMAL for _ in texts]],
+        "tensors": {"token_embd.weight": (len(tokens), 32)},
+        **{KEY + name: value for name, value in changes.items()},
+    }
+    path = small(**{**SENTENCE_PIECE, **added})
+    assert GGUFCheckpoint.open(path).config["eos_token_id"] == sorted(map(tokens.index, ends))
+    # A chat writes it as one token, though the file calls it a normal one.
+    if texts == ["<|im_end|>"]:
+        assert tokenizer_of(path).encode("a<|im_end|>")[-1] == len(TOKENS)
+
+
+def test_an_end_token_that_the_file_does_not_have_is_refused(small: Callable[..., Path]) -> None:
+    path = small(**{**SENTENCE_PIECE, KEY + "eot_token_id": 7000})
+    with pytest.raises(CheckpointError, match=r"'tokenizer.ggml.eot_token_id' = 7000, but \d+ tok"):
+        GGUFCheckpoint.open(path)
+
+
 def test_the_chat_template_of_the_file_writes_its_special_tokens(
     small: Callable[..., Path],
 ) -> None:

@@ -35,7 +35,7 @@ from interposer_models._engine.cache_shape import CacheShape
 from interposer_models._engine.engine import Engine
 from interposer_models._engine.runner import Runner
 from interposer_models._language_model import LanguageModel
-from interposer_models._tokenizer import MissingTokenizer, TextTokenizer
+from interposer_models._tokenizer import MissingTokenizer, TextTokenizer, end_token_ids
 from interposer_ops.layers.sampler import Sampler
 
 _SAMPLER = "sampler"
@@ -81,11 +81,13 @@ def language_model(
         NoCandidateError: nothing that is installed attends as a layer does.
         ConfigError: the model was restored, a size is not a positive integer, the cache does not
             fit, or graphs or compilation are asked for.
+        CheckpointError: a configuration of the model states end tokens that are no tokens.
     """
     sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
     check_sizes(cache_tokens=cache_tokens, **sizes)
     _check(adapted)
     model = adapted.model
+    stop_token_ids = _stop_tokens(model)
     name = str(getattr(model.config, "name_or_path", "")) or type(model).__name__
     plan = _Plan(adapted.resolver, adapted.placement, Path(name), adapted.quantization)
     device = plan.placement.device.torch_device
@@ -114,7 +116,7 @@ def language_model(
     engine = Engine(
         runner,
         Sampler(Site(plan.resolver, _SAMPLER, model.dtype), decoder.config.vocab_size),
-        stop_token_ids=_stop_tokens(model),
+        stop_token_ids=stop_token_ids,
         seed=plan.resolver.config.seed,
     )
     return LanguageModel(engine, _tokenizer(tokenizer, plan.path), plan, None)
@@ -276,10 +278,14 @@ def _tokenizer(given: Any, path: Path) -> TextTokenizer:
 
 
 def _stop_tokens(model: nn.Module) -> frozenset[int]:
-    """Return the ids that end a generation of the model."""
+    """Return the ids that end a generation of the model.
+
+    Raises: CheckpointError: a configuration states no tokens.
+    """
     config: Any = model.config
-    settings = getattr(model, "generation_config", None) or config.get_text_config(decoder=True)
-    found = getattr(settings, "eos_token_id", None)
-    if found is None:
-        return frozenset()
-    return frozenset(found if isinstance(found, list | tuple) else [found])
+    settings = getattr(model, "generation_config", None), config.get_text_config(decoder=True)
+    for each in settings:
+        if (value := getattr(each, "eos_token_id", None)) is not None:
+            owner = f"{type(each).__name__} of {config.name_or_path or type(model).__name__}"
+            return end_token_ids(value, owner)
+    return frozenset()

@@ -11,10 +11,11 @@ import torch
 from interposer import CheckpointFile
 from interposer_gguf._architectures import architecture_of
 from interposer_gguf._decoder_settings import decoder_config
+from interposer_gguf._end_tokens import end_tokens
 from interposer_gguf._file_format import GGUFFile
 from interposer_gguf._placement import entries_of
 from interposer_gguf._settings import Settings
-from interposer_gguf._tokenizer import end_tokens, tokenizer_json, tokenizer_settings
+from interposer_gguf._tokenizer import tokenizer_json, tokenizer_settings
 
 
 class GGUFCheckpoint(CheckpointFile):

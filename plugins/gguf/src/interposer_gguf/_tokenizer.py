@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from interposer.errors import CheckpointError, UnsupportedModelError, nearest_first
+from interposer_gguf._end_tokens import ends_by_text
 from interposer_gguf._pre_tokenizers import PRE_TOKENIZERS
 from interposer_gguf._settings import Settings
 
@@ -18,19 +19,11 @@ _KEY = "tokenizer.ggml."
 # Types of tokens.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _NORMAL = 1
-_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 _CHAT_TEMPLATE = "tokenizer.chat_template"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 # Of one token; merges of a longer one would be too many to try.
 _LONGEST = 512
-
-
-def end_tokens(settings: Settings) -> list[int] | None:
-    """Return the ids of the tokens that end a generation, or None if the file names none."""
-    keys = [_KEY + name for name in _ENDS]
-    ids = {settings.integer(key) for key in keys if key in settings}
-    return sorted(ids) or None
 
 
 def tokenizer_json(settings: Settings, vocab_size: int) -> str:
@@ -100,7 +93,10 @@ class _Vocabulary:
         if len(self.ids) < len(self.tokens):
             twice = next(t for i, t in enumerate(self.tokens) if self.ids[t] != i)
             raise CheckpointError(self.path, f"has the token {twice[:50]!r} twice")
-        self.kinds = self.of_each(settings, "token_type", int, [_NORMAL] * len(self.tokens))
+        self.kinds = [*self.of_each(settings, "token_type", int, [_NORMAL] * len(self.tokens))]
+        # Some converters write such a token as a normal one, which texts would be merged to.
+        for index in ends_by_text(self.ids).values():
+            self.kinds[index] = _CONTROL
 
     def of_each(
         self, settings: Settings, name: str, kind: type, default: list[Any] | None = None
