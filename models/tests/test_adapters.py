@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -373,6 +374,10 @@ FILE_FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
         r"model ask for \[5, 96\]\nTry: load the base model, which it was trained for",
     ),
     "integers": (lambda t: {n: x.int() for n, x in t.items()}, "as torch.int32, expected floats"),
+    "not a number": (
+        lambda t: {n: x.fill_(math.nan) for n, x in t.items()},
+        rf"{WEIGHTS}: holds the tensor '{FRONT}.*lora_A.weight', \d+ of whose \d+ numbers are NaN",
+    ),
 }
 
 

@@ -281,6 +281,38 @@ def test_a_step_that_fails_fails_its_requests_alone(
     assert "a kernel failed" in caplog.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_whose_logits_are_not_finite_fails_alone(
+    lm: LanguageModel, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    bad = lm.tokenizer.encode("import re")
+    compute, mixed = lm.engine.runner.compute, threading.Event()
+
+    def broken(chunks: Any) -> Any:
+        logits = compute(chunks).clone()
+        for row, chunk in enumerate(chunks):
+            if list(chunk.sequence.prompt) == bad:
+                logits[row] = float("nan")
+                if len(chunks) > 1:
+                    mixed.set()
+        return logits
+
+    with stalled_steps(lm) as steps, serving(lm) as served, ThreadPoolExecutor(1) as pool:
+        expected = served.complete(max_tokens=1).body["choices"][0]["text"]
+        monkeypatch.setattr(lm.engine.runner, "compute", broken)
+        other = pool.submit(served.complete, max_tokens=200, ignore_eos=True)
+        wait_until(lambda: len(lm.engine.scheduler.running) == 1)
+        failed = served.complete(prompt="import re", stream=stream)
+        steps.release()
+        text = other.result().body["choices"][0]["text"]
+        error = json.loads(failed.body.removeprefix("data: "))["error"] if stream else failed.error
+        assert failed.status == (200 if stream else 500)
+        assert error["type"] == "server_error"
+        assert "are not finite" in error["message"]
+        assert (text.startswith(expected), mixed.is_set()) == (True, True)
+        assert served.ask("/ready").status == 200
+
+
 def refuses_connections(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port)).close()

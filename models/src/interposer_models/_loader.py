@@ -42,6 +42,7 @@ from interposer_models._checkpoint.files import (
     with_weights,
 )
 from interposer_models._checkpoint.tied_tensors import check_tied, untied
+from interposer_models._checkpoint.weight_check import WeightCheck
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._compute_dtype import compute_dtype
 from interposer_models._decoder.settings import DecoderSettings
@@ -283,8 +284,9 @@ def load(
         if shared is not None:
             shared.check(planned.placement.platform)
         states = state_bytes(planned, max_sequences, shared)
+        check = WeightCheck.of(planned)
         read = read_adapters(
-            adapters or {}, planned.model, planned.dtype, "cpu", planned.checkpoint
+            adapters or {}, planned.model, planned.dtype, "cpu", planned.checkpoint, check
         )
         room = AdapterRoom.of(
             read.values(), planned.dtype.itemsize, is_host(planned.placement.platform)
@@ -333,11 +335,12 @@ def load(
                 tensor_parallel=group.inner(),
             )
             prepared = Preparation(guesses, Target(planned, checkpoint, tokenizer, opened, **sizes))
-        weights = Weights(planned.model, device)
+        weights = Weights(planned.model, device, check)
         if policy.seed is not None:
             runs_on.seed(policy.seed)
         with planned.numerics():
             load_offloaded(planned, checkpoint, weights, advance)
+            planned.resolver.notes += check.findings
             planned.model.reserve_positions(0, device)
         stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config, tokenizer)
         starts: tuple[int, ...] = ()

@@ -18,6 +18,7 @@ extern PyMethodDef interposer_lora_methods[];
 extern PyMethodDef interposer_recurrence_methods[];
 extern PyMethodDef interposer_rounding_methods[];
 extern PyMethodDef interposer_sampling_methods[];
+extern PyMethodDef interposer_weights_methods[];
 
 bool interposer_numbers(PyObject* const* arguments, Py_ssize_t given, Py_ssize_t count,
                         int64_t* values) {
@@ -86,7 +87,7 @@ PyMODINIT_FUNC PyInit__native() {
                               interposer_dense_methods, interposer_experts_methods,
                               interposer_lora_methods, interposer_recurrence_methods,
                               interposer_rounding_methods, interposer_sampling_methods,
-                              interposer_communicator_methods}) {
+                              interposer_communicator_methods, interposer_weights_methods}) {
     if (made && PyModule_AddFunctions(made, family)) Py_CLEAR(made);
   }
   return made;

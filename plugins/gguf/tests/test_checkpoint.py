@@ -293,6 +293,18 @@ def test_a_scale_that_is_no_number_is_refused(small: Callable[..., Path]) -> Non
         loaded(path)
 
 
+def test_a_plain_weight_that_is_no_number_is_refused(small: Callable[..., Path]) -> None:
+    path = small()
+    file = gguf.GGUFReader(path, "r+")
+    stored = next(t for t in file.tensors if t.name == "blk.0.attn_norm.weight")
+    stored.data[3] = float("nan")
+    file.data.flush()
+    name = "model.layers.0.input_layernorm.weight"
+    with pytest.raises(CheckpointError, match=rf"small\.gguf: holds the tensor '{name}', 1 of "):
+        load(path, cache_tokens=64)
+    load(path, cache_tokens=64, config=Config(weight_check="off"))
+
+
 def test_another_suffix_is_told_what_is_read(tmp_path: Path) -> None:
     path = tmp_path / "model.ggml"
     path.write_bytes(b"ggml")

@@ -91,6 +91,8 @@ class Config(Settings):
         packed: weights that kernels packed are mapped from a file, which is kept of large models;
             ``"on"`` keeps it of every model and raises where it cannot be.
         packed_bytes: of all such files in ``cache_dir``; 0 keeps none there.
+        weight_check: what loading does with a weight that is NaN or infinite: ``"refuse"`` raises,
+            ``"warn"`` logs it, ``"off"`` does not search for one.
 
     Raises: ConfigError: a key is unknown or a value not usable.
     """
@@ -123,6 +125,7 @@ class Config(Settings):
     cache_dir: Annotated[str, Field(min_length=1), BeforeValidator(_as_text)] | None = None
     packed: Literal["auto", "on", "off"] = "auto"
     packed_bytes: Annotated[int, Field(ge=0)] = 32 << 30
+    weight_check: Literal["refuse", "warn", "off"] = "refuse"
 
     if TYPE_CHECKING:  # what is taken for a rule or for names is wider than what is kept
 
@@ -157,6 +160,7 @@ class Config(Settings):
             cache_dir: str | os.PathLike[str] | None = None,
             packed: Literal["auto", "on", "off"] = "auto",
             packed_bytes: int = 32 << 30,
+            weight_check: Literal["refuse", "warn", "off"] = "refuse",
         ) -> None: ...
 
     @model_validator(mode="after")

@@ -18,6 +18,7 @@ from torch import Tensor
 from interposer._contract.capability import Capability, Device, Memory
 from interposer._contract.choice import Choice
 from interposer._contract.errors import ConfigError, MissingMemberError
+from interposer._contract.finite_numbers import are_finite
 from interposer._contract.verdict import Verdict
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -125,6 +126,21 @@ class Platform(ABC):
     def seed(self, seed: int) -> None:
         """Seed the random generators of all devices of this platform."""
         torch.manual_seed(seed)
+
+    def all_finite(self, tensor: Tensor) -> bool:
+        """Say whether a tensor on one of the devices holds neither NaN nor infinity.
+
+        Loading asks this of every weight. The default reads the tensor once, by ``torch.aminmax``.
+        """
+        return are_finite(tensor)
+
+    def copy_finite(self, target: Tensor, source: Tensor) -> bool:
+        """Copy ``source`` to ``target`` on one of the devices, and search ``target`` afterwards.
+
+        Returns: as ``all_finite``. A platform whose memory is read for the copy can search then.
+        """
+        target.copy_(source)
+        return self.all_finite(target)
 
     def numerics(self, policy: NumericsPolicy) -> contextlib.AbstractContextManager[None]:
         """Return a block in which products are as exact, and draws as repeatable, as it says."""

@@ -17,6 +17,7 @@ from interposer_models._adapters.mixtures import AdaptedExperts, AdaptedRouter
 from interposer_models._adapters.places import Adaptable, AdapterPlaces
 from interposer_models._adapters.step import StepAdapters, StepHooks
 from interposer_models._adapters.weight_copies import BaseCopies
+from interposer_models._checkpoint.weight_check import WeightCheck
 from interposer_models._engine.engine import Engine
 from interposer_ops.devices.graphs import judge_choices
 from interposer_ops.layers.experts import Experts, Router
@@ -63,7 +64,7 @@ class Adapters:
             self._places = AdapterPlaces(self._engine.model)
         checkpoint = getattr(self._plan, "checkpoint", None)
         copies = BaseCopies(checkpoint, self._engine.model)
-        kind = copies, self._dtype, self._engine.device
+        kind = copies, self._dtype, self._engine.device, WeightCheck.of(self._plan)
         self._add({name: read_adapter(adapter_folder(path), self._places, *kind)})
 
     def _check(self, name: str, replace: bool) -> None:

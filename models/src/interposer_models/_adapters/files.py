@@ -22,6 +22,7 @@ from interposer_models._adapters.settings import AdapterSettings
 from interposer_models._adapters.weight_copies import BaseCopies
 from interposer_models._checkpoint.checkpoint import Checkpoint, reading
 from interposer_models._checkpoint.hub import HubModel
+from interposer_models._checkpoint.weight_check import WeightCheck
 from interposer_ops.layers.experts import gates_first
 
 WEIGHTS = "adapter_model.safetensors"
@@ -76,6 +77,7 @@ def read_adapters(
     dtype: torch.dtype,
     device: str,
     checkpoint: Checkpoint | CheckpointFile | None = None,
+    check: WeightCheck | None = None,
 ) -> dict[str, Adapter]:
     """Return the adapters for a model, by name.
 
@@ -87,7 +89,7 @@ def read_adapters(
         return {}
     places, copies = AdapterPlaces(model), BaseCopies(checkpoint, model)
     return {
-        name: read_adapter(adapter_folder(path), places, copies, dtype, device)
+        name: read_adapter(adapter_folder(path), places, copies, dtype, device, check)
         for name, path in paths.items()
     }
 
@@ -98,11 +100,14 @@ def read_adapter(
     copies: BaseCopies,
     dtype: torch.dtype,
     device: str,
+    check: WeightCheck | None = None,
 ) -> Adapter:
     """Return the matrices of the adapter in a folder, by place.
 
     The scale is applied in float32, before both are rounded to ``dtype``.
 
+    Args:
+        check: searches every matrix for NaN and infinity; None for no search.
     Raises: CheckpointError: it is incomplete, of another model, or asks for what is not computed.
     """
     settings = AdapterSettings.read(folder)
@@ -126,6 +131,8 @@ def read_adapter(
                     "train without what it belongs to, or merge the adapter by PEFT",
                 )
             tensor = tensors.get_tensor(key)
+            if check is not None:
+                check.check(key, tensor, file)
             table = matched["table"] is not None
             found.setdefault(matched["module"], {})[matched["side"]] = tensor
             _check_table(file, key, table, _target(file, matched["module"], places, settings).place)

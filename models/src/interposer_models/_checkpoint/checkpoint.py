@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from interposer.errors import CheckpointError
+from interposer.errors import CheckpointError, InterposerError
 from interposer_models._checkpoint.mapped_pages import MappedPages
 
 if TYPE_CHECKING:
@@ -156,6 +156,20 @@ def weight_files(root: Path) -> list[str]:
     Raises: CheckpointError: the index is corrupt.
     """
     return sorted(set(_indexed(root).values())) if (root / _INDEX).exists() else [_SINGLE]
+
+
+def file_of(stored: str, path: object) -> object:
+    """Return the shard that holds a tensor, or ``path`` where that is no folder with one."""
+    if not isinstance(path, Path) or not path.is_dir():
+        return path
+    try:
+        for shard in Checkpoint.open(path).shards:
+            with safe_open(shard, framework="pt") as file:
+                if stored in file.keys():  # noqa: SIM118 - it is no mapping
+                    return shard
+    except (InterposerError, OSError):
+        pass
+    return path
 
 
 def _without_weights(root: Path) -> CheckpointError:

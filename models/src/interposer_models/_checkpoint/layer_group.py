@@ -16,7 +16,7 @@ from torch.utils import _pytree
 from interposer import PluggableLayer
 from interposer.errors import CheckpointError
 from interposer_models._checkpoint.row_room import RowRoom
-from interposer_models._checkpoint.tensor_places import TensorPlace
+from interposer_models._checkpoint.tensor_places import Copy, TensorPlace, plain_copy
 from interposer_ops.devices import host_memory
 
 State = dict[str, Any]
@@ -121,11 +121,19 @@ class Filling:
             if id(place.parameter) not in self.parameters:
                 self.parameters[id(place.parameter)] = _allocated(place.parameter, device)
 
-    def put(self, name: str, tensor: torch.Tensor, path: object, is_given: bool = False) -> None:
+    def put(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        path: object,
+        is_given: bool = False,
+        copy: Copy = plain_copy,
+    ) -> bool | None:
         """Copy a tensor to its place, or let it stand there.
 
         Args:
             is_given: it lies in memory that nobody else has, so that it needs no copy.
+        Returns: whether ``copy`` found all numbers finite; None where nothing was copied by it.
         Raises: CheckpointError: it came before, or has the wrong shape or kind of dtype.
         """
         if name not in self.missing or name in self._begun:
@@ -133,6 +141,7 @@ class Filling:
         place = self.group.places[name]
         tensor = place.share(name, tensor, path)
         memory = self.parameters[id(place.parameter)]
+        is_finite: bool | None = None
         if place.takes_any_form:
             held = nn.Parameter(tensor.to(memory.device, copy=True), requires_grad=False)
             self.parameters[id(place.parameter)] = held
@@ -143,8 +152,15 @@ class Filling:
             borrowed.__dict__.update(place.parameter.__dict__)
             self.parameters[id(place.parameter)] = borrowed
         else:
-            place.write(name, tensor, memory.data, path)
+            is_finite = place.write(name, tensor, memory.data, path, copy)
         self.missing.remove(name)
+        return is_finite
+
+    def values(self, name: str) -> torch.Tensor:
+        """Return the values that came for a tensor, where they lie."""
+        place = self.group.places[name]
+        whole = self.parameters[id(place.parameter)].data
+        return whole if place.takes_any_form else place.stored(whole)
 
     def room(self, name: str) -> RowRoom | None:
         """Return the room for a tensor that its place takes by rows; None if it came before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,15 @@ from interposer_ops.layers.cuts import Slice, Slices
 from interposer_ops.layers.linear import Linear
 
 _PROJECTIONS = Linear, LatentProjection
+
+Copy = Callable[[torch.Tensor, torch.Tensor], bool]
+"""Copies the second tensor to the first, and returns whether all numbers are finite."""
+
+
+def plain_copy(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Copy a tensor and search for nothing."""
+    target.copy_(source)
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +156,15 @@ class TensorPlace:
         """Return the view on ``whole`` as the checkpoint has it."""
         return self.of(whole).mT if self.is_transposed else self.of(whole)
 
-    def write(self, name: str, tensor: torch.Tensor, whole: torch.Tensor, path: object) -> None:
-        """Copy the checkpoint's ``tensor`` to its place in ``whole``.
+    def write(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        whole: torch.Tensor,
+        path: object,
+        copy: Copy = plain_copy,
+    ) -> bool:
+        """Copy the checkpoint's ``tensor`` to its place in ``whole``; return what ``copy`` does.
 
         Raises: CheckpointError: shape or kind of dtype are not those of the place.
         """
@@ -158,7 +174,7 @@ class TensorPlace:
             raise CheckpointError(
                 path, f"tensor {name!r} is stored as {tensor.dtype}, expected {whole.dtype}"
             )
-        entries.copy_(tensor)
+        return copy(entries, tensor)
 
     @staticmethod
     def takes(stored: torch.dtype, held: torch.dtype) -> bool:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-from safetensors import safe_open
-
-from interposer.errors import CheckpointError, InterposerError
-from interposer_models._checkpoint.checkpoint import Checkpoint
+from interposer.errors import CheckpointError
+from interposer_models._checkpoint.checkpoint import file_of
 
 # What the name of a tensor says of the way it came there, and what to do.
 _CAUSES = {
@@ -52,19 +49,5 @@ def unplaced(stored: str, name: str, path: object) -> CheckpointError:
     reason = f"holds the tensor {stored!r}{alias}, which the model has no place for"
     for pattern, (cause, mend) in _CAUSES.items():
         if re.search(pattern, stored):
-            return CheckpointError(_file_of(stored, path), f"{reason}: {cause}", mend)
-    return CheckpointError(_file_of(stored, path), reason, _MEND)
-
-
-def _file_of(stored: str, path: object) -> object:
-    """Return the shard that holds a tensor, or ``path`` where that is no folder with one."""
-    if not isinstance(path, Path) or not path.is_dir():
-        return path
-    try:
-        for shard in Checkpoint.open(path).shards:
-            with safe_open(shard, framework="pt") as file:
-                if stored in file.keys():  # noqa: SIM118 - it is no mapping
-                    return shard
-    except (InterposerError, OSError):
-        pass
-    return path
+            return CheckpointError(file_of(stored, path), f"{reason}: {cause}", mend)
+    return CheckpointError(file_of(stored, path), reason, _MEND)

@@ -18,6 +18,7 @@ from interposer_models._checkpoint.row_room import RowRoom
 from interposer_models._checkpoint.spare_memory import SpareMemory
 from interposer_models._checkpoint.tensor_places import absent_biases, held_elsewhere, places_of
 from interposer_models._checkpoint.unplaced_tensor import unplaced
+from interposer_models._checkpoint.weight_check import WeightCheck
 from interposer_models._checkpoint.weight_update import GroupUpdate
 from interposer_ops.devices import host_memory
 from interposer_ops.layers.expert_placement import ExpertPlacement
@@ -42,12 +43,14 @@ class Weights:
     Attributes:
         device: where parameters are allocated.
         fixed: why they cannot be exchanged; empty where they can.
+        check: searches every tensor that has a place for NaN and infinity; None for no search.
     """
 
     fixed: str = ""
 
-    def __init__(self, model: nn.Module, device: str) -> None:
+    def __init__(self, model: nn.Module, device: str, check: WeightCheck | None = None) -> None:
         self.device = device
+        self.check = check
         layers = [module for module in model.modules() if isinstance(module, PluggableLayer)]
         self._experts = ExpertNames(layers)
         local, self._tied = places_of(layers)
@@ -180,7 +183,7 @@ class Weights:
                 if filling is None:
                     _check_form(group, name, tensor, path)
                     filling = fillings[group] = Filling(group, self.device, True, is_left)
-                filling.put(name, tensor, path)
+                self._put(filling, stored, name, tensor, path)
                 if not filling.awaits(names):
                     finalize(group, filling)
                     del waiting[group], fillings[group]
@@ -248,6 +251,8 @@ class Weights:
                 name = self._renamed(stored) or stored
                 full = self._owners[name]
                 fillings[full].fill(name)
+                if self.check is not None:
+                    self.check.check(stored, fillings[full].values(name), path)
                 if not fillings[full].missing:
                     updates[full] = GroupUpdate.of(full, full.finalized(fillings.pop(full)))
                 continue
@@ -263,7 +268,8 @@ class Weights:
             if group not in fillings:
                 _check_form(group, name, tensor, path)
             filling = filling_of(group)
-            filling.put(name, tensor.detach(), path, tensors.gives(tensor))
+            tensor = tensor.detach()
+            self._put(filling, stored, name, tensor, path, tensors.gives(tensor))
             if not filling.missing:
                 updates[group] = GroupUpdate.of(group, group.finalized(fillings.pop(group)))
         for group, filling in fillings.items():
@@ -286,6 +292,22 @@ class Weights:
             self._spare.put(old for each in updates.values() for _, old, _ in each.memories)
         renewed = [update for update in updates.values() if update.pairs is None]
         return tuple(layer.prefix for update in renewed for layer in update.group.layers)
+
+    def _put(
+        self,
+        filling: Filling,
+        stored: str,
+        name: str,
+        tensor: torch.Tensor,
+        path: object,
+        is_given: bool = False,
+    ) -> None:
+        """Put a tensor to its place, and refuse numbers that are not finite as the policy says."""
+        if self.check is None:
+            filling.put(name, tensor, path, is_given)
+            return
+        is_finite = filling.put(name, tensor, path, is_given, self.check.copy)
+        self.check.check(stored, filling.values(name), path, tensor, is_finite)
 
     @torch.no_grad()
     def relocate(

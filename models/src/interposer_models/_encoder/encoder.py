@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interposer import Config
+from interposer import Config, effective_config, place
 from interposer.errors import CheckpointError, RequestError, UnknownNameError
 from interposer_models._adapt.handle import Adapted, adapt
 from interposer_models._checkpoint.files import open_folder
+from interposer_models._checkpoint.weight_check import WeightCheck
 from interposer_models._encoder.pooling import Pooling
 from interposer_models._engine.non_finite import non_finite
 from interposer_models._engine.request_batch import is_listing
@@ -156,6 +157,10 @@ def load_encoder(
         tokenizer = AutoTokenizer.from_pretrained(folder, **settings)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(folder, f"transformers does not load it: {error}") from error
+    policy = effective_config(config)
+    check = WeightCheck(policy.weight_check, place(policy).platform)
+    for name, parameter in model.named_parameters():
+        check.check(name, parameter.data, checkpoint.path)
     labels = [model.config.id2label[i] for i in range(model.config.num_labels)]
     adapted = adapt(model, config, quantization=quantization)
     return Encoder(adapted, tokenizer, Pooling.of(checkpoint.path), labels if classifies else ())

@@ -116,6 +116,12 @@ def restore(weights: Weights, states: GroupData, memory_of: MemoryOf) -> None:
     weights.restore(restored)
 
 
+def repeat_findings(weights: Weights, facts: Facts) -> None:
+    """Log what the check of weights found when a file was packed, unless the check is off now."""
+    if weights.check is not None and weights.check.policy != "off":
+        weights.check.add(facts.non_finite or ())
+
+
 def shelf_of(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> Shelf:
     """Return the shelf for the packed weights of a plan.
 
@@ -149,7 +155,10 @@ def pack_into(
 
     with host_memory.placed(writer.place):
         read(planned, checkpoint, weights, progress, keep)
-    return Facts(shelf.key.asked, shelf.key.made_by, states, writer.memories)
+    check = weights.check
+    findings = None if check is None or check.policy == "off" else check.findings
+    asked, made_by = shelf.key.asked, shelf.key.made_by
+    return Facts(asked, made_by, states, writer.memories, non_finite=findings)
 
 
 def packed_file(
@@ -173,6 +182,7 @@ def packed_file(
     """
     shelf = shelf_of(planned, checkpoint)
     if (found := shelf.find()) is not None:
+        repeat_findings(weights, found.facts)
         progress(checkpoint.num_bytes)
         return found
     if refused := shelf.judge_room(checkpoint.num_bytes):

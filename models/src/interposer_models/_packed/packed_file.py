@@ -50,6 +50,7 @@ class Facts:
         states: of each layer, by the number of its group; see ``layer_states``.
         memories: first byte and number of bytes of each memory, behind the header.
         digests: SHA-256 of each.
+        non_finite: what the check of weights found, a line for each tensor; None: it was off.
     """
 
     asked: dict[str, str]
@@ -57,6 +58,7 @@ class Facts:
     states: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     memories: list[tuple[int, int]] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
+    non_finite: list[str] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""

@@ -19,6 +19,7 @@ from interposer_models._packed.filling import (
     attempted,
     pack_into,
     read,
+    repeat_findings,
     restore,
     shelf_of,
 )
@@ -99,6 +100,7 @@ def _map(
         _tell(planned, f"packed weights: not used, {reason}")
     num_bytes = checkpoint.num_bytes
     if found is not None:
+        repeat_findings(weights, found.facts)
         _note(planned, found.facts, found.path)
         progress(num_bytes)
         return

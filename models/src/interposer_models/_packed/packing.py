@@ -13,6 +13,7 @@ import torch
 from interposer import Config
 from interposer.errors import ConfigError
 from interposer_models._checkpoint.files import open_checkpoint, with_weights
+from interposer_models._checkpoint.weight_check import WeightCheck
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._loader import plan
 from interposer_models._packed.filling import REFUSALS, pack_into, shelf_of
@@ -55,7 +56,8 @@ def pack(
     start = time.perf_counter()
     planned = plan(path, dtype, platform, config, quantization=quantization)
     checkpoint = with_weights(planned.checkpoint)
-    weights = Weights(planned.model, planned.placement.device.torch_device)
+    device = planned.placement.device.torch_device
+    weights = Weights(planned.model, device, WeightCheck.of(planned))
     total, done = checkpoint.num_bytes, 0
 
     def advance(num_bytes: int) -> None:

@@ -43,6 +43,7 @@ class Shelf:
         beside: the folder beside the model.
         kept: the folder in the cache.
         most_bytes: of all files in ``kept``.
+        weight_check: the policy that a file must satisfy.
         refused: why files that were found are not used, as far as ``find`` has seen.
     """
 
@@ -50,13 +51,15 @@ class Shelf:
     beside: Path
     kept: Path
     most_bytes: int
+    weight_check: str
     refused: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, key: PackedKey, checkpoint: Checkpoint | CheckpointFile, config: Config) -> Shelf:
         """Return the shelf of a checkpoint under a configuration."""
         kept = default_store(config).folder / _KIND
-        return cls(key, folder_beside(checkpoint.path), kept, config.packed_bytes)
+        beside = folder_beside(checkpoint.path)
+        return cls(key, beside, kept, config.packed_bytes, config.weight_check)
 
     def find(self) -> PackedFile | None:
         """Return the file that fits, None where there is none."""
@@ -78,6 +81,7 @@ class Shelf:
             found = PackedFile.open(path)
             differs = difference(found.facts.asked, self.key.asked)
             differs = differs or difference(found.facts.made_by, self.key.made_by)
+            differs = differs or unchecked(found.facts, self.weight_check)
             if differs:
                 raise PackedFileError(differs)
         except PackedFileError as error:
@@ -131,6 +135,17 @@ class Shelf:
                 if total > self.most_bytes and path != newest:
                     path.unlink(missing_ok=True)  # who has mapped it keeps it
                     total -= size
+
+
+def unchecked(facts: Facts, weight_check: str) -> str:
+    """Return why a policy does not let packed weights be used without a check; else empty."""
+    if weight_check == "off":
+        return ""
+    if facts.non_finite is None:
+        return "it was packed with weight_check='off'"
+    if facts.non_finite and weight_check == "refuse":
+        return "it holds weights that are NaN or infinite"
+    return ""
 
 
 def files_in(folder: Path) -> list[Path]:

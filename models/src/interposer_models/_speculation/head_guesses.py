@@ -10,6 +10,7 @@ import torch
 from interposer import Resolver, Site
 from interposer.errors import ConfigError
 from interposer_models._checkpoint.checkpoint import Checkpoint
+from interposer_models._checkpoint.weight_check import WeightCheck
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.hidden_states import HiddenStates
@@ -104,7 +105,8 @@ def load_head(
         resolver: through which it was built; None is that of the model.
     """
     planned = target.planned
-    weights = Weights(head, planned.placement.device.torch_device)
+    device = planned.placement.device.torch_device
+    weights = Weights(head, device, WeightCheck.of(planned))
 
     def is_read(name: str) -> bool:
         found = head.renamed(name)
@@ -116,4 +118,4 @@ def load_head(
     with planned.numerics():
         restored = tensors if scheme is None else scheme.restored(tensors, weights)
         weights.load(restored, checkpoint.path, None, names)
-        head.reserve_positions(0, planned.placement.device.torch_device)
+        head.reserve_positions(0, device)

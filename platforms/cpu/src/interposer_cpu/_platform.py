@@ -14,6 +14,7 @@ from interposer_cpu import _features as features
 from interposer_cpu import _host as host
 from interposer_cpu import native
 from interposer_cpu._binding import bind_process
+from interposer_cpu._finite_numbers import are_finite, copy_finite
 from interposer_cpu._memory_peak import judge_peak, memory_snapshot, reset_peak
 from interposer_ops.devices.memory_profile import MemoryProfile, memory_profile
 
@@ -66,6 +67,16 @@ class CPUPlatform(Platform):
 
     def synchronize(self, device: str) -> None:
         """Return at once: work is done when its call returns."""
+
+    def all_finite(self, tensor: torch.Tensor) -> bool:
+        """Search by the compiled library, at the speed of memory, where there is one."""
+        found = are_finite(tensor)
+        return super().all_finite(tensor) if found is None else found
+
+    def copy_finite(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Copy and search in one pass of the compiled library, where there is one."""
+        found = copy_finite(target, source)
+        return super().copy_finite(target, source) if found is None else found
 
     def peak_memory_bytes(self, device: str) -> int:
         """Return the largest resident size of this process so far."""

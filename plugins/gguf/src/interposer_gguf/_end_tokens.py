@@ -63,7 +63,7 @@ def end_tokens(settings: Settings) -> list[int] | None:
     for name in named:
         key = f"{_KEY}{name}_token_id"
         index = settings.integer(key)
-        if index < 0 or tokens and index >= len(tokens):
+        if index < 0 or (tokens and index >= len(tokens)):
             raise CheckpointError(
                 settings.path,
                 f"has the metadata {key!r} = {index}, but {len(tokens):,} tokens",
