@@ -43,7 +43,10 @@ def test_end_tokens_are_read_from_each_file(
 
 @pytest.mark.parametrize("value", [True, -1, 10**9, "2", [1, None]])
 def test_end_tokens_that_are_no_tokens_are_refused(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is "):
+    told = (
+        r"generation_config\.json: eos_token_id is .*\nTry: state the id of the end token, or null"
+    )
+    with pytest.raises(CheckpointError, match=told):
         load(written(tmp_path / "m", None, value), cache_tokens=64)
 
 
@@ -63,9 +66,11 @@ def test_end_tokens_of_an_adapted_model_that_are_no_tokens_are_refused(value: An
 
 def model_with(own: Any, general: Any) -> LlamaForCausalLM:
     """Return a small model with end tokens of its configuration and of generation."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(
-        LlamaConfig(**sizes, num_attention_heads=4, vocab_size=32, eos_token_id=own)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
+    model: LlamaForCausalLM = LlamaForCausalLM(
+        LlamaConfig(
+            **sizes, num_hidden_layers=1, num_attention_heads=4, vocab_size=32, eos_token_id=own
+        )
     ).eval()
     model.generation_config.eos_token_id = general
     return model

@@ -57,6 +57,9 @@ def test_whole_numbers_views_and_other_dtypes_are_taken() -> None:
     target = torch.zeros(6, 4)
     assert not platform.copy_finite(target.mT, numbers)
     assert target[5, 1].isnan()
+    wide = torch.zeros(4, 6, dtype=torch.float64)
+    assert not platform.copy_finite(wide, numbers)
+    assert wide[1, 5].isnan()
     # A dtype that is too small makes it infinite.
     assert not platform.copy_finite(torch.empty(1, dtype=torch.float16), torch.tensor([1e6]))
 

@@ -38,7 +38,8 @@ def are_finite(tensor: torch.Tensor) -> bool | None:
     search = _SEARCHES.get(tensor.dtype)
     if search is None or not tensor.is_contiguous() or native.why_absent():
         return None
-    return native.library().are_finite(tensor.data_ptr(), 0, tensor.nbytes, *search)
+    found: bool = native.library().are_finite(tensor.data_ptr(), 0, tensor.nbytes, *search)
+    return found
 
 
 def copy_finite(target: torch.Tensor, source: torch.Tensor) -> bool | None:
@@ -52,4 +53,5 @@ def copy_finite(target: torch.Tensor, source: torch.Tensor) -> bool | None:
     if search is None or not is_plain or source.device.type != "cpu" or native.why_absent():
         return None
     addresses = source.data_ptr(), target.data_ptr()
-    return native.library().are_finite(*addresses, source.nbytes, *search)
+    found: bool = native.library().are_finite(*addresses, source.nbytes, *search)
+    return found
