@@ -134,22 +134,44 @@ def test_shards_without_an_index_name_the_index(llama: Path) -> None:
         load(llama)
 
 
+@pytest.mark.parametrize(
+    ("name", "mend"),
+    [
+        ("consolidated.safetensors", "download the files of transformers' format: consolidated"),
+        ("weights.safetensors", rf"rename .* to {WEIGHTS}: there is weights\.safetensors"),
+    ],
+)
+def test_weights_under_another_name_are_told_from_shards(llama: Path, name: str, mend: str) -> None:
+    (llama / WEIGHTS).rename(llama / name)
+    with pytest.raises(CheckpointError, match=rf"holds neither.*\nTry: {mend}"):
+        load(llama)
+
+
 def test_the_folder_of_an_adapter_names_the_base_model(llama: Path, tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "a/b"}))
     shutil.copy(llama / WEIGHTS, folder / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match=r"LoRA adapter.*\nTry: load 'a/b' with adapters="):
-        load(folder)
+    for config in (None, llama / "config.json"):  # some trainers save that of the base model too
+        if config is not None:
+            shutil.copy(config, folder)
+        mend = r"LoRA adapter.*\nTry: load 'a/b' with adapters="
+        with pytest.raises(CheckpointError, match=mend):
+            load(folder)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("hidden_act", "sillu"), ("rope_parameters", {"rope_type": "lama3", "rope_theta": 1e4})],
+    [
+        ("hidden_act", "sillu"),
+        ("rope_parameters", {"rope_type": "lama3", "rope_theta": 1e4}),
+        ("rope_scaling", {"rope_type": "lama3", "factor": 2.0}),
+    ],
 )
 def test_an_unknown_name_is_told_with_file_and_field(
     llama: Path, field: str, value: object
 ) -> None:
     restate(llama, **{field: value})
-    with pytest.raises(UnknownNameError, match=rf"in {field} of .*config\.json.*nearest first"):
+    told = rf"in {field} of .*config\.json.*nearest first.*\nTry: correct the field, or .*adapt"
+    with pytest.raises(UnknownNameError, match=told):
         load(llama)

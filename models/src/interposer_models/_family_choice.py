@@ -17,6 +17,7 @@ from interposer.errors import (
     foreign_errors,
 )
 from interposer.records import ModelEntry
+from interposer_models._decoder.field_error import UNKNOWN_MEND
 
 
 def choose_family(resolver: Resolver, config: Mapping[str, Any], source: object) -> ModelFamily:
@@ -88,8 +89,8 @@ def located(config: Mapping[str, Any], source: object) -> Iterator[None]:
         field = next((name for name, value in config.items() if value == error.name), None)
         if error.where or field is None:
             raise
-        where = f"in {field} of {source}"
-        raise UnknownNameError(error.kind, error.name, error.known, error.hint, where) from error
+        where, hint = f"in {field} of {source}", error.hint or UNKNOWN_MEND
+        raise UnknownNameError(error.kind, error.name, error.known, hint, where) from error
 
 
 def _note_unread(resolver: Resolver, config: Mapping[str, Any]) -> None:

@@ -386,7 +386,7 @@ def end_token_ids(value: Any, file: object) -> frozenset[int]:
             f"eos_token_id is {value!r}, must be an integer or a list of them, "
             f"from 0 to {_LARGEST_VOCABULARY - 1}"
         )
-        raise CheckpointError(file, reason, "mend the field")
+        raise CheckpointError(file, reason, "state the id of the end token, or null")
     return frozenset(ids)
 
 

@@ -86,13 +86,7 @@ class Checkpoint:
             mend = "give the folder of a model, or its name on a hub, such as Qwen/Qwen3-0.6B"
             raise CheckpointError(root, reason, mend)
         if (root / _ADAPTER).is_file() and not (root / "config.json").exists():
-            base = read_json(root / _ADAPTER).get("base_model_name_or_path")
-            named = repr(base) if isinstance(base, str) and base else "the base model"
-            raise CheckpointError(
-                root / _ADAPTER,
-                "describes a LoRA adapter, and the folder holds no model (config.json)",
-                f"load {named} with adapters={{'name': {str(root)!r}}}",
-            )
+            raise _adapter_without_model(root, "config.json")
         return cls(root, _with_quantization(root, read_json(root / "config.json")), (), {}, source)
 
     @property
@@ -174,16 +168,35 @@ def file_of(stored: str, path: object) -> object:
 
 def _without_weights(root: Path) -> CheckpointError:
     """Return the error for a folder without an index and without a whole file of weights."""
-    shards, pickled = (
+    if (root / _ADAPTER).is_file():
+        return _adapter_without_model(root, f"{_SINGLE} or {_INDEX}")
+    shards, others, pickled = (
         ", ".join(sorted(file.name for file in root.glob(pattern))[:_LISTED])
-        for pattern in ("*.safetensors", "*.bin")
+        for pattern in ("*-of-*.safetensors", "*.safetensors", "*.bin")
     )
     mend = "copy the weights of the model to this folder"
-    if shards:
+    if "consolidated" in others:
+        mend = (
+            f"download the files of transformers' format: {others} has the names of Mistral's own"
+        )
+    elif shards:
         mend = f"copy {_INDEX} again, which says what {shards} hold"
+    elif others:
+        mend = f"rename the file that holds the whole model to {_SINGLE}: there is {others}"
     elif pickled:
         mend = f"save the model as safetensors: {pickled} is pickled, which runs code"
     return CheckpointError(root, f"holds neither {_SINGLE} nor {_INDEX}", mend)
+
+
+def _adapter_without_model(root: Path, missing: str) -> CheckpointError:
+    """Return the error for the folder of an adapter, given as that of a model."""
+    base = read_json(root / _ADAPTER).get("base_model_name_or_path")
+    named = repr(base) if isinstance(base, str) and base else "the base model"
+    return CheckpointError(
+        root / _ADAPTER,
+        f"describes a LoRA adapter, and the folder holds no model ({missing})",
+        f"load {named} with adapters={{'name': {str(root)!r}}}",
+    )
 
 
 def _indexed(root: Path) -> dict[str, str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+UNKNOWN_MEND = "Try: correct the field, or run the model of transformers by interposer_models.adapt"
+"""The hint beside a value that no layer here computes."""
+
 
 class FieldError(ValueError):
     """A field of config.json cannot be computed with.

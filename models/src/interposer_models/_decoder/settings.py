@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from interposer import ModelFamily
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
-from interposer_models._decoder.field_error import FieldError
+from interposer_models._decoder.field_error import UNKNOWN_MEND, FieldError
 from interposer_models._decoder.rotary_fields import (
     LAYER_TYPES,
     LIFTED,
@@ -263,8 +263,12 @@ class DecoderSettings(BaseModel, ModelFamily):
                     rotary_frequencies(size, *rotation, longest)
             return parsed
         except UnknownNameError as error:
-            where = f"in rope_parameters of {source}"
-            raise UnknownNameError(error.kind, error.name, error.known, where=where) from error
+            spellings = ("rope_parameters", "rope_scaling")
+            named = [n for n in spellings if error.name in str(config.get(n))]
+            where = f"in {(named or spellings)[0]} of {source}"
+            raise UnknownNameError(
+                error.kind, error.name, error.known, UNKNOWN_MEND, where
+            ) from error
         except ConfigError as error:
             raise CheckpointError(source, f"rope_parameters: {error}", "mend the field") from error
         except ValidationError as error:
