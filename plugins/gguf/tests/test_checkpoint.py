@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -243,6 +244,28 @@ def test_rope_scaling_is_read(
     path = small(**changes)
     assert GGUFCheckpoint.open(path).config["rope_parameters"] == expected
     loaded(path)
+
+
+def test_every_combination_of_scaling_keys_is_read_by_the_rule_of_llama_cpp(
+    small: Callable[..., Path],
+) -> None:
+    """Angles are those of llama.cpp, or the file is refused with the key that it lacks."""
+    kinds, factors = (None, "none", "linear", "yarn"), (None, 0.0, 1.0, 4.0)
+    for kind, factor, old_factor in itertools.product(kinds, factors, (None, 0.0, 2.0)):
+        keys = {"scaling.type": kind, "scaling.factor": factor, "scale_linear": old_factor}
+        path = small(**{f"llama.rope.{key}": value for key, value in keys.items()})
+        # Source: llama.cpp, llama_model_base::load_hparams and llama_context. A missing type is
+        # linear, the new key goes before the old one, 0 and no factor mean 1, none scales nothing.
+        scale = factor if factor is not None else old_factor
+        expected = ("none", 1.0) if kind == "none" else (kind or "linear", scale or 1.0)
+        if scale is None and kind in ("linear", "yarn"):
+            with pytest.raises(CheckpointError, match=r"'llama\.rope\.scaling\.factor'"):
+                GGUFCheckpoint.open(path)
+            continue
+        rope = GGUFCheckpoint.open(path).config["rope_parameters"]
+        read = rope["rope_type"], rope.get("factor", 1.0)
+        # A factor of 1 leaves the angles as they are, whatever the type.
+        assert read == expected or read[1] == expected[1] == 1.0, keys
 
 
 @pytest.mark.parametrize(
