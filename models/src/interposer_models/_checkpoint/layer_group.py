@@ -106,7 +106,11 @@ class Filling:
             no copy which nothing is kept of.
         is_left: whether what the group keeps is copied when it is finalized, so that no tensor that
             it borrows needs a copy.
+        refusal: the error for a tensor that is not finite. The layers are finalized before it is
+            raised, as their own checks know more about the tensor.
     """
+
+    refusal: CheckpointError | None = None
 
     def __init__(
         self, group: LayerGroup, device: str, borrows: bool = False, is_left: bool = False

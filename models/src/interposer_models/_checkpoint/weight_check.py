@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
@@ -42,15 +43,24 @@ class WeightCheck:
             return plain_copy(target, source)
         return self._platform.copy_finite(target, source)
 
-    def check(
+    def check(self, name: str, values: torch.Tensor, path: object) -> None:
+        """Refuse or log the values of a tensor unless all of them are finite.
+
+        Raises: CheckpointError: one is not finite, and the policy is ``"refuse"``.
+        """
+        error = self.refusal(name, values, path)
+        if error is not None:
+            raise error
+
+    def refusal(
         self,
         name: str,
         values: torch.Tensor,
         path: object,
         stored: torch.Tensor | None = None,
         is_finite: bool | None = None,
-    ) -> None:
-        """Refuse or log the values of a tensor unless all of them are finite.
+    ) -> CheckpointError | None:
+        """Return the error for the values of a tensor, or log it if the policy is ``"warn"``.
 
         Args:
             name: of the tensor in the checkpoint.
@@ -58,16 +68,17 @@ class WeightCheck:
             path: of the checkpoint.
             stored: as the checkpoint holds them, if known.
             is_finite: what ``copy`` said of them; None where it did not copy them.
-        Raises: CheckpointError: one is not finite, and the policy is ``"refuse"``.
+        Returns: None if all values are finite or the policy is another than ``"refuse"``.
         """
         if self.policy == "off":
-            return
+            return None
         if self._platform.all_finite(values) if is_finite is None else is_finite:
-            return
+            return None
         error = _refusal(name, values, file_of(name, path), stored)
         if self.policy == "refuse":
-            raise error
+            return error
         self.add([f"{error.path} {error.reason}"])
+        return None
 
     def add(self, findings: Iterable[str]) -> None:
         """Log findings, of which none is known yet."""
@@ -82,22 +93,32 @@ def _refusal(
 ) -> CheckpointError:
     """Return the error for values that are not all finite."""
     source = values if stored is None else stored
-    count = _num_non_finite(source)
-    if count:
+    places = _non_finite_places(source)
+    if len(places):
+        first = places[0].tolist()
+        value = source[tuple(first)].item()
+        mend = (
+            "copy the file again, or save the model again"
+            if isinstance(file, Path)
+            else "look for the step of the training that made them"
+        )
         return CheckpointError(
             file,
-            f"holds the tensor {name!r}, {count} of whose {source.numel()} numbers are NaN or "
-            "infinite, so that every answer of the model would mean nothing",
-            f"copy the file again, or save the model again; {_POLICY} loads it all the same",
+            f"holds the tensor {name!r}, {len(places)} of whose {source.numel()} numbers are NaN "
+            f"or infinite, so that every answer of the model would mean nothing (the first is "
+            f"{value} at {first})",
+            f"{mend}; {_POLICY} loads it all the same",
         )
     dtype = str(values.dtype).removeprefix("torch.")
     return CheckpointError(
         file,
-        f"holds the tensor {name!r}, {_num_non_finite(values)} of whose {source.numel()} numbers "
-        f"are too large for {dtype}: they would become infinite",
+        f"holds the tensor {name!r}, {len(_non_finite_places(values))} of whose {source.numel()} "
+        f"numbers are too large for {dtype}: they would become infinite",
         f"load it with dtype='bfloat16' or 'float32'; {_POLICY} loads it all the same",
     )
 
 
-def _num_non_finite(tensor: torch.Tensor) -> int:
-    return int((~tensor.float().isfinite()).sum())
+def _non_finite_places(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the indices ``[N, dimensions]`` of what is NaN or infinite."""
+    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+    return (~wide.isfinite()).nonzero()

@@ -156,6 +156,8 @@ class Weights:
         def finalize(group: LayerGroup, filling: Filling) -> None:
             filling.put_defaults()
             group.finalize(filling)
+            if filling.refusal is not None:
+                raise filling.refusal
             if keep is not None:
                 keep(numbers[group], group)
                 group.reset()
@@ -252,9 +254,11 @@ class Weights:
                 full = self._owners[name]
                 fillings[full].fill(name)
                 if self.check is not None:
-                    self.check.check(stored, fillings[full].values(name), path)
+                    values = fillings[full].values(name)
+                    refusal = self.check.refusal(stored, values, path)
+                    fillings[full].refusal = fillings[full].refusal or refusal
                 if not fillings[full].missing:
-                    updates[full] = GroupUpdate.of(full, full.finalized(fillings.pop(full)))
+                    updates[full] = _update_of(full, fillings.pop(full))
                 continue
             if not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(path, f"{stored!r} is {type(tensor).__name__}, not a tensor")
@@ -271,7 +275,7 @@ class Weights:
             tensor = tensor.detach()
             self._put(filling, stored, name, tensor, path, tensors.gives(tensor))
             if not filling.missing:
-                updates[group] = GroupUpdate.of(group, group.finalized(fillings.pop(group)))
+                updates[group] = _update_of(group, fillings.pop(group))
         for group, filling in fillings.items():
             given = sorted(group.places.keys() - filling.missing)
             filling.put_defaults()
@@ -282,7 +286,7 @@ class Weights:
                     f"{_listed(given)}",
                     "give all tensors of these layers in one update",
                 )
-            updates[group] = GroupUpdate.of(group, group.finalized(filling))
+            updates[group] = _update_of(group, filling)
         self._check_tied(tied, updates, path)
         if not updates:
             raise CheckpointError(path, "holds no tensor of the model", "is its iterator used up?")
@@ -302,12 +306,13 @@ class Weights:
         path: object,
         is_given: bool = False,
     ) -> None:
-        """Put a tensor to its place, and refuse numbers that are not finite as the policy says."""
+        """Put a tensor to its place, and note a refusal of numbers that are not finite."""
         if self.check is None:
             filling.put(name, tensor, path, is_given)
             return
         is_finite = filling.put(name, tensor, path, is_given, self.check.copy)
-        self.check.check(stored, filling.values(name), path, tensor, is_finite)
+        refusal = self.check.refusal(stored, filling.values(name), path, tensor, is_finite)
+        filling.refusal = filling.refusal or refusal
 
     @torch.no_grad()
     def relocate(
@@ -386,6 +391,17 @@ class Weights:
                 raise CheckpointError(
                     path, f"holds {name!r}, which is tied to {used!r}", f"give {used!r} instead"
                 )
+
+
+def _update_of(group: LayerGroup, filling: Filling) -> GroupUpdate:
+    """Return the change of a group to new weights.
+
+    Raises: CheckpointError: a layer refuses them, or one is not finite.
+    """
+    states = group.finalized(filling)
+    if filling.refusal is not None:
+        raise filling.refusal
+    return GroupUpdate.of(group, states)
 
 
 @torch.inference_mode()  # in which tensors of either mode can be written
