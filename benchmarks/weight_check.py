@@ -7,6 +7,9 @@ counted, so that both find the same memory and the same machine; their order cha
 to round. Ways: ``warm``, the file lies in the system's cache; ``cold``, it is dropped from there
 before each load; ``packed``, weights are mapped from a packed file, which remembers the search.
 
+``copies`` is the part that the search is in, without the noise of whole loads: each tensor is
+copied to memory at hand, plainly and with the search in turn; ``off_s`` and ``refuse_s`` are sums.
+
 ``ratio`` is the median over rounds of the time with the search by the time without, ``cpu_ratio``
 that of processor time, ``same_ratio`` that of two loads without the search: the noise. The goal is
 a ``ratio`` of at most 1.03.
@@ -27,10 +30,10 @@ from statistics import median
 
 import torch
 
-from interposer import Config
+from interposer import Config, place
 from interposer_models import Checkpoint, load
 
-WAYS = ("warm", "cold", "packed")
+WAYS = ("copies", "warm", "cold", "packed")
 # Of each round: a load with the search, and two without.
 POLICIES = ("refuse", "off", "off again")
 ORDERS = [*permutations(POLICIES)]
@@ -91,6 +94,36 @@ def measured(model_dir: Path, dtype: str, way: str, rounds: int, folder: str) ->
     }
 
 
+def copies(model_dir: Path, rounds: int) -> dict[str, object]:
+    """Return the medians of copying each tensor to memory at hand."""
+    platform = place(Config(platform="cpu")).platform
+    checkpoint = Checkpoint.open(model_dir)
+    tensors = {name: tensor for name, tensor in checkpoint.stream() if tensor.nbytes >= 1 << 20}
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    buffer = torch.zeros(largest, dtype=torch.uint8)
+    taken: list[dict[str, float]] = []
+    for number in range(rounds):
+        taken.append(dict.fromkeys(POLICIES, 0.0))
+        for tensor in tensors.values():
+            target = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            target.copy_(tensor)  # its pages are at hand then
+            for policy in ORDERS[number % len(ORDERS)]:
+                started = time.perf_counter()
+                if policy == "refuse":
+                    platform.copy_finite(target, tensor)
+                else:
+                    target.copy_(tensor)
+                taken[-1][policy] += time.perf_counter() - started
+    return {
+        "way": "copies",
+        "threads": torch.get_num_threads(),
+        "off_s": round(median(each["off"] for each in taken), 3),
+        "refuse_s": round(median(each["refuse"] for each in taken), 3),
+        "ratio": round(median(each["refuse"] / each["off"] for each in taken), 3),
+        "same_ratio": round(median(each["off again"] / each["off"] for each in taken), 3),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model_dir", type=Path)
@@ -101,6 +134,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     for way in arguments.ways:
+        if way == "copies":
+            print(json.dumps(copies(arguments.model_dir, arguments.rounds)), flush=True)
+            continue
         with tempfile.TemporaryDirectory() as folder:
             line = measured(arguments.model_dir, arguments.dtype, way, arguments.rounds, folder)
         print(json.dumps(line), flush=True)
