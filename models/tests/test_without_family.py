@@ -179,6 +179,32 @@ def test_the_checkpoint_says_where_an_answer_ends(
     assert folder != tmp_path
 
 
+def test_an_end_token_of_the_tokenizer_counts(
+    checkpoint: Callable[[str], tuple[Path, Any]], tmp_path: Path
+) -> None:
+    _, model = checkpoint("gemma")
+    expected = greedy(model, PROMPTS[0])
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
+    end = next(text for text, index in vocabulary.items() if index == expected[3])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    (found,) = load(tmp_path, "float32").generate([PROMPTS[0]], max_new_tokens=COUNT)
+    assert list(found.token_ids) == expected[: expected.index(expected[3]) + 1]
+
+
+def test_weights_that_are_not_finite_are_refused(
+    checkpoint: Callable[[str], tuple[Path, Any]], tmp_path: Path
+) -> None:
+    _, model = checkpoint("gemma")
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 2] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"safetensors: .*1\.mlp\.up_proj\.weight"):
+        load(tmp_path)
+
+
 def test_weights_are_quantized_when_asked(checkpoint: Callable[[str], tuple[Path, Any]]) -> None:
     folder, model = checkpoint("gemma")
     lm = load(folder, "float32", quantization="int8", cache_tokens=64)

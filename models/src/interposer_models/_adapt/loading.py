@@ -21,8 +21,10 @@ from interposer_models._adapt.paging import language_model
 from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._checkpoint.files import config_source, tokenizer_of
 from interposer_models._checkpoint.unplaced_tensor import unplaced
+from interposer_models._checkpoint.weight_check import WeightCheck
 from interposer_models._compute_dtype import compute_dtype
 from interposer_models._language_model import LanguageModel
+from interposer_models._tokenizer import stop_tokens
 
 _log = logging.getLogger("interposer")
 # Arguments of `load` that an adapted model does not take, and the value that asks for nothing.
@@ -95,6 +97,11 @@ def load_adapted(
     if unexpected := sorted(report["unexpected_keys"]):
         raise unplaced(unexpected[0], unexpected[0], checkpoint.path)
     model = model.eval().to(placement.device.torch_device)
+    check = WeightCheck(config.weight_check, placement.platform)
+    check.check_parameters(model, checkpoint.path)
+    tokenizer = tokenizer_of(checkpoint)
+    ends = stop_tokens(checkpoint.path, checkpoint.config, tokenizer)
+    model.generation_config.eos_token_id = sorted(ends) or None
     if progress is not None:
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
     adapted = adapt(model, config, quantization=quantization)
@@ -104,9 +111,11 @@ def load_adapted(
     )
     remark(adapted, note)
     _log.warning("%s: %s", checkpoint.path, note)
+    for finding in check.findings:
+        remark(adapted, finding)
     return language_model(
         adapted,
-        tokenizer_of(checkpoint),
+        tokenizer,
         cache_tokens=cache_tokens,
         max_sequences=max_sequences,
         max_step_tokens=max_step_tokens,

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from interposer import Planned, Platform
 from interposer.errors import CheckpointError
@@ -79,6 +80,11 @@ class WeightCheck:
             return error
         self.add([f"{error.path} {error.reason}"])
         return None
+
+    def check_parameters(self, model: nn.Module, path: object) -> None:
+        """Check all parameters of a model that another library loaded; see ``check``."""
+        for name, parameter in model.named_parameters():
+            self.check(name, parameter.data, path)
 
     def add(self, findings: Iterable[str]) -> None:
         """Log findings, of which none is known yet."""

@@ -159,8 +159,7 @@ def load_encoder(
         raise CheckpointError(folder, f"transformers does not load it: {error}") from error
     policy = effective_config(config)
     check = WeightCheck(policy.weight_check, place(policy).platform)
-    for name, parameter in model.named_parameters():
-        check.check(name, parameter.data, checkpoint.path)
+    check.check_parameters(model, checkpoint.path)
     labels = [model.config.id2label[i] for i in range(model.config.num_labels)]
     adapted = adapt(model, config, quantization=quantization)
     return Encoder(adapted, tokenizer, Pooling.of(checkpoint.path), labels if classifies else ())
