@@ -307,7 +307,8 @@ class Weights:
         is_given: bool = False,
     ) -> None:
         """Put a tensor to its place, and note a refusal of numbers that are not finite."""
-        if self.check is None:
+        # Codes of 4 bits may be stored under a dtype of floats, where any bits are right.
+        if self.check is None or filling.group.places[name].takes_any_form:
             filling.put(name, tensor, path, is_given)
             return
         is_finite = filling.put(name, tensor, path, is_given, self.check.copy)
