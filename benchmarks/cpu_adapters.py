@@ -66,7 +66,7 @@ def write_adapter(folder: Path, rank: int, seed: int) -> Path:
                 tensors[key] = 0.01 * torch.randn(shape, generator=generator)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*MODULES]}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder
 
