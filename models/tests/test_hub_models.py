@@ -19,6 +19,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import torch
 from huggingface_hub import constants
+from models.tests.conftest import write_checkpoint
+from models.tests.test_without_family import FAMILIES
 from safetensors.torch import load_file, save_file
 from tests.adapter_files import write_adapter
 from torch import Tensor
@@ -268,6 +270,13 @@ def test_what_cannot_run_is_refused_before_its_weights_are_fetched(hub: Hub) -> 
     with pytest.raises(UnsupportedModelError, match="Other"):
         load(NAME)
     assert "model.safetensors" not in {name for name, _ in hub.fetched}
+
+
+def test_a_model_that_no_family_is_for_is_fetched_and_adapted(hub: Hub) -> None:
+    model = write_checkpoint(FAMILIES["gemma"](), hub.repositories[NAME].folder)
+    lm = load(NAME, "float32", cache_tokens=64)
+    expected = model(torch.tensor([[5, 9, 3]])).logits[0]
+    torch.testing.assert_close(lm.logits([5, 9, 3]), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: Hub) -> None:

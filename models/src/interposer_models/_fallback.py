@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from interposer import CheckpointFile, Config, current_registry
 from interposer.errors import InterposerError, PluginError, described, foreign_errors
 from interposer.tooling import entry_points
-from interposer_models._checkpoint.files import open_checkpoint, with_weights
+from interposer_models._checkpoint.files import open_checkpoint
 
 if TYPE_CHECKING:
     from interposer_models._language_model import LanguageModel
@@ -22,7 +22,8 @@ def load_without_family(
 ) -> LanguageModel | None:
     """Return the model as a loader of the entry points ``interposer.loaders`` reads it.
 
-    A loader is called with the checkpoint, the policy and the other arguments of ``load``.
+    A loader is called with the checkpoint, whose weights may not be fetched yet, the policy and the
+    other arguments of ``load``.
 
     Args:
         options: arguments of ``load`` by name, but ``path``, ``platform`` and ``config``.
@@ -47,7 +48,7 @@ def load_without_family(
     point = points[0]
     try:
         loader = point.load()
-        model: LanguageModel = loader(with_weights(checkpoint), config, **options)
+        model: LanguageModel = loader(checkpoint, config, **options)
     except InterposerError:
         raise
     except foreign_errors() as error:

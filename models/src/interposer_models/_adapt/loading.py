@@ -19,7 +19,7 @@ from interposer.errors import (
 from interposer_models._adapt.handle import adapt, remark
 from interposer_models._adapt.paging import language_model
 from interposer_models._checkpoint.checkpoint import Checkpoint
-from interposer_models._checkpoint.files import config_source, tokenizer_of
+from interposer_models._checkpoint.files import config_source, tokenizer_of, with_weights
 from interposer_models._checkpoint.unplaced_tensor import unplaced
 from interposer_models._checkpoint.weight_check import WeightCheck
 from interposer_models._compute_dtype import compute_dtype
@@ -53,7 +53,7 @@ def load_adapted(
     """Load a decoder of transformers, adapt it, and run it in the engine.
 
     Args:
-        checkpoint: with its weights.
+        checkpoint: a folder; weights on a hub are fetched once it is known that they can be run.
         config: policy for this model, with the platform that was asked for.
         others: the remaining arguments of ``interposer_models.load``.
     Raises:
@@ -72,6 +72,9 @@ def load_adapted(
                 f"which takes none. Try: load(path) without {name}"
             )
     placement = place(config)
+    fetched = with_weights(checkpoint)
+    assert isinstance(fetched, Checkpoint)
+    checkpoint = fetched
     stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     compute = compute_dtype(dtype, str(stored or "float32"), placement)
     try:
