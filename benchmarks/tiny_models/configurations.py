@@ -28,7 +28,7 @@ RULES: tuple[tuple[str, int | None], ...] = (
     (r".*layers_per.*|.*(layer|layers)_(interval|frequency|period|offset|index|id|type).*", None),
     (r"sliding_window(_size)?|attention_window(_size)?|keep_window_size|local_attention", REACH),
     (r"attention_chunk_size|index_topk|local_attention_window_len", REACH),
-    (r"index_block_size|index_topk_blocks", REACH // 2),
+    (r"index_block_size|index_topk_blocks|index_kpool", REACH // 2),
     (r".*vocab_size.*|codebook_size|num_embeddings|vocab_offset|max_2d_position_embeddings", VOCAB),
     (r"max_source_positions|image_token_num", FRAMES),
     (r"(.*_)?num_queries|two_stage_num_proposals", HEADS),

@@ -88,7 +88,7 @@ def test_what_cannot_be_served_is_told(
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# none\n")
-    asked = command(chat_folder, *(option.format(keys=keys) for option in options))
+    asked = command(chat_folder, "--port=0", *(option.format(keys=keys) for option in options))
     done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode in (1, 2)
     assert said in done.stderr
