@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from interposer import Placement, Resolver, Site
-from interposer.errors import ConfigError, UnsupportedModelError, described
+from interposer.errors import ConfigError, InterposerError, UnsupportedModelError, described
 from interposer_models._adapt.attention_names import (
     following,
     named_attention,
@@ -41,6 +41,7 @@ from interposer_ops.layers.sampler import Sampler
 _SAMPLER = "sampler"
 _TRACED_TOKENS = 3
 _UNSTATED_CONTEXT = 4096
+_GENERATE = "adapted.model.generate(...), which runs every model"
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,8 +181,16 @@ def _decoder(
         raise UnsupportedModelError(
             plan.path,
             f"{error.layer} {error.reason}, so the engine cannot run this model",
-            "adapted.model.generate(...), which runs every model",
+            _GENERATE,
         ) from None
+    except InterposerError:
+        raise
+    except (AssertionError, *FAILURES) as error:
+        raise UnsupportedModelError(
+            plan.path,
+            f"{type(adapted.model).__name__} fails in a trial of the engine: {described(error)}",
+            _GENERATE,
+        ) from error
 
 
 def _sizes(
