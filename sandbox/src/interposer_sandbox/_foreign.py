@@ -7,6 +7,8 @@ import sys
 import traceback
 from collections.abc import Iterable
 
+_LONGEST_NAME = 64  # the time to compare names grows with the product of their lengths
+
 
 def foreign_errors() -> tuple[type[BaseException], ...]:
     """Return what an ``except`` clause around foreign code catches: nearly everything.
@@ -43,7 +45,9 @@ def traced(error: BaseException) -> str:
 
 
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:
-    """Return ``known`` sorted by likeness to ``name``, then by name."""
+    """Return ``known`` sorted by likeness to ``name``, then by name; a long name is like none."""
+    if len(name) > _LONGEST_NAME:
+        return sorted(set(known))
 
     def distance(candidate: str) -> tuple[float, str]:
         ratio = difflib.SequenceMatcher(None, name.lower(), candidate.lower()).ratio()

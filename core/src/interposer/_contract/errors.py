@@ -60,7 +60,9 @@ class UnknownNameError(ConfigError):
         listed = ", ".join(repr(k) for k in self.known) or "(none)"
         tail = f"\n{hint}" if hint else ""
         place = f" {where}" if where else ""
-        super().__init__(f"Unknown {kind} {name!r}{place}. Known, nearest first: {listed}.{tail}")
+        super().__init__(
+            f"Unknown {kind} {name!r:.200}{place}. Known, nearest first: {listed}.{tail}"
+        )
 
 
 class RankError(InterposerError, RuntimeError):
