@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from interposer._config.config import child_environment, config_sources, variables
     from interposer._config.policy import policy_for
     from interposer._config.rules import parse_rules
+    from interposer._config.steady_time import steady_time_ns
     from interposer._config.storage import Store, checksum, default_store, write_text
     from interposer._contract.attention import UINT4
     from interposer._contract.choice import Measured
@@ -38,8 +39,8 @@ __all__ = [
     "allowed", "answer", "applied", "check_api", "check_classes", "check_lock", "check_records",
     "checksum", "child_environment", "config_sources", "default_store",
     "entry_points", "figures", "forget_discovery", "installed_distributions",
-    "lazy_attributes", "lock_path", "parse_rules", "policy_for", "strays", "unless_explicit",
-    "variables", "write_text",
+    "lazy_attributes", "lock_path", "parse_rules", "policy_for", "steady_time_ns", "strays",
+    "unless_explicit", "variables", "write_text",
 ]
 # fmt: on
 
@@ -49,6 +50,7 @@ __getattr__ = lazy_attributes(
         "interposer._config.config": "child_environment config_sources variables",
         "interposer._config.policy": "policy_for",
         "interposer._config.rules": "parse_rules",
+        "interposer._config.steady_time": "steady_time_ns",
         "interposer._config.storage": "Store checksum default_store write_text",
         "interposer._contract.attention": "UINT4",
         "interposer._contract.choice": "Measured",

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
 from interposer.errors import RequestError
+from interposer.tooling import steady_time_ns
 from interposer_models._asynchronous.delivery import Delivery
 from interposer_models._asynchronous.errors import QueueFullError
 from interposer_models._asynchronous.generation import Generation
@@ -43,7 +43,7 @@ class StepThread:
         model: LanguageModel,
         max_waiting: int | None,
         *,
-        clock: Callable[[], int] = time.time_ns,
+        clock: Callable[[], int] = steady_time_ns,
     ) -> None:
         """Start the thread.
 
