@@ -102,13 +102,13 @@ class PrefixPool(PagePool):
 
 
 def page_keys(sequence: Sequence, count: int, page_size: int) -> list[bytes]:
-    """Return the keys of a sequence: that of its adapter, then of ``count`` pages at least.
+    """Return the keys of a sequence: that of its beginning, then of ``count`` pages at least.
 
-    The key of a page is the digest of all tokens up to its end, and of the adapter.
+    The key of a page is the digest of all tokens up to its end, of the adapter and of the salt.
     """
     keys = sequence.page_keys
     if not keys:
-        keys.append(repr(sequence.adapter).encode())
+        keys.append(_digest(repr((sequence.adapter, sequence.params.cache_salt)).encode()))
     while len(keys) <= count:
         start = (len(keys) - 1) * page_size
         keys.append(page_key(keys[-1], sequence.tokens(start, start + page_size)))
@@ -117,7 +117,11 @@ def page_keys(sequence: Sequence, count: int, page_size: int) -> list[bytes]:
 
 def page_key(before: bytes, tokens: list[int]) -> bytes:
     """Return the key of a page with these tokens, behind one with the key ``before``."""
-    return blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
+    return _digest(before + array("q", tokens).tobytes())
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=16).digest()
 
 
 def check_shared_prefixes(has_prefixes: bool, has_sources: bool) -> None:

@@ -67,6 +67,9 @@ class SamplingParams(BaseModel):
             model, whatever else is asked for.
         adapter: the name of a loaded adapter, see ``LanguageModel.load_adapter``; None is the model
             as it is.
+        cache_salt: only requests of the same salt share what is computed of prompts that begin
+            alike. How soon a first token comes tells whoever asks which beginnings are kept, so
+            that clients who must not learn of each other need different ones.
     Raises:
         RequestError: a value has the wrong type or is out of range, or contradicts another.
         UnknownNameError: a field of that name does not exist.
@@ -113,6 +116,7 @@ class SamplingParams(BaseModel):
         default=None, description=f"None or an integer from 0 to {MOST_LIKELY}"
     )
     adapter: str | None = Field(default=None, description="None or the name of a loaded adapter")
+    cache_salt: str = Field(default="", description="a text")
 
     @cached_property
     def takes_likeliest(self) -> bool:

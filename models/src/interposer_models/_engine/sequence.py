@@ -38,7 +38,7 @@ class Sequence:
         num_shared: first tokens of these that were there already when it began.
         seed: of this request's noise, drawn if the parameters name none.
         pages: cache pages that it holds in each pool, in order.
-        page_keys: of the adapter and of whole pages, see ``page_keys``; none where the sequence
+        page_keys: of the beginning and of whole pages, see ``page_keys``; none where the sequence
             shares no pages.
         borders: tokens after which its state is to be kept for others.
         state_tokens: that its state was computed from; -1 where guesses are among them.
