@@ -16,6 +16,7 @@ from interposer_models._chat import ChatRenderer
 from interposer_models._checkpoint.checkpoint import read_json
 
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
+_LONG_TEXT = 10_000  # characters, which take some milliseconds
 _SUGGESTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # One of these holds the vocabulary; transformers makes an empty tokenizer of a folder without.
 _VOCABULARIES = (
@@ -138,6 +139,10 @@ class TextTokenizer:
                 "Try: decode the text from the encoding that it is in"
             ) from None
         if self._fast is not None:
+            if len(text) > _LONG_TEXT:
+                # Of several texts the library lets other threads run meanwhile.
+                (found,) = self._fast.encode_batch([text])
+                return list(found.ids)
             return list(self._fast.encode(text).ids)
         return list(self._slow.encode(text))
 
