@@ -307,7 +307,7 @@ def test_tokenizers_of_transformers_give_the_same_tokens(tmp_path: Path) -> None
     for tokenizer in (shipped, of_library):
         matcher = Constraints(tokenizer, 4096).matcher(constraint, frozenset({0}))
         row = torch.zeros(128, dtype=torch.int32)
-        matcher.fill(row)
+        matcher.fill(row, matcher.compute())
         rows.append(row)
     assert torch.equal(*rows)
     assert rows[0].any()
@@ -330,24 +330,19 @@ def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:
 def test_a_vocabulary_of_another_size_than_the_tokenizers(llama: Path, vocab_size: int) -> None:
     constraints = Constraints(TextTokenizer(llama), vocab_size)
     row = torch.zeros(-(-vocab_size // 32), dtype=torch.int32)
-    constraints.matcher(Constraint.regex("(?s:.)"), frozenset({3})).fill(row)
+    constraints.fill([(constraints.matcher(Constraint.regex("(?s:.)"), frozenset({3})), row)])
     bits = [v for v in range(32 * len(row)) if int(row[v // 32]) >> v % 32 & 1]
     assert bits
     assert max(bits) < 256
     assert 3 not in bits
 
 
-def test_compiled_constraints_are_kept_for_a_while(llama: Path) -> None:
+def test_compiled_constraints_are_kept_for_later_requests(llama: Path) -> None:
     constraints = Constraints(TextTokenizer(llama), 256)
     first = Constraint.regex("a{0}b")
-    constraints.matcher(first, frozenset())
-    held = constraints._compiled[first]
-    for count in range(1, 70):
-        constraints.matcher(Constraint.regex(f"a{{{count}}}b"), frozenset())
-        if count == 60:
-            constraints.matcher(first, frozenset())
-    assert len(constraints._compiled) == 64
-    assert constraints._compiled[first] is held
+    compiled = constraints.compiled(first)
+    assert constraints.compiled(first) is compiled
+    assert constraints.compiled(Constraint.regex("a{1}b")) is not compiled
 
 
 def test_threads_may_compile_at_once(llama: Path) -> None:
@@ -355,10 +350,10 @@ def test_threads_may_compile_at_once(llama: Path) -> None:
 
     def rows(index: int) -> list[int]:
         row = torch.zeros(8, dtype=torch.int32)
-        constraints.matcher(Constraint.regex(f"[a-{'bcd'[index % 3]}]+"), frozenset()).fill(row)
+        constraint = Constraint.regex(f"[a-{'bcd'[index % 3]}]+")
+        constraints.fill([(constraints.matcher(constraint, frozenset()), row)])
         return row.tolist()
 
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(rows, range(48)))
     assert found == [rows(index) for index in range(3)] * 16
-    assert len(constraints._compiled) == 3

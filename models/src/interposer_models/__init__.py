@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from interposer_models._constraint import Constraint
     from interposer_models._decoder.decoder import CausalLM
     from interposer_models._encoder.encoder import Encoder, load_encoder
+    from interposer_models._engine.constraint_limits import ConstraintLimits
+    from interposer_models._engine.constraints import Compiled
     from interposer_models._engine.prefix_settings import PrefixCache
     from interposer_models._engine.sampling_params import SamplingParams
     from interposer_models._engine.sequence import PromptLogprob
@@ -42,8 +44,10 @@ __all__ = [
     "AsyncLanguageModel",
     "CausalLM",
     "Checkpoint",
+    "Compiled",
     "Completion",
     "Constraint",
+    "ConstraintLimits",
     "Delta",
     "Encoder",
     "ExpertParallel",
@@ -85,6 +89,8 @@ __getattr__ = lazy_attributes(
         "interposer_models._constraint": "Constraint",
         "interposer_models._decoder.decoder": "CausalLM",
         "interposer_models._encoder.encoder": "Encoder load_encoder",
+        "interposer_models._engine.constraint_limits": "ConstraintLimits",
+        "interposer_models._engine.constraints": "Compiled",
         "interposer_models._engine.prefix_settings": "PrefixCache",
         "interposer_models._engine.sampling_params": "SamplingParams",
         "interposer_models._engine.sequence": "PromptLogprob",

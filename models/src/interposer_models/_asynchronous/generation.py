@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from interposer.errors import RequestError
+from interposer.tooling import steady_time_ns
 from interposer_models._asynchronous.delivery import Delivery
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._requests import completions
@@ -45,6 +45,7 @@ class Generation(AsyncIterator[list[Delta]]):
         num_unfinished: answers that go on, by the engine's thread.
         error: what ended it early.
         on_end: each is called with the generation when it has ended.
+        held: what is to stay in memory until then.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Generation(AsyncIterator[list[Delta]]):
         on_end: Sequence[Callable[[Generation], None]],
         *,
         streams: bool,
-        clock: Callable[[], int] = time.time_ns,
+        clock: Callable[[], int] = steady_time_ns,
     ) -> None:
         self.prompts = prompts
         self.n = n
@@ -69,6 +70,7 @@ class Generation(AsyncIterator[list[Delta]]):
         self.num_unfinished = self.num_answers
         self.error: Exception | None = None
         self.on_end = on_end
+        self.held: Sequence[object] = ()
         self._clock = clock
         self._woken = asyncio.Event()
         self._is_read = False
@@ -123,6 +125,7 @@ class Generation(AsyncIterator[list[Delta]]):
 
     def _end(self) -> None:
         self.stages.ended = self._clock()
+        self.held = ()
         for told in self.on_end:
             told(self)
 

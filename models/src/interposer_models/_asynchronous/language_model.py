@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -16,6 +17,11 @@ import torch
 from interposer.errors import RequestError
 from interposer_models._asynchronous.generation import Generation
 from interposer_models._asynchronous.step_thread import StepThread
+from interposer_models._asynchronous.timed_calls import TimedCalls
+from interposer_models._constraint import Constraint
+from interposer_models._engine.constraint_limits import ConstraintLimits
+from interposer_models._engine.constraint_process import STACK_BYTES
+from interposer_models._engine.constraints import Compiled
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._language_model import LanguageModel
 from interposer_models._messages import Message
@@ -27,22 +33,35 @@ from interposer_models._transfer.receiver import WeightsFrom
 T = TypeVar("T")
 # A thread that the program never ended computes at most one step more when it exits.
 _END_SECONDS = 10.0
+_MORE_STACK = 2**20  # than the process has that compiled the same before
+_STACK_SIZE = threading.Lock()
 
 
 class AsyncLanguageModel:
     """A model for any number of coroutines, in one event loop or in those of several threads.
 
-    One thread steps the engine, another reads prompts. Methods of ``model`` may be called
-    meanwhile. A coroutine that is cancelled, and an ``async for`` that is left, cancel their
-    request.
+    One thread steps the engine; others read prompts, write chats as prompts, compile constraints
+    and make texts of answers, so that none of these holds up another. Methods of ``model`` may be
+    called meanwhile. A coroutine that is cancelled, and an ``async for`` that is left, cancel
+    their request.
     """
 
-    def __init__(self, model: LanguageModel, *, max_waiting: int | None = None) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        max_waiting: int | None = None,
+        constraint_limits: ConstraintLimits | None = None,
+        template_seconds: float | None = None,
+    ) -> None:
         """Start the threads.
 
         Args:
             max_waiting: answers that may wait besides those that run. Requests beyond are refused,
                 with ``QueueFullError``; None takes all.
+            constraint_limits: bounds on each constraint, where requests come from clients that
+                nobody vouches for. A process of its own compiles it first.
+            template_seconds: that writing a chat as a prompt may take; None bounds it not.
         Raises:
             RequestError: ``max_waiting`` is negative.
             CheckpointError: the tokenizer is not valid.
@@ -52,8 +71,18 @@ class AsyncLanguageModel:
         model.tokenizer.read()  # no request is to wait for that
         self.model = model
         self._steps = StepThread(model, max_waiting)
+        self._constraints = model.engine.constraints
+        if self._constraints is not None:
+            self._constraints.limit(constraint_limits)
         self._texts = ThreadPoolExecutor(1, "interposer-texts")
-        self._end = weakref.finalize(self, _end, self._steps, self._texts)
+        self._answers = ThreadPoolExecutor(1, "interposer-answers")
+        self._forms = _deep_executor("interposer-constraints")
+        self._template_seconds = template_seconds
+        self._chats = TimedCalls("interposer-chats", template_seconds)
+        ends = [partial(each.shutdown, wait=False, cancel_futures=True) for each in self._executors]
+        if self._constraints is not None:
+            ends.append(partial(self._constraints.limit, None))
+        self._end = weakref.finalize(self, _end, self._steps, ends)
 
     async def __aenter__(self) -> Self:
         """Return itself."""
@@ -159,7 +188,7 @@ class AsyncLanguageModel:
 
         Raises: RequestError: a message is unusable, or there is no template.
         """
-        return await self.tokenize(
+        return await self.write_chat(
             lambda tokenizer: tokenizer.chat.token_ids(messages, tools, template, options or {})
         )
 
@@ -180,9 +209,55 @@ class AsyncLanguageModel:
 
         Raises: RequestError: the model was closed. And what the function raises.
         """
+        return await self._run(self._texts, lambda: function(self._tokenizer))
+
+    async def write_chat(self, function: Callable[[TextTokenizer], T]) -> T:
+        """Return what a function makes of a tokenizer, in the thread that writes chats as prompts.
+
+        A template is a program, which may take any time: beyond ``template_seconds`` it is ended.
+
+        Raises: RequestError: the model was closed, or the time is over. And what the function
+            raises.
+        """
         self._steps.check_room(0)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._texts, lambda: function(self._tokenizer))
+        try:
+            return await self._chats.run(lambda: function(self._chat_tokenizer))
+        except TimeoutError:
+            raise RequestError(
+                "Writing the chat as a prompt took longer than the "
+                f"{self._template_seconds:g} s that the chat template has. "
+                "Try: fewer messages, or another template"
+            ) from None
+
+    async def prepare_chats(self) -> None:
+        """Read what chats need, so that the first one need not wait for it.
+
+        Raises: InterposerError: chats cannot be written.
+        """
+        await asyncio.gather(
+            self._run(self._texts, lambda: self._chat_tokenizer.chat),
+            self._run(self._answers, lambda: self.model.tokenizer.chat),
+        )
+
+    async def write_answer(self, function: Callable[[TextTokenizer], T]) -> T:
+        """Return what a function makes of a tokenizer, in the thread that makes texts of answers.
+
+        The tokenizer is that of the model, for decoding alone.
+
+        Raises: RequestError: the model was closed. And what the function raises.
+        """
+        return await self._run(self._answers, lambda: function(self.model.tokenizer))
+
+    async def compile(self, constraint: Constraint) -> Compiled:
+        """Return a constraint that stays compiled for as long as somebody has what is returned.
+
+        Raises: RequestError: it cannot be held, takes more than the limits allow, or the model was
+            closed.
+        """
+        constraints = self._constraints
+        if constraints is None:
+            raise RequestError("A constraint is over texts, and this engine has no tokenizer")
+        return await self._run(self._forms, lambda: constraints.compiled(constraint))
 
     async def load_adapter(self, name: str, path: str | Path) -> None:
         """Load a LoRA adapter between two steps; see ``LanguageModel.load_adapter``."""
@@ -225,7 +300,12 @@ class AsyncLanguageModel:
             QueueFullError: there is no room for so many answers.
         """
         checked = [(self.model.check(tokens, params), params) for tokens, params in prompts]
-        return self._steps.open(checked, n, streams=streams, received=received, on_end=on_end)
+        generation = self._steps.open(checked, n, streams=streams, received=received, on_end=on_end)
+        if self._constraints is not None:
+            # Whoever compiled them lets them go now; the engine takes them a moment later.
+            asked = {own.constraint for _, own in prompts if own.constraint is not None}
+            generation.held = [self._constraints.compiled(each) for each in asked]
+        return generation
 
     async def _opened(
         self,
@@ -238,12 +318,22 @@ class AsyncLanguageModel:
     ) -> Generation:
         asked = requests(prompts, params, settings, n)
         self._steps.check_room(n * len(asked))  # before anything is prepared in vain
-        # Constraints are compiled when they are checked, which may take as long as a text.
-        if any(isinstance(prompt, str) or own.constraint is not None for prompt, own in asked):
+        forms = [await self.compile(own.constraint) for _, own in asked if own.constraint]
+        if any(isinstance(prompt, str) for prompt, _ in asked):
             checked = await self.tokenize(lambda tokenizer: self._checked(asked, tokenizer))
         else:
             checked = self._checked(asked, self.model.tokenizer)
-        return self._steps.open(checked, n, streams=streams)
+        generation = self.open(checked, n, streams=streams)
+        del forms  # which the generation has now
+        return generation
+
+    async def _run(self, executor: Executor, function: Callable[[], T]) -> T:
+        self._steps.check_room(0)
+        return await asyncio.get_running_loop().run_in_executor(executor, function)
+
+    @property
+    def _executors(self) -> tuple[ThreadPoolExecutor, ...]:
+        return self._texts, self._answers, self._forms
 
     def _checked(
         self, asked: Sequence[tuple[Prompt, SamplingParams]], tokenizer: TextTokenizer
@@ -258,7 +348,25 @@ class AsyncLanguageModel:
         """The tokenizer of the thread of prompts: some may be used by one thread at a time."""
         return copy.deepcopy(self.model.tokenizer)
 
+    @cached_property
+    def _chat_tokenizer(self) -> TextTokenizer:
+        """The tokenizer of the thread of chats."""
+        return copy.deepcopy(self.model.tokenizer)
 
-def _end(steps: StepThread, texts: ThreadPoolExecutor) -> None:
+
+def _deep_executor(name: str) -> ThreadPoolExecutor:
+    """Return one with a thread whose stack is as large as where constraints are compiled first."""
+    executor = ThreadPoolExecutor(1, name)
+    with _STACK_SIZE:
+        before = threading.stack_size(STACK_BYTES + _MORE_STACK)
+        try:
+            executor.submit(int)  # which starts the thread
+        finally:
+            threading.stack_size(before)
+    return executor
+
+
+def _end(steps: StepThread, ends: Sequence[Callable[[], None]]) -> None:
     steps.stop(_END_SECONDS)
-    texts.shutdown(wait=False, cancel_futures=True)
+    for end in ends:
+        end()

@@ -271,7 +271,7 @@ class Engine:
             batch = SamplingBatch.greedy(len(sequences), self.device)
         else:
             batch = self._state.batch(sequences)
-            logits = self._edits.edit(sequences, logits, batch)
+            logits = self._edits.edit(sequences, logits, batch, self.constraints)
         tokens, logprobs = self.sampler(logits, batch)
         if not plain:
             self._edits.tell(sequences, logits, batch, tokens)

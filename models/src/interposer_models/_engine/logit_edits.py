@@ -61,7 +61,11 @@ class RequestEdits:
         return None if params.constraint is None else self._matcher(params, constraints)
 
     def edit(
-        self, sequences: list[Sequence], logits: torch.Tensor, batch: SamplingBatch
+        self,
+        sequences: list[Sequence],
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        constraints: Constraints | None,
     ) -> torch.Tensor:
         """Return the logits ``[B, V]`` from which the next tokens are drawn."""
         params = [sequence.params for sequence in sequences]
@@ -72,7 +76,7 @@ class RequestEdits:
             bias = self._biases.of(sequences, lambda: self._bias(params))
         if any(p.min_tokens for p in params):
             least = batch.steps, *self._leasts.of(sequences, lambda: self._least(params))
-        edits = LogitEdits(bias, least, self._bitmask(sequences))
+        edits = LogitEdits(bias, least, self._bitmask(sequences, constraints))
         return self._sampler.editor.edit(logits, edits)
 
     def tell(
@@ -119,15 +123,17 @@ class RequestEdits:
         least = torch.tensor([p.min_tokens for p in params], device=self._device)
         return least, self._listed(stops).to(self._device)
 
-    def _bitmask(self, sequences: list[Sequence]) -> torch.Tensor | None:
+    def _bitmask(
+        self, sequences: list[Sequence], constraints: Constraints | None
+    ) -> torch.Tensor | None:
         matchers = [sequence.matcher for sequence in sequences]
         if not any(matchers):
             return None
         # Computed while the device computes the logits; a row of a free request allows all.
         mask = torch.full((len(matchers), -(-self._vocab_size // 32)), -1, dtype=torch.int32)
-        for row, matcher in enumerate(matchers):
-            if matcher is not None:
-                matcher.fill(mask[row])
+        rows = [(matcher, mask[row]) for row, matcher in enumerate(matchers) if matcher is not None]
+        assert constraints is not None  # which made the matchers
+        constraints.fill(rows)
         return mask.to(self._device, non_blocking=True)
 
     @staticmethod
