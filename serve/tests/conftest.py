@@ -19,7 +19,8 @@ import uvicorn
 from tests.waiting import WAIT_SECONDS, wait_until
 
 from interposer_models import Encoder, LanguageModel, load
-from interposer_serve import Limits, application
+from interposer_serve import ConnectionLimits, Limits, application
+from interposer_serve._connections import protocol
 
 STDLIB = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
 NAME = "stdlib-lm"
@@ -126,25 +127,33 @@ def serving(
     *,
     limits: Limits | None = None,
     keys: Collection[str] = (),
+    connections: ConnectionLimits | None = None,
     drain: int = 5,
+    send_bytes: int = 0,
 ) -> Iterator[Served]:
+    """Serve a model in a thread.
+
+    Args:
+        send_bytes: that the system takes for a client that reads nothing; 0 leaves it to that.
+    """
     app = application(model, name, limits=limits, keys=keys)
+    listening = socket.create_server(("127.0.0.1", 0))
+    if send_bytes:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     config = uvicorn.Config(
         app,
-        port=0,
-        http="httptools",
+        http=protocol(connections or ConnectionLimits()),
         loop="asyncio",
         lifespan="on",
         log_level="critical",
         timeout_graceful_shutdown=drain,
     )
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
+    thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
         wait_until(lambda: server.started, "the start of the server")
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield Served(port, model)
+        yield Served(listening.getsockname()[1], model)
     finally:
         server.should_exit = True
         thread.join(WAIT_SECONDS)

@@ -167,7 +167,7 @@ def test_a_full_queue_is_told_with_the_time_to_wait(lm: LanguageModel, steps: St
         assert int(answer.headers["retry-after"]) >= 1
         assert served.metric("interposer_sequences_waiting") == 2
         # Nothing is tokenized for an answer that has no room.
-        assert served.complete(prompt="\ud800").status == 429
+        assert served.complete(prompt="x " * 2000).status == 429
         assert served.chat().status == 429
         running[0].close()
         steps.release()
@@ -188,7 +188,7 @@ def deadlines(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
     def record(
         loop: asyncio.BaseEventLoop, delay: float, callback: Any, *arguments: Any, **how: Any
     ) -> asyncio.TimerHandle:
-        if delay == DEADLINE_SECONDS:
+        if DEADLINE_SECONDS - WAIT_SECONDS < delay <= DEADLINE_SECONDS:
             calls.append(lambda: loop.call_soon_threadsafe(callback, *arguments))
         return call_later(loop, delay, callback, *arguments, **how)
 
@@ -391,8 +391,27 @@ def test_a_key_is_asked_for(lm: LanguageModel) -> None:
                 assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
                 assert answer.headers["www-authenticate"] == "Bearer"
             assert served.ask(path, authorization="Bearer first").status != 401
-    with pytest.raises(ConfigError, match="An API key is empty"):
-        application(lm, NAME, keys=["first", " "])
+            # As programs write it that send UTF-8, and those that send Latin-1.
+            for spelled in ("sécond", "sécond".encode().decode("latin-1")):
+                assert served.ask(path, authorization=f"Bearer {spelled}").status != 401
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (["first", " "], "An API key is empty"),
+        ("secret", r"keys is a str, must be a list"),
+        (b"secret", r"keys is a bytes, must be a list"),
+        ([7], "An API key is a int, must be a text"),
+        (["first\n"], "a control character"),
+        (["a\0b"], "a control character"),
+    ],
+)
+def test_keys_that_no_client_could_send_are_refused(
+    lm: LanguageModel, keys: Any, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        application(lm, NAME, keys=keys)
 
 
 def test_pages_of_other_origins_are_kept_out(served: Served) -> None:

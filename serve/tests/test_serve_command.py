@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from contextlib import AbstractContextManager
@@ -57,6 +58,45 @@ def test_the_command_serves_until_it_is_told_to_end(chat_folder: Path, tmp_path:
         process.send_signal(signal.SIGTERM)
         # It dies of the signal, once everything has ended.
         assert process.wait(60) in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+STREAM = {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "n": 64, "stream": True}
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_lets_answers_end_and_a_second_one_ends_them(
+    chat_folder: Path, presses: int
+) -> None:
+    """What is cut off ends with an error, not in the midst of a stream."""
+    drain = f"--drain={600 if presses == 2 else 0}"
+    own = [sys.executable, "-m", "interposer_tools", "serve", str(chat_folder), "--port=0"]
+    with served([*own, "--name=mine", "--cache-tokens=65536", drain]) as (url, process):
+        assert process.stderr is not None
+        body = json.dumps({"model": "mine", **STREAM}).encode()
+        headers = {"content-type": "application/json"}
+        asked = urllib.request.Request(f"{url}/v1/completions", body, headers)
+        with urllib.request.urlopen(asked, timeout=60) as stream:
+            assert stream.readline().startswith(b"data: ")
+            process.send_signal(signal.SIGINT)
+            said = process.stderr.readline()
+            assert said.startswith("draining 64 answers for up to ")
+            assert said.endswith("press Ctrl-C again to stop\n")
+            if presses == 2:
+                process.send_signal(signal.SIGINT)
+            *_, last = [line for line in stream if line.startswith(b"data: ")]
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "server_ends"
+        assert process.wait(60) == (130 if presses == 2 else 0)
+        assert process.stderr.read() == ""
+
+
+def test_of_two_servers_on_one_port_the_second_is_told_before_it_loads(chat_folder: Path) -> None:
+    with started(chat_folder) as (url, _):
+        port = url.rpartition(":")[2]
+        asked = command(chat_folder, f"--port={port}")
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "cannot listen at 127.0.0.1 port" in done.stderr
+    assert "loading" not in done.stderr
 
 
 def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(chat_folder: Path) -> None:

@@ -11,15 +11,15 @@ from interposer.tooling import lazy_attributes
 
 if TYPE_CHECKING:
     from interposer_serve._app import application
-    from interposer_serve._limits import Limits
+    from interposer_serve._limits import ConnectionLimits, Limits
 
-__all__ = ["Limits", "application"]
+__all__ = ["ConnectionLimits", "Limits", "application"]
 
 __getattr__ = lazy_attributes(
     __name__,
     {
         "interposer_serve._app": "application",
-        "interposer_serve._limits": "Limits",
+        "interposer_serve._limits": "ConnectionLimits Limits",
     },
 )
 

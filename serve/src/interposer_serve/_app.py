@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,7 +20,7 @@ from starlette.routing import Route
 from interposer.errors import ConfigError, InterposerError
 from interposer_models import Encoder, LanguageModel
 from interposer_serve._errors import ApiError, check_model, respond
-from interposer_serve._guard import LOOPBACK, Guard
+from interposer_serve._guard import LOOPBACK, Guard, check_keys
 from interposer_serve._limits import Limits
 from interposer_serve._metrics import Metrics
 from interposer_serve._text import TextEndpoints
@@ -50,10 +51,10 @@ def application(
         limits: bounds on requests.
         keys: one of which every request has to bear; none asks for none.
         hosts: names by which clients may call the server; None allows all.
-    Raises: ConfigError: a key is empty, or an adapter has the name of the model.
+    Raises: ConfigError: keys are no list, one is empty or no ASCII, or an adapter has the name of
+        the model.
     """
-    if not all(key.strip() for key in keys):
-        raise ConfigError("An API key is empty. Try: leave it out")
+    checked_keys = check_keys(keys)
     limits, metrics, created = limits or Limits(), Metrics(), int(time.time())
     endpoints: TextEndpoints | VectorEndpoints
     if isinstance(model, Encoder):
@@ -121,9 +122,9 @@ def application(
         Route("/explanation", explanation),
         *_page(),
     ]
-    return Starlette(
+    app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, metrics=metrics, keys=keys, hosts=_names(hosts))],
+        middleware=[Middleware(Guard, metrics=metrics, keys=checked_keys, hosts=_names(hosts))],
         exception_handlers={
             ApiError: respond,
             InterposerError: respond,
@@ -132,6 +133,11 @@ def application(
         },
         lifespan=lifespan,
     )
+    app.state.endpoints = endpoints
+    folder = getattr(model, "path", None)
+    folders = () if folder is None else (Path(folder).resolve(), Path(folder).absolute())
+    app.state.hidden = {str(each): name for each in folders}
+    return app
 
 
 def _names(hosts: Collection[str] | None) -> frozenset[str] | None:

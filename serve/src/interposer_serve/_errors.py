@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from interposer.errors import InterposerError
 
@@ -58,9 +58,14 @@ class ApiError(Exception):
         }
         return {"error": error}
 
+    @property
+    def content(self) -> bytes:
+        """The same as JSON; a value that is told may hold half of a surrogate pair, escaped."""
+        return json.dumps(self.body).encode()
+
     def event(self) -> bytes:
         """Return the error as the last event of a stream, whose status was sent already."""
-        return b"data: " + json.dumps(self.body).encode() + b"\n\n"
+        return b"data: " + self.content + b"\n\n"
 
 
 class Gone(Exception):
@@ -81,13 +86,16 @@ def api_error(error: Exception) -> ApiError:
 def check_model(asked: str, names: Collection[str]) -> None:
     """Raise ApiError where nothing that is served has the name that a client asks for."""
     if asked not in names:
-        message = f"model is {asked!r}; allowed is {' or '.join(map(repr, names))}"
+        message = f"model is {asked!r:.100}; allowed is {' or '.join(map(repr, names))}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-async def respond(_request: Request, error: Exception) -> Response:
-    """Return the response that tells an error."""
+async def respond(request: Request, error: Exception) -> Response:
+    """Return the response that tells an error, without the folder of the model."""
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, error.detail, headers=error.headers)
-    told = api_error(error)
-    return JSONResponse(told.body, told.status, told.headers)
+    refusal = api_error(error)
+    app = request.scope.get("app")
+    for folder, name in app.state.hidden.items() if app is not None else ():
+        refusal.args = (str(refusal).replace(folder, name),)
+    return Response(refusal.content, refusal.status, refusal.headers, media_type="application/json")

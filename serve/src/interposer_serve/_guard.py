@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from interposer.errors import ConfigError
+from interposer.tooling import steady_time_ns
 from interposer_serve._errors import ApiError, respond
 from interposer_serve._metrics import Metrics
 
@@ -37,7 +39,9 @@ class Guard:
     ) -> None:
         self._app = app
         self._metrics = metrics
-        self._digests = [_digest(key) for key in keys]
+        # Programs write a key that is no ASCII in one of two ways.
+        spelled = {spelling for key in keys for spelling in _spellings(key)}
+        self._keys = {_digest(spelling): key for spelling, key in spelled}
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,7 +49,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope.setdefault("state", {})["received"] = time.time_ns()
+        scope.setdefault("state", {}).update(received=steady_time_ns(), client="")
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -53,26 +57,30 @@ class Guard:
                 self._metrics.responses.labels(name, message["status"]).inc()
             await send(message)
 
-        refusal = self._refusal(scope["path"], Headers(scope=scope))
+        refusal = self._refusal(scope)
         if refusal is None:
             await self._app(scope, receive, counted)
         else:
             response = await respond(Request(scope), refusal)
             await response(scope, receive, counted)
 
-    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        path, headers = scope["path"], Headers(scope=scope)
         host = headers.get("host", "")
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if self._hosts is not None and name.lower() not in self._hosts:
             known = ", ".join(sorted(self._hosts))
             return ApiError(403, f"host is {name!r:.100}; allowed are {known}", code="wrong_host")
-        if not self._digests or path in _OPEN:
+        if not self._keys or path in _OPEN:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip() if scheme.lower() == "bearer" else "")
+        # As it came: headers are read as Latin-1, whatever they are.
+        given = _digest(key.strip().encode("latin-1") if scheme.lower() == "bearer" else b"")
         # All are compared, so that the time tells nothing.
-        matches = [hmac.compare_digest(given, known) for known in self._digests]
-        if any(matches):
+        found = [key for known, key in self._keys.items() if hmac.compare_digest(given, known)]
+        if found:
+            # The key is nobody's but its own client's, so that it keeps clients apart.
+            scope["state"]["client"] = _digest(found[0].encode()).hex()
             return None
         return ApiError(
             401,
@@ -82,5 +90,33 @@ class Guard:
         )
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def check_keys(keys: object) -> frozenset[str]:
+    """Return keys that clients can send.
+
+    Raises: ConfigError: they are no collection of texts, or one is empty or holds what no header
+        can carry.
+    """
+    if isinstance(keys, str | bytes) or not isinstance(keys, Collection):
+        raise ConfigError(f"keys is a {type(keys).__name__}, must be a list. Try: ['a-long-key']")
+    for key in keys:
+        if not isinstance(key, str):
+            raise ConfigError(f"An API key is a {type(key).__name__}, must be a text")
+        if not key.strip():
+            raise ConfigError("An API key is empty. Try: leave it out")
+        if key != key.strip() or not key.isprintable():
+            raise ConfigError(
+                f"An API key is {key[:2]!r}..., with a space around it or a control character in "
+                "it, which no header carries. Try: the output of "
+                "python -c 'import secrets; print(secrets.token_urlsafe())'"
+            )
+    return frozenset(keys)
+
+
+def _spellings(key: str) -> Iterator[tuple[bytes, str]]:
+    yield key.encode(), key
+    with suppress(UnicodeEncodeError):
+        yield key.encode("latin-1"), key
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

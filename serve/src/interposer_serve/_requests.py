@@ -14,6 +14,7 @@ from interposer_serve._constraints import of_response_format, of_structured_outp
 from interposer_serve._errors import ApiError
 
 _MOST_STOPS = 16
+_MOST_DIGITS = 18
 _INT64_MAX = 2**63 - 1
 
 # Fields of OpenAI's interface that ask for what no engine here does, with the values that ask for
@@ -57,18 +58,34 @@ def _as_tuple(value: object) -> object:
 
 
 def _with_integers(value: object) -> object:
-    """Return an object whose keys are the integers that JSON writes as texts."""
+    """Return an object whose keys are the integers that JSON writes as texts.
+
+    Raises: ValueError: a key or a value is none, at the first one.
+    """
     if not isinstance(value, dict):
         return value
-    return {int(key) if key.isascii() and key.isdecimal() else key: v for key, v in value.items()}
+    found: dict[int, object] = {}
+    for key, bias in value.items():
+        # Many long integers could be chosen so that a dict has them all in one place.
+        if not (key.isascii() and key.isdecimal() and len(key) <= _MOST_DIGITS):
+            raise ValueError(f"{key!r:.100} is no token id")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ValueError(f"{bias!r:.100} is no bias")
+        found[int(key)] = float(bias)
+    return found
 
 
 # Each description says in an error what is allowed.
 _Tuple = BeforeValidator(_as_tuple)
 _Flag = Annotated[bool, Field(description="true or false")]
 _TokenId = Annotated[int, Field(ge=0, le=_INT64_MAX)]
+# Of a million wrong items, the first one is enough.
+_FIRST_WRONG: Any = Field(fail_fast=True)
+_Objects = Annotated[list[dict[str, Any]], _FIRST_WRONG]
+_TokenIds = Annotated[list[_TokenId], _FIRST_WRONG]
 _Texts = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
+    _FIRST_WRONG,
     _Tuple,
     Field(max_length=_MOST_STOPS, description=f"a text or up to {_MOST_STOPS} texts, none empty"),
 ]
@@ -82,7 +99,7 @@ _Bias = Annotated[
     BeforeValidator(_with_integers),
 ]
 _Prompt = Annotated[
-    str | list[str] | list[_TokenId] | list[list[_TokenId]],
+    str | Annotated[list[str], _FIRST_WRONG] | _TokenIds | Annotated[list[_TokenIds], _FIRST_WRONG],
     Field(
         min_length=1,
         description="a text, texts, token ids or a list of those, none empty",
@@ -117,7 +134,7 @@ class Body(BaseModel):
                 del asked[name]
             else:
                 unknown = UnknownNameError("field", name, known)
-                raise ApiError(400, str(unknown), param=name, code="unknown_field")
+                raise ApiError(400, str(unknown), param=name[:100], code="unknown_field")
         try:
             return cls(**asked)
         except ValidationError as error:
@@ -168,7 +185,7 @@ class SampledBody(Body):
     frequency_penalty: _Penalty = 0.0
     seed: int | None = Field(None, ge=0, le=_INT64_MAX, description="an integer from 0 to 2^63 - 1")
     stop: _Texts = ()
-    stop_token_ids: Annotated[tuple[_TokenId, ...], _Tuple] = Field(
+    stop_token_ids: Annotated[tuple[_TokenId, ...], _FIRST_WRONG, _Tuple] = Field(
         (), description="a list of token ids"
     )
     ignore_eos: _Flag = False
@@ -179,6 +196,7 @@ class SampledBody(Body):
     structured_outputs: dict[str, Any] | None = Field(
         None, description="an object with 'json', 'regex', 'choice' or 'grammar'"
     )
+    cache_salt: str = Field("", max_length=1024, description="a text of up to 1024 characters")
     stream: _Flag = False
     stream_options: StreamOptions | None = Field(
         None, description='{"include_usage": true or false}, with "stream": true'
@@ -220,7 +238,8 @@ class SampledBody(Body):
         """Return the settings of the first of the ``n`` answers.
 
         Args:
-            suggested: settings of the checkpoint, for what the request leaves out.
+            suggested: settings of the checkpoint and of the client, for what the request leaves
+                out.
             max_new_tokens: where the request names no limit.
             constraint: the form of the answers.
         """
@@ -306,13 +325,11 @@ class NamedFunction(BaseModel):
 class ChatBody(SampledBody):
     """``/v1/chat/completions``."""
 
-    messages: list[dict[str, Any]] = Field(
-        min_length=1, description="a list of messages with role and content"
-    )
+    messages: _Objects = Field(min_length=1, description="a list of messages with role and content")
     max_completion_tokens: _Positive | None = Field(None, description="an integer of at least 1")
     logprobs: _Flag = False
     top_logprobs: _Likely = 0
-    tools: list[dict[str, Any]] = Field([], description="a list of functions with JSON schemas")
+    tools: _Objects = Field([], description="a list of functions with JSON schemas")
     tool_choice: Literal["auto", "none", "required"] | NamedFunction = Field(
         "auto",
         description="'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}",
@@ -377,7 +394,10 @@ class ChatBody(SampledBody):
 class EmbeddingBody(Body):
     """``/v1/embeddings``."""
 
-    input: Annotated[str | list[str], Field(min_length=1, description="a text or a list of texts")]
+    input: Annotated[
+        str | Annotated[list[str], _FIRST_WRONG],
+        Field(min_length=1, description="a text or a list of texts"),
+    ]
     encoding_format: Literal["float", "base64"] = Field("float", description="'float' or 'base64'")
 
 
@@ -386,8 +406,8 @@ class TokenizeBody(Body):
 
     model: str = Field("", description="a text")
     prompt: str | None = Field(None, description="a text")
-    messages: list[dict[str, Any]] | None = Field(None, description="a list of messages")
-    tools: list[dict[str, Any]] = Field([], description="a list of functions with JSON schemas")
+    messages: _Objects | None = Field(None, description="a list of messages")
+    tools: _Objects = Field([], description="a list of functions with JSON schemas")
     chat_template_kwargs: dict[str, Any] = Field({}, description="an object")
 
 
@@ -395,4 +415,4 @@ class DetokenizeBody(Body):
     """``/detokenize``: token ids."""
 
     model: str = Field("", description="a text")
-    tokens: list[_TokenId] = Field(description="a list of token ids")
+    tokens: _TokenIds = Field(description="a list of token ids")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,8 +13,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from interposer.errors import InterposerError, RequestError
+from interposer.tooling import steady_time_ns
 from interposer_models import (
     AsyncLanguageModel,
+    Compiled,
     Constraint,
     Generation,
     LanguageModel,
@@ -27,7 +30,8 @@ from interposer_serve._formats import Answer, Format, usage
 from interposer_serve._limits import Limits
 from interposer_serve._messages import written
 from interposer_serve._metrics import Metrics
-from interposer_serve._reading import read_object
+from interposer_serve._prompt_sizes import PromptSizes
+from interposer_serve._reading import Bodies
 from interposer_serve._requests import (
     Body,
     ChatBody,
@@ -55,7 +59,10 @@ class TextEndpoints:
         self._limits = limits
         self._metrics = metrics
         self._suggested = lm.suggested
+        self._generations: set[Generation] = set()
         metrics.watch(lm.engine)
+        self._bodies = Bodies(limits)
+        self._sizes: PromptSizes
         self._model: AsyncLanguageModel
         self._room: Room
 
@@ -71,12 +78,34 @@ class TextEndpoints:
 
     async def start(self) -> None:
         """Prepare for the first request, which would wait for what is loaded on first use."""
-        self._model = AsyncLanguageModel(self._lm, max_waiting=self._limits.queue)
-        self._room = Room(self._model, self._limits)
+        limits = self._limits
+        self._model = AsyncLanguageModel(
+            self._lm,
+            max_waiting=limits.queue,
+            constraint_limits=limits.constraints,
+            template_seconds=limits.template_seconds,
+        )
+        self._room = Room(self._model, limits)
+        vocabulary = await self._model.tokenize(lambda tokenizer: tokenizer.vocabulary)
+        sources = self._lm.engine.runner.sources
+        context = max(self.context, 0 if sources is None else sources.longest)
+        num_tokens = min(context, limits.prompt_tokens or context)
+        self._sizes = PromptSizes(num_tokens, self._model.capacity or 1, vocabulary)
         try:
-            await self._model.tokenize(lambda tokenizer: tokenizer.chat)
+            await self._model.prepare_chats()
         except InterposerError:
             return  # prompts can be token ids, and whoever sends messages is told
+
+    @property
+    def num_unfinished(self) -> int:
+        """The answers that run or wait."""
+        return self._model.num_unfinished
+
+    def end_answers(self) -> None:
+        """End every answer with an error that says that the server ends."""
+        error = ApiError(503, "The server ends before the answer does", code="server_ends")
+        for generation in [*self._generations]:
+            generation.fail(error)
 
     async def stop(self) -> None:
         """End the threads of the model."""
@@ -104,28 +133,29 @@ class TextEndpoints:
         """``/v1/chat/completions``."""
         body = await self._read(request, ChatBody)
         tools, required = body.offered, body.required
-        with self._room.prepared(body.n):
+        async with self._preparing(request, body.n):
             prompt = await self._chat_prompt(body.messages, tools, body.chat_template_kwargs)
             constraint = body.constraint
             if required is not None:
                 constraint = await self._call_constraint(required)
-            await self._compile(constraint, body.form_field if required is None else "tools")
-        parse = None
-        if tools is not None:
-            chat = await self._model.tokenize(lambda tokenizer: tokenizer.chat)
-            parse = partial(chat.parsed, prompt=prompt, tools=tools)
+            field = body.form_field if required is None else "tools"
+            form = await self._compiled(constraint, field)
+            parse = None
+            if tools is not None:
+                chat = await self._model.write_answer(lambda tokenizer: tokenizer.chat)
+                parse = partial(chat.parsed, prompt=prompt, tools=tools)
         told = ChatFormat(body.model, self._spell, body.logprobs, parse)
-        return await self._answer(request, body, [prompt], self.context, told, constraint)
+        return await self._answer(request, body, [prompt], self.context, told, form)
 
     async def complete(self, request: Request) -> Response:
         """``/v1/completions``."""
         body = await self._read(request, CompletionBody)
-        with self._room.prepared(body.n * len(body.prompts)):
+        async with self._preparing(request, body.n * len(body.prompts)):
             prompts = [
                 await self._encoded(prompt) if isinstance(prompt, str) else prompt
                 for prompt in body.prompts
             ]
-            await self._compile(body.constraint, body.form_field)
+            form = await self._compiled(body.constraint, body.form_field)
             echoes: list[Echo] = []
             for prompt, token_ids in zip(body.prompts, prompts, strict=True):
                 if body.echo:
@@ -137,14 +167,14 @@ class TextEndpoints:
             [echo for echo in echoes for _ in range(body.n)],
             body.prompt_logprobs is not None,
         )
-        return await self._answer(request, body, prompts, _SHORT, told, body.constraint)
+        return await self._answer(request, body, prompts, _SHORT, told, form)
 
     async def tokenize(self, request: Request) -> Response:
         """``/tokenize``: the token ids of a text, or of the prompt of a chat."""
         body = await self._read(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "Give either prompt or messages", param="prompt")
-        with self._room.prepared(1):
+        async with self._preparing(request, 1):
             if body.messages is not None:
                 tokens = await self._chat_prompt(
                     body.messages, body.tools or None, body.chat_template_kwargs
@@ -158,11 +188,36 @@ class TextEndpoints:
         """``/detokenize``: the text of token ids."""
         body = await self._read(request, DetokenizeBody)
         tokens = self._lm.engine.checked_tokens(body.tokens)
-        text = await self._model.tokenize(lambda tokenizer: tokenizer.decode(tokens))
+        async with self._preparing(request, 1):
+            text = await self._model.write_answer(lambda tokenizer: tokenizer.decode(tokens))
         return JSONResponse({"prompt": text})
 
+    @asynccontextmanager
+    async def _preparing(self, request: Request, num_answers: int) -> AsyncIterator[None]:
+        """Count answers whose prompts are prepared, within the deadline of their request.
+
+        Raises: ApiError: there is no room for them, or the deadline is over.
+        """
+        with self._room.prepared(num_answers):
+            try:
+                async with asyncio.timeout(self._seconds_left(request)):
+                    yield
+            except TimeoutError:
+                raise self._late from None
+
+    def _seconds_left(self, request: Request) -> float:
+        spent = (steady_time_ns() - int(request.state.received)) / 1e9
+        return self._limits.deadline_seconds - spent
+
+    @property
+    def _late(self) -> ApiError:
+        seconds = self._limits.deadline_seconds
+        return ApiError(504, f"The answer took longer than {seconds:g} s", code="deadline_exceeded")
+
     async def _read(self, request: Request, kind: type[B]) -> B:
-        body = kind.read(await read_object(request, self._limits.body_bytes))
+        content = await self._bodies.read_object(request)
+        self._sizes.check(content)
+        body = kind.read(content)
         if body.model:
             check_model(body.model, self.names)
         if isinstance(body, SampledBody):
@@ -185,29 +240,28 @@ class TextEndpoints:
         def token_ids(tokenizer: TextTokenizer) -> list[int]:
             return tokenizer.chat.token_ids(written(messages, tokenizer), tools, None, options)
 
-        return await self._model.tokenize(token_ids)
+        return await self._model.write_chat(token_ids)
 
     async def _echo(self, prompt: str | list[int], token_ids: list[int]) -> Echo:
         tokens = self._lm.engine.checked_tokens(token_ids)
-        pieces = await self._model.tokenize(lambda tokenizer: tokenizer.pieces(tokens))
+        pieces = await self._model.write_answer(lambda tokenizer: tokenizer.pieces(tokens))
         return Echo(prompt if isinstance(prompt, str) else "".join(pieces), tokens, pieces)
 
     async def _call_constraint(self, tools: list[dict[str, Any]]) -> Constraint:
         try:
-            return await self._model.tokenize(lambda own: own.chat.call_constraint(tools))
+            return await self._model.write_answer(lambda own: own.chat.call_constraint(tools))
         except RequestError as error:
             raise ApiError(400, str(error), param="tool_choice", code="not_honoured") from None
 
-    async def _compile(self, constraint: Constraint | None, param: str) -> None:
-        """Compile what a field asks for, which takes longer than the event loop may wait.
+    async def _compiled(self, constraint: Constraint | None, param: str) -> Compiled | None:
+        """Return what a field asks for, compiled, which takes longer than the event loop may wait.
 
-        Raises: ApiError: it is malformed.
+        Raises: ApiError: it is malformed, or takes more than the limits allow.
         """
-        compiler = self._lm.engine.constraints
-        if constraint is None or compiler is None:
-            return
+        if constraint is None:
+            return None
         try:
-            await self._model.tokenize(lambda _: compiler.matcher(constraint, frozenset()))
+            return await self._model.compile(constraint)
         except RequestError as error:
             message = f"{param} asks for a form that cannot be held: {error}"
             raise ApiError(400, message, param=param, code="invalid_value") from None
@@ -219,16 +273,20 @@ class TextEndpoints:
         prompts: Sequence[list[int]],
         most_new_tokens: int,
         told: Format,
-        constraint: Constraint | None,
+        form: Compiled | None,
     ) -> Response:
+        constraint = None if form is None else form.constraint
+        salt = "\0".join((request.state.client, body.cache_salt))
         rows = [
-            (prompt, self._params(body, prompt, most_new_tokens, constraint)) for prompt in prompts
+            (prompt, self._params(body, prompt, most_new_tokens, constraint, salt))
+            for prompt in prompts
         ]
         num_prompt_tokens = sum(map(len, prompts))
         self._room.check(body.n * len(rows))
 
         def on_end(generation: Generation) -> None:
             deadline.cancel()
+            self._generations.discard(generation)
             self._room.ended(generation)
             self._metrics.ended(generation)
             record(request, body.model, num_prompt_tokens, generation)
@@ -237,9 +295,9 @@ class TextEndpoints:
         generation = self._model.open(
             rows, body.n, streams=body.stream, received=received, on_end=on_end
         )
-        seconds = self._limits.deadline_seconds
-        late = ApiError(504, f"The answer took longer than {seconds:g} s", code="deadline_exceeded")
-        deadline = asyncio.get_running_loop().call_later(seconds, generation.fail, late)
+        self._generations.add(generation)
+        left = self._seconds_left(request)
+        deadline = asyncio.get_running_loop().call_later(left, generation.fail, self._late)
         self._metrics.opened(num_prompt_tokens)
         answers = [Answer(index) for index in range(generation.num_answers)]
         if body.stream:
@@ -270,6 +328,7 @@ class TextEndpoints:
         prompt: list[int],
         most_new_tokens: int,
         constraint: Constraint | None,
+        salt: str,
     ) -> SamplingParams:
         allowed = self._limits.prompt_tokens
         if allowed is not None and len(prompt) > allowed:
@@ -277,11 +336,11 @@ class TextEndpoints:
             raise ApiError(400, message, code="context_length_exceeded")
         room = self._lm.room(prompt)
         adapter = None if body.model == self.name else body.model
-        suggested = {**self._suggested, "adapter": adapter}
+        suggested = {**self._suggested, "adapter": adapter, "cache_salt": salt}
         return body.params(suggested, max(1, min(most_new_tokens, room)), constraint)
 
     async def _choice(self, told: Format, answer: Answer) -> dict[str, Any]:
-        return await self._model.tokenize(lambda _: told.choice(answer))
+        return await self._model.write_answer(lambda _: told.choice(answer))
 
     async def _stream(
         self,

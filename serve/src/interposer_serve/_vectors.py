@@ -16,8 +16,11 @@ import interposer
 from interposer_models import Encoder
 from interposer_serve._errors import ApiError, check_model
 from interposer_serve._limits import Limits
-from interposer_serve._reading import read_object
+from interposer_serve._prompt_sizes import PromptSizes
+from interposer_serve._reading import Bodies
 from interposer_serve._requests import EmbeddingBody
+
+_MOST_TEXTS = 2048  # as of OpenAI's interface
 
 
 class VectorEndpoints:
@@ -30,6 +33,8 @@ class VectorEndpoints:
         self._encoder = encoder
         self._limits = limits
         self._waiting = 0
+        self._bodies = Bodies(limits)
+        self._sizes = PromptSizes(self.context, _MOST_TEXTS, encoder.tokenizer.get_vocab())
         self._thread = ThreadPoolExecutor(1, "interposer-encoder")
 
     @property
@@ -39,6 +44,14 @@ class VectorEndpoints:
 
     async def start(self) -> None:
         """Do nothing; the model is loaded."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """The requests that wait for their vectors."""
+        return self._waiting
+
+    def end_answers(self) -> None:
+        """Do nothing; vectors take no time that anybody would wait for."""
 
     async def stop(self) -> None:
         """End the thread."""
@@ -56,7 +69,9 @@ class VectorEndpoints:
 
     async def embed(self, request: Request) -> Response:
         """``/v1/embeddings``."""
-        body = EmbeddingBody.read(await read_object(request, self._limits.body_bytes))
+        content = await self._bodies.read_object(request)
+        self._sizes.check(content)
+        body = EmbeddingBody.read(content)
         check_model(body.model, self.names)
         texts = [body.input] if isinstance(body.input, str) else body.input
         if self._waiting > self._limits.queue:

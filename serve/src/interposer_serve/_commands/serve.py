@@ -8,7 +8,6 @@ from __future__ import annotations
 import ipaddress
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from socket import SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, getaddrinfo, socket
 from typing import Annotated
@@ -27,6 +26,8 @@ from interposer_tools.options import (
     policy,
 )
 
+_BACKLOG = 2048
+_OTHER_FILES = 128  # that the process opens besides connections
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -65,6 +66,12 @@ def serve(
     max_prompt: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a prompt; else the model's context.")
     ] = None,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Connections that are open at once.")
+    ] = 1024,
+    connections_per_address: Annotated[
+        int, typer.Option(min=1, help="Of these, from one address, as that of a proxy.")
+    ] = 256,
     max_sequences: Annotated[int, typer.Option(min=1, help="Answers that run at once.")] = 64,
     adapter: Annotated[
         list[str] | None,
@@ -106,14 +113,14 @@ def serve(
         raise ConfigError(f"{given} is given with --embed. Try: without")
     listening = _bound(host, port)  # before minutes are spent on loading
 
-    import uvicorn
-
     from interposer_models import Encoder, LanguageModel, launched, load_encoder
-    from interposer_serve import Limits, application
+    from interposer_serve import ConnectionLimits, Limits, application
+    from interposer_serve._server import Server
 
     limits = Limits(queue, deadline, max_body, max_prompt)
+    bounds = ConnectionLimits(_most_connections(max_connections), connections_per_address)
     config = policy(kernel, platform, locked)
-    print(f"loading {model_dir}", file=sys.stderr, flush=True)
+    _say(f"loading {model_dir}")
     with launched(tensor_parallel, config) as load:
         model: LanguageModel | Encoder
         if embed:
@@ -135,32 +142,38 @@ def serve(
         hosts = {*_LOOPBACK, host} if is_local and not keys else None
         app = application(model, named, limits=limits, keys=keys, hosts=hosts)
 
-        class Server(uvicorn.Server):
-            """Says where it listens, once it does."""
+        server = Server(app, listening, bounds, drain_seconds=drain, name=named, say=_say)
+        server.serve_until_ended()
+    if server.is_forced:
+        raise typer.Exit(130)  # as a shell tells of a program that Ctrl-C ended
 
-            async def startup(self, sockets: list[socket] | None = None) -> None:
-                await super().startup(sockets)
-                if self.started:
-                    shown = f"[{host}]" if ":" in host else host
-                    bound = listening.getsockname()[1]
-                    told = f"{named} at http://{shown}:{bound}, Ctrl-C ends it"
-                    print(told, file=sys.stderr, flush=True)
 
-        server = Server(
-            uvicorn.Config(
-                app,
-                http="httptools",
-                ws="none",
-                loop="asyncio",
-                lifespan="on",
-                access_log=False,
-                log_level="warning",
-                server_header=False,
-                timeout_graceful_shutdown=drain,
-            )
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _most_connections(wanted: int) -> int:
+    """Return how many connections the process may have open, up to ``wanted``.
+
+    The limit of its file descriptors is raised as far as that is allowed.
+
+    Raises: ConfigError: there are too few for any.
+    """
+    import resource
+
+    from interposer.errors import ConfigError
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    allowed = wanted if soft == resource.RLIM_INFINITY else min(wanted, soft - _OTHER_FILES)
+    if allowed < 1:
+        raise ConfigError(
+            f"The process may open {soft} files, too few to serve. Try: ulimit -n {needed}"
         )
-        with suppress(KeyboardInterrupt):  # which the server raises again when it has ended
-            server.run([listening])
+    return allowed
 
 
 def _bound(host: str, port: int) -> socket:
@@ -175,6 +188,8 @@ def _bound(host: str, port: int) -> socket:
         found = socket(family, kind, number)
         found.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
         found.bind(address)
+        # Another server would be let have the same address until one of them listens.
+        found.listen(_BACKLOG)
     except OSError as error:
         raise ConfigError(
             f"The server cannot listen at {host} port {port}: {error.strerror}. "
