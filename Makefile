@@ -13,7 +13,7 @@ AVAILABLE := not gpu and not foreign and not versions and not vllm
 SEED := $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(2**32))'))
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help install demo test test-quick test-process test-all test-repeat test-checkpoints mutants test-vllm test-foreign test-torch test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench wheels cycles clean
+.PHONY: FORCE help install demo test test-quick test-process test-all test-repeat test-checkpoints test-load mutants test-vllm test-foreign test-torch test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench wheels cycles clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -38,7 +38,7 @@ test-process: $(INSTALLED) ## Run the tests that start processes or servers.
 
 # The seed of hypothesis is new for each run; `make test-all SEED=N` repeats one.
 test-all: $(INSTALLED) ## Run all tests that this machine can run, with a random seed. Hours.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group wheels
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group wheels --group fuzz
 	@$(MAKE) --no-print-directory lint
 	@echo "hypothesis seed: $(SEED)"
 	$(PYTEST) -n 2 --dist loadgroup --hypothesis-profile=random --hypothesis-seed=$(SEED) -m "not process and $(AVAILABLE)"
@@ -56,6 +56,9 @@ test-checkpoints: $(INSTALLED) ## Compare spellings of checkpoints with transfor
 	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/compare.py 0 500 --adapt --keep .variants_cache/adapted
 	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/compare_adapters.py 0 500 --keep .variants_cache/adapters
 	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/tokenizer_files.py 0 2000
+
+test-load: $(INSTALLED) ## Ask a server for everything that could hurt others, and say what others noticed of it. Three minutes.
+	$(BIN)/python serve/tests/load.py
 
 # It changes the sources while it runs and puts them back: have no work in this checkout meanwhile.
 MUTANTS := $(BIN)/python tests/mutants/mutants.py

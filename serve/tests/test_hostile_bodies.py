@@ -7,15 +7,14 @@ from http.client import HTTPConnection
 from typing import Any
 
 import pytest
-from serve.tests.conftest import NAME, Served, read, serving
+from serve.tests.attacks import BODIES, FORMS, body_of
+from serve.tests.conftest import Served, read, serving
 from tests.waiting import WAIT_SECONDS
 
 from interposer_models import LanguageModel
 from interposer_serve import Limits
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
-
-NUM_ITEMS = 200_000
 
 
 def send(served: Served, path: str, content: bytes) -> Any:
@@ -30,75 +29,22 @@ def send(served: Served, path: str, content: bytes) -> Any:
         connection.close()
 
 
-def chained(count: int) -> dict[str, Any]:
-    """Return a schema that leads from one definition to the next."""
-    links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
-    return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{count}": {"type": "string"}}}
-
-
-def of_schema(schema: Any) -> dict[str, Any]:
-    described = {"name": "a", "schema": schema}
-    return {"response_format": {"type": "json_schema", "json_schema": described}}
-
-
-def of_form(kind: str, value: Any) -> dict[str, Any]:
-    return {"structured_outputs": {kind: value}}
-
-
-RULES = "\n".join(f"r{i}: r{i + 1}" for i in range(5000))
-NUM_BRACES = 300
-FORMS: list[tuple[dict[str, Any], str]] = [
-    (of_form("grammar", f'start: r0\n{RULES}\nr5000: "a"\n'), "rules; allowed are 2000"),
-    (of_schema(chained(3000)), "3001 $ref; allowed are 2000"),
-    (of_form("choice", [f"v{i}" for i in range(70_000)]), "bytes; allowed are 524288"),
-    (of_form("regex", "(" * NUM_BRACES + "a" + ")" * NUM_BRACES), "levels of brackets"),
-    (of_form("regex", "(a{1000}){1000}"), "more memory than is allowed"),
-]
-
-
-@pytest.mark.parametrize(("form", "reason"), FORMS)
+@pytest.mark.parametrize("name", [*FORMS])
 def test_a_form_that_would_end_the_process_costs_its_client_alone(
-    served: Served, form: dict[str, Any], reason: str
+    served: Served, name: str
 ) -> None:
+    form, reason = FORMS[name]
     answer = served.complete(**form)
     assert (answer.status, answer.error["code"]) == (400, "invalid_value")
     assert reason in answer.error["message"]
-    assert served.complete(max_tokens=2, **of_form("choice", ["yes"])).status == 200
+    fine = {"structured_outputs": {"choice": ["yes"]}}
+    assert served.complete(max_tokens=2, **fine).status == 200
 
 
-def nested(depth: int) -> str:
-    return "[" * depth + "]" * depth
-
-
-def listed(item: str) -> str:
-    return f"[{','.join([item] * NUM_ITEMS)}]"
-
-
-LONG = "x " * NUM_ITEMS
-BODIES: list[tuple[str, str, str]] = [
-    ("/v1/completions", f'{{"prompt": {listed("-1")}}}', "tokens; allowed are"),
-    ("/v1/completions", f'{{"prompt": {listed("null")}}}', "in one request"),
-    ("/v1/completions", f'{{"prompt": {listed("[1]")}}}', "objects and lists"),
-    ("/v1/completions", f'{{"prompt": "x", "stop": {listed("1")}}}', "stop is"),
-    ("/v1/completions", f'{{"prompt": "x", "{LONG}": 1}}', "Unknown field"),
-    ("/v1/completions", f'{{"prompt": "{LONG}"}}', "characters, and"),
-    ("/v1/completions", f'{{"prompt": {nested(500)}}}', "levels deep"),
-    ("/v1/completions", f'{{"prompt": {nested(5000)}}}', "no JSON"),
-    ("/v1/completions", '{"prompt": "x", "\\ud800": 1}', "surrogate"),
-    ("/v1/completions", '{"prompt": "\\udc00"}', "surrogate"),
-    ("/v1/chat/completions", '{"messages": [{"content": "\\ud800"}]}', "surrogate"),
-    ("/v1/chat/completions", f'{{"messages": {listed("1")}}}', "messages is"),
-    ("/detokenize", f'{{"tokens": {listed("1")}}}', "tokens; allowed are"),
-    ("/tokenize", f'{{"prompt": "{LONG}"}}', "characters, and"),
-]
-
-
-@pytest.mark.parametrize(("path", "content", "reason"), BODIES)
-def test_a_body_is_refused_before_work_grows_with_it(
-    served: Served, path: str, content: str, reason: str
-) -> None:
-    body = content.replace("{", f'{{"model": "{NAME}", ', 1)
-    answer = send(served, path, body.encode())
+@pytest.mark.parametrize("name", [*BODIES])
+def test_a_body_is_refused_before_work_grows_with_it(served: Served, name: str) -> None:
+    path, content, reason = BODIES[name]
+    answer = send(served, path, body_of(content))
     assert answer.status == 400
     assert reason in answer.error["message"]
     assert len(json.dumps(answer.body)) < 2000

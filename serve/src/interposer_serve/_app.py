@@ -23,6 +23,7 @@ from interposer_serve._errors import ApiError, check_model, respond
 from interposer_serve._guard import LOOPBACK, Guard, check_keys
 from interposer_serve._limits import Limits
 from interposer_serve._metrics import Metrics
+from interposer_serve._openapi import description
 from interposer_serve._text import TextEndpoints
 from interposer_serve._vectors import VectorEndpoints
 
@@ -89,28 +90,38 @@ def application(
         await endpoints.stop()
 
     async def health(_request: Request) -> Response:
+        """Say that the process lives."""
         return JSONResponse({"status": "ok"})
 
     async def ready(_request: Request) -> Response:
+        """Say whether requests would be answered."""
         trouble = endpoints.trouble if running else "the server starts or stops"
         if trouble:
             raise ApiError(503, f"Not ready: {trouble}", code="not_ready")
         return JSONResponse({"status": "ok"})
 
     async def figures(_request: Request) -> Response:
+        """Tell the figures for Prometheus."""
         return metrics.response()
 
     async def models(_request: Request) -> Response:
+        """Tell the names by which clients ask for the model and its adapters."""
         entries = [entry(each) for each in endpoints.names]
         return JSONResponse({"object": "list", "data": entries})
 
     async def one_model(request: Request) -> Response:
+        """Tell of one of them."""
         asked = request.path_params["name"]
         check_model(asked, endpoints.names)
         return JSONResponse(entry(asked))
 
     async def explanation(_request: Request) -> Response:
+        """Tell what the model runs on, and why."""
         return JSONResponse(await endpoints.explanation())
+
+    async def openapi(_request: Request) -> Response:
+        """Describe the endpoints as OpenAPI."""
+        return JSONResponse(description(routes, endpoints.bodies, has_keys=bool(checked_keys)))
 
     routes = [
         *endpoints.routes,
@@ -120,6 +131,7 @@ def application(
         Route("/ready", ready),
         Route("/metrics", figures),
         Route("/explanation", explanation),
+        Route("/openapi.json", openapi),
         *_page(),
     ]
     app = Starlette(

@@ -7,7 +7,7 @@ from typing import Any
 
 from interposer.errors import RequestError
 from interposer_models import Constraint
-from interposer_serve._errors import ApiError
+from interposer_serve._errors import ApiError, shown
 
 _FORMATS = (
     "{'type': 'text'}, {'type': 'json_object'} or "
@@ -35,7 +35,7 @@ def of_response_format(value: dict[str, Any]) -> Constraint | None:
         unknown = described.keys() - {"name", "description", "schema", "strict"}
         if not unknown and isinstance(described.get("schema"), dict):
             return _made(Constraint.json_schema, described["schema"], "response_format")
-    message = f"response_format is {value!r:.200}; allowed is {_FORMATS}"
+    message = f"response_format is {shown(value)}; allowed is {_FORMATS}"
     raise ApiError(400, message, param="response_format", code="invalid_value")
 
 
@@ -48,7 +48,7 @@ def of_structured_outputs(value: dict[str, Any]) -> Constraint:
         allowed = ", ".join(f"{name!r}" for name in _KINDS)
         raise ApiError(
             400,
-            f"structured_outputs is {value!r:.200}; allowed is an object with one of {allowed}",
+            f"structured_outputs is {shown(value)}; allowed is an object with one of {allowed}",
             param="structured_outputs",
             code="invalid_value",
         )

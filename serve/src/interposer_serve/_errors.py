@@ -83,6 +83,11 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "The server failed at this request; its log says why", code="failed")
 
 
+def shown(value: Any) -> str:
+    """Return the beginning of a value as Python writes it, however long the value is."""
+    return f"{value[:200] if isinstance(value, list | str) else value!r:.200}"
+
+
 def check_model(asked: str, names: Collection[str]) -> None:
     """Raise ApiError where nothing that is served has the name that a client asks for."""
     if asked not in names:

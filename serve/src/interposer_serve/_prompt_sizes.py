@@ -91,6 +91,10 @@ def _num_characters(value: list[Any]) -> int:
     level: list[Any] = [value]
     while level:
         values = [*chain.from_iterable(v.values() if type(v) is dict else v for v in level)]
-        count += sum(len(each) for each in values if type(each) is str)
-        level = [each for each in values if type(each) in (dict, list)]
+        # What is numbers alone is looked at by the interpreter, not by a loop.
+        kinds = set(map(type, values))
+        if str in kinds:
+            count += sum(len(each) for each in values if type(each) is str)
+        has_more = not kinds.isdisjoint((dict, list))
+        level = [each for each in values if type(each) in (dict, list)] if has_more else []
     return count

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from interposer.errors import UnknownNameError
 from interposer_models import Constraint, SamplingParams
 from interposer_serve._constraints import of_response_format, of_structured_outputs
-from interposer_serve._errors import ApiError
+from interposer_serve._errors import ApiError, shown
 
 _MOST_STOPS = 16
 _MOST_DIGITS = 18
@@ -76,7 +76,12 @@ def _with_integers(value: object) -> object:
 
 
 # Each description says in an error what is allowed.
-_Tuple = BeforeValidator(_as_tuple)
+_Text = Annotated[str, Field(min_length=1)]
+_TextOrTexts = BeforeValidator(
+    _as_tuple,
+    json_schema_input_type=_Text | Annotated[list[_Text], Field(max_length=_MOST_STOPS)],
+)
+_List = BeforeValidator(_as_tuple, json_schema_input_type=list[int])
 _Flag = Annotated[bool, Field(description="true or false")]
 _TokenId = Annotated[int, Field(ge=0, le=_INT64_MAX)]
 # Of a million wrong items, the first one is enough.
@@ -84,10 +89,10 @@ _FIRST_WRONG: Any = Field(fail_fast=True)
 _Objects = Annotated[list[dict[str, Any]], _FIRST_WRONG]
 _TokenIds = Annotated[list[_TokenId], _FIRST_WRONG]
 _Texts = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...],
-    _FIRST_WRONG,
-    _Tuple,
-    Field(max_length=_MOST_STOPS, description=f"a text or up to {_MOST_STOPS} texts, none empty"),
+    tuple[_Text, ...],
+    Field(max_length=_MOST_STOPS, fail_fast=True),
+    _TextOrTexts,
+    Field(description=f"a text or up to {_MOST_STOPS} texts, none empty"),
 ]
 _Positive = Annotated[int, Field(ge=1, le=_INT64_MAX, description="an integer of at least 1")]
 _Count = Annotated[int, Field(ge=1, le=128, description="an integer from 1 to 128")]
@@ -96,15 +101,25 @@ _Fraction = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1
 _Likely = Annotated[int, Field(ge=0, le=20, description="an integer from 0 to 20")]
 _Bias = Annotated[
     dict[Annotated[int, Field(ge=0, le=_INT64_MAX)], Annotated[float, Field(ge=-100, le=100)]],
-    BeforeValidator(_with_integers),
+    BeforeValidator(_with_integers, json_schema_input_type=dict[str, float]),
 ]
+_Some: Any = Field(min_length=1, fail_fast=True)
 _Prompt = Annotated[
-    str | Annotated[list[str], _FIRST_WRONG] | _TokenIds | Annotated[list[_TokenIds], _FIRST_WRONG],
-    Field(
-        min_length=1,
-        description="a text, texts, token ids or a list of those, none empty",
-    ),
+    _Text
+    | Annotated[list[str], _Some]
+    | Annotated[list[_TokenId], _Some]
+    | Annotated[list[_TokenIds], _Some],
+    Field(description="a text, texts, token ids or a list of those, none empty"),
 ]
+
+
+def accepted_values() -> dict[str, list[Any] | None]:
+    """Return the values that ask for nothing, by fields that are not honoured.
+
+    None stands for any text.
+    """
+    neutral = {name: [*values, None] for name, values in _NEUTRAL.items()}
+    return {**neutral, **dict.fromkeys(_LABELS)}
 
 
 class Body(BaseModel):
@@ -144,7 +159,7 @@ class Body(BaseModel):
 def _not_honoured(name: str, value: Any) -> ApiError:
     allowed = " or ".join(repr(one) for one in (*_NEUTRAL[name], None))
     hint = f". Try: {_HINTS[name]}" if name in _HINTS else ""
-    message = f"{name} is {value!r:.200}, which is not honoured here; allowed is {allowed}{hint}"
+    message = f"{name} is {shown(value)}, which is not honoured here; allowed is {allowed}{hint}"
     return ApiError(400, message, param=name, code="not_honoured")
 
 
@@ -155,7 +170,7 @@ def _reason(cls: type[Body], error: ValidationError, asked: dict[str, Any]) -> A
         needed = ", ".join(n for n, field in cls.model_fields.items() if field.is_required())
         return ApiError(400, f"{name} is missing; needed are {needed}", param=name)
     allowed = cls.model_fields[name].description
-    message = f"{name} is {asked[name]!r:.200}; allowed is {allowed}"
+    message = f"{name} is {shown(asked[name])}; allowed is {allowed}"
     return ApiError(400, message, param=name, code="invalid_value")
 
 
@@ -185,7 +200,7 @@ class SampledBody(Body):
     frequency_penalty: _Penalty = 0.0
     seed: int | None = Field(None, ge=0, le=_INT64_MAX, description="an integer from 0 to 2^63 - 1")
     stop: _Texts = ()
-    stop_token_ids: Annotated[tuple[_TokenId, ...], _FIRST_WRONG, _Tuple] = Field(
+    stop_token_ids: Annotated[tuple[_TokenId, ...], _FIRST_WRONG, _List] = Field(
         (), description="a list of token ids"
     )
     ignore_eos: _Flag = False
@@ -380,7 +395,9 @@ class ChatBody(SampledBody):
         functions = [tool.get("function") for tool in self.tools]
         names = [f.get("name") for f in functions if isinstance(f, dict)]
         if name not in names:
-            message = f"tool_choice names the function {name!r:.100}; allowed is one of {names}"
+            message = (
+                f"tool_choice names the function {name!r:.100}; allowed is one of {shown(names)}"
+            )
             raise ApiError(400, message, param="tool_choice")
         return [tool for tool in self.tools if (tool.get("function") or {}).get("name") == name]
 
@@ -395,8 +412,7 @@ class EmbeddingBody(Body):
     """``/v1/embeddings``."""
 
     input: Annotated[
-        str | Annotated[list[str], _FIRST_WRONG],
-        Field(min_length=1, description="a text or a list of texts"),
+        _Text | Annotated[list[str], _Some], Field(description="a text or a list of texts")
     ]
     encoding_format: Literal["float", "base64"] = Field("float", description="'float' or 'base64'")
 

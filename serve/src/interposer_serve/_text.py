@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -65,6 +65,13 @@ class TextEndpoints:
         self._sizes: PromptSizes
         self._model: AsyncLanguageModel
         self._room: Room
+
+    bodies: Mapping[str, type[Body]] = {
+        "/v1/chat/completions": ChatBody,
+        "/v1/completions": CompletionBody,
+        "/tokenize": TokenizeBody,
+        "/detokenize": DetokenizeBody,
+    }
 
     @property
     def routes(self) -> list[Route]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +19,7 @@ from interposer_serve._errors import ApiError, check_model
 from interposer_serve._limits import Limits
 from interposer_serve._prompt_sizes import PromptSizes
 from interposer_serve._reading import Bodies
-from interposer_serve._requests import EmbeddingBody
+from interposer_serve._requests import Body, EmbeddingBody
 
 _MOST_TEXTS = 2048  # as of OpenAI's interface
 
@@ -36,6 +37,8 @@ class VectorEndpoints:
         self._bodies = Bodies(limits)
         self._sizes = PromptSizes(self.context, _MOST_TEXTS, encoder.tokenizer.get_vocab())
         self._thread = ThreadPoolExecutor(1, "interposer-encoder")
+
+    bodies: Mapping[str, type[Body]] = {"/v1/embeddings": EmbeddingBody}
 
     @property
     def routes(self) -> list[Route]:
