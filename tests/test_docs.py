@@ -5,8 +5,9 @@ The blocks of one page run in order, in one folder that looks like the root of t
 ``python`` blocks share one namespace. ``console`` and ``bash`` blocks run their lines that start
 with ``$``, except those that install or run make, which are checked instead. What such a block
 shows below its commands, and a ``text`` block, must be what was printed; ``...`` stands for
-anything. ``toml`` and ``json`` must parse. ``<!-- test: expect-error -->`` before a block says that
-it fails; what it prints is compared all the same. ``<!-- file: PATH -->`` before a block says that
+anything. ``toml`` and ``json`` must parse. ``nginx`` and ``caddy`` are settings of these programs.
+``<!-- test: expect-error -->`` before a block says that it fails; what it prints is compared all the
+same. ``<!-- file: PATH -->`` before a block says that
 it is the content of a file, which is written instead.
 
 ``python -m venv`` makes an environment with all that is installed here, and ``pip install`` of a
@@ -149,6 +150,8 @@ class Sandbox:
             "text": lambda block: self.compare(block.source),
             "toml": lambda block: parse(tomllib.loads, block),
             "json": lambda block: parse(json.loads, block),
+            "nginx": lambda _: None,
+            "caddy": lambda _: None,
         }
         if block.language not in runners:
             known = ", ".join(runners)

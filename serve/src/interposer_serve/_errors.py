@@ -61,7 +61,7 @@ class ApiError(Exception):
     @property
     def content(self) -> bytes:
         """The same as JSON; a value that is told may hold half of a surrogate pair, escaped."""
-        return json.dumps(self.body).encode()
+        return json.dumps(self.body, separators=(",", ":")).encode()
 
     def event(self) -> bytes:
         """Return the error as the last event of a stream, whose status was sent already."""

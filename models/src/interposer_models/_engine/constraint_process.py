@@ -18,6 +18,7 @@ from threading import Lock
 from typing import Any
 
 from interposer.errors import RequestError
+from interposer.tooling import child_environment
 from interposer_models._constraint import Constraint
 from interposer_models._engine.constraint_grammar import malformed
 from interposer_models._engine.constraint_limits import ConstraintLimits
@@ -62,7 +63,7 @@ class ConstraintProcess:
             pass_fds=[number],
             # A Ctrl-C at the terminal is for the server alone.
             start_new_session=True,
-            env={**os.environ, "PYTHONSAFEPATH": "1", "MALLOC_ARENA_MAX": "2"},
+            env=child_environment(PYTHONSAFEPATH="1", MALLOC_ARENA_MAX="2"),
         )
         self._end = weakref.finalize(self, _end, self._process)
         self._fresh = True
