@@ -6,9 +6,9 @@ The blocks of one page run in order, in one folder that looks like the root of t
 with ``$``, except those that install or run make, which are checked instead. What such a block
 shows below its commands, and a ``text`` block, must be what was printed; ``...`` stands for
 anything. ``toml`` and ``json`` must parse. ``nginx`` and ``caddy`` are settings of these programs.
-``<!-- test: expect-error -->`` before a block says that it fails; what it prints is compared all the
-same. ``<!-- file: PATH -->`` before a block says that
-it is the content of a file, which is written instead.
+``<!-- test: expect-error -->`` before a block says that it fails; what it prints is compared all
+the same. ``<!-- file: PATH -->`` before a block says that it is the content of a file, which is
+written instead.
 
 ``python -m venv`` makes an environment with all that is installed here, and ``pip install`` of a
 wheel that lies there installs it into that environment, without its requirements.
