@@ -51,11 +51,12 @@ test-repeat: $(INSTALLED) ## Run the quick and the process tests RUNS times, to 
 		$(MAKE) --no-print-directory test-quick && $(MAKE) --no-print-directory test-process || exit 1; \
 	done
 
-test-checkpoints: $(INSTALLED) ## Compare spellings of checkpoints with transformers and PEFT: 2,000 of config.json and of tokenizer files, 500 of adapters. An hour.
+test-checkpoints: $(INSTALLED) ## Compare spellings of checkpoints with transformers and PEFT: 2,000 of config.json and of tokenizer files, 500 of each other file. An hour.
 	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/compare.py 0 2000 --keep .variants_cache/loaded
 	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/compare.py 0 500 --adapt --keep .variants_cache/adapted
 	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/compare_adapters.py 0 500 --keep .variants_cache/adapters
 	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/tokenizer_files.py 0 2000
+	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/generation_files.py 0 1000
 
 test-load: $(INSTALLED) ## Ask a server for everything that could hurt others, and say what others noticed of it. Three minutes.
 	$(BIN)/python serve/tests/load.py

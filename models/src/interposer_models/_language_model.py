@@ -19,6 +19,7 @@ from interposer_models._engine.engine import Engine
 from interposer_models._engine.non_finite import non_finite
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.speculation import SpeculationFigures
+from interposer_models._generation_config import suggested_settings
 from interposer_models._messages import Message
 from interposer_models._requests import (
     Prompt,
@@ -29,7 +30,7 @@ from interposer_models._requests import (
     token_ids_of,
 )
 from interposer_models._stream import Completion, Delta, Stream
-from interposer_models._tokenizer import MissingTokenizer, TextTokenizer, suggested_settings
+from interposer_models._tokenizer import MissingTokenizer, TextTokenizer
 from interposer_models._transfer.receiver import WeightsFrom, offer_of
 
 _PREFIXES = "prefix cache: "

@@ -13,11 +13,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from interposer.errors import CheckpointError, RequestError
 from interposer_models._added_tokens import TokenizerSettings
 from interposer_models._chat import ChatRenderer
-from interposer_models._checkpoint.checkpoint import read_json
 
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 _LONG_TEXT = 10_000  # characters, which take some milliseconds
-_SUGGESTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # One of these holds the vocabulary; transformers makes an empty tokenizer of a folder without.
 _VOCABULARIES = (
     "tokenizer.json",
@@ -357,92 +355,3 @@ class Detokenizer:
             return ""
         self._context, self._shown = self._shown, len(self._tokens)
         return now[len(before) :]
-
-
-_LARGEST_VOCABULARY = 2**24
-
-
-def stop_tokens(path: Path, config: dict[str, Any], tokenizer: TextTokenizer) -> frozenset[int]:
-    """Return the ids that end a generation.
-
-    generation_config.json names them, else config.json, else ``eos_token`` of
-    tokenizer_config.json or special_tokens_map.json. A null counts as absent.
-
-    Raises: CheckpointError: a value is no token.
-    """
-    for name, fields in ("generation_config.json", _generation(path)), ("config.json", config):
-        value = fields.get("eos_token_id")
-        if value is not None:
-            return end_token_ids(value, path / name if path.is_dir() else path)
-    return _stop_tokens_of_tokenizer(path, tokenizer)
-
-
-def end_token_ids(value: Any, file: object) -> frozenset[int]:
-    """Return the ids that the value of ``eos_token_id`` states, one or several.
-
-    Args:
-        file: that holds the value, for the text of errors.
-    Raises: CheckpointError: it states something else.
-    """
-    ids = value if isinstance(value, list | tuple) else [value]
-    # A model of a smaller vocabulary than the released one often keeps that one's ids.
-    if not all(type(i) is int and 0 <= i < _LARGEST_VOCABULARY for i in ids):
-        reason = (
-            f"eos_token_id is {value!r}, must be an integer or a list of them, "
-            f"from 0 to {_LARGEST_VOCABULARY - 1}"
-        )
-        raise CheckpointError(file, reason, "state the id of the end token, or null")
-    return frozenset(ids)
-
-
-def _stop_tokens_of_tokenizer(path: Path, tokenizer: TextTokenizer) -> frozenset[int]:
-    """Return the id of ``eos_token`` of the tokenizer's files, none where it names no token.
-
-    Raises: CheckpointError: it is neither a text nor a token.
-    """
-    text = TokenizerSettings.of_folder(path).eos_token
-    token_id = None if text is None else tokenizer.vocabulary.get(text)
-    return frozenset() if token_id is None else frozenset({token_id})
-
-
-def start_tokens(path: Path, config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return the ids with which the decoder of an encoder-decoder starts, of the same files.
-
-    The first is ``decoder_start_token_id``, else ``bos_token_id``; ``forced_bos_token_id`` follows
-    where there is one.
-
-    Raises: CheckpointError: neither is there, or one is no token.
-    """
-    decoder = config.get("decoder")
-    files = decoder if isinstance(decoder, dict) else {}, config, _generation(path)
-    settings = {n: value for file in files for n, value in file.items() if value is not None}
-    names = ("decoder_start_token_id", "bos_token_id")
-    used_names = [name for name in names if settings.get(name) is not None][:1]
-    if not used_names:
-        reason = "names no decoder_start_token_id, with which the decoder starts"
-        raise CheckpointError(path, reason, "add it to generation_config.json")
-    if settings.get("forced_bos_token_id") is not None:
-        used_names.append("forced_bos_token_id")
-    for name in used_names:
-        if type(settings[name]) is not int or not 0 <= settings[name] < vocab_size:
-            reason = f"{name} is {settings[name]!r}, must be a token of {vocab_size}"
-            raise CheckpointError(path, reason, "mend generation_config.json or config.json")
-    return tuple(settings[name] for name in used_names)
-
-
-def _generation(path: Path) -> dict[str, Any]:
-    """Return the fields of generation_config.json, none where there is no such file."""
-    file = path / "generation_config.json"
-    return read_json(file) if file.exists() else {}
-
-
-def suggested_settings(path: Path) -> dict[str, Any]:
-    """Return the settings that a checkpoint wants to be sampled with; none where it is greedy."""
-    file = path / "generation_config.json"
-    settings = read_json(file) if file.is_file() else {}
-    if not settings.get("do_sample"):
-        return {}
-    return {
-        "temperature": 1.0,
-        **{n: settings[n] for n in _SUGGESTED if settings.get(n) is not None},
-    }

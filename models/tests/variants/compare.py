@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import logging
 import shutil
 import sys
 import tempfile
@@ -54,8 +55,8 @@ class Outcome:
 
     @property
     def is_fault(self) -> bool:
-        """Whether a checkpoint was computed otherwise, or raised an undocumented error."""
-        return self.kind in ("DIFFERENT", "CRASH")
+        """Whether a checkpoint was computed otherwise, or refused without a documented reason."""
+        return self.kind.isupper()
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,7 @@ def _report(comparisons: Iterator[Comparison], arguments: argparse.Namespace) ->
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("interposer").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     counts = Counter[str]()
     for comparison in comparisons:
@@ -243,7 +245,7 @@ def _report(comparisons: Iterator[Comparison], arguments: argparse.Namespace) ->
             kept = arguments.keep / str(comparison.number)
             shutil.copytree(comparison.folder, kept, dirs_exist_ok=True)
     print(dict(counts))
-    sys.exit(bool(counts["DIFFERENT"] + counts["CRASH"]))
+    sys.exit(any(kind.isupper() for kind in counts))
 
 
 def main() -> None:

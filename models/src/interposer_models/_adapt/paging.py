@@ -34,8 +34,9 @@ from interposer_models._engine.cache_budget import (
 from interposer_models._engine.cache_shape import CacheShape
 from interposer_models._engine.engine import Engine
 from interposer_models._engine.runner import Runner
+from interposer_models._generation_config import end_token_ids
 from interposer_models._language_model import LanguageModel
-from interposer_models._tokenizer import MissingTokenizer, TextTokenizer, end_token_ids
+from interposer_models._tokenizer import MissingTokenizer, TextTokenizer
 from interposer_ops.layers.sampler import Sampler
 
 _SAMPLER = "sampler"

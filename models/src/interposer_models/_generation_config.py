@@ -1,0 +1,203 @@
+"""The statements of a checkpoint about generation: end tokens, start tokens, sampling settings.
+
+``generation_config.json`` has them. Without that file they are those of ``config.json``, as
+checkpoints have them that transformers wrote before release 4.26.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from interposer.errors import CheckpointError, RequestError
+from interposer_models._added_tokens import TokenizerSettings
+from interposer_models._checkpoint.checkpoint import read_json
+from interposer_models._engine.sampling_params import SamplingParams
+from interposer_models._tokenizer import TextTokenizer
+
+_FILE = "generation_config.json"
+_LARGEST_VOCABULARY = 2**24
+# Settings of a request that a checkpoint may suggest. The last one holds for greedy answers too.
+_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_OF_ANY_ANSWER = ("repetition_penalty",)
+
+# Settings of transformers that change its answers and that no request has, by name, with the values
+# that change nothing. A null never does.
+_NOT_APPLIED: dict[str, tuple[Any, ...]] = {
+    "assistant_early_exit": (),
+    "bad_words_ids": (),
+    "begin_suppress_tokens": ([],),
+    "constraints": (),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1,),
+    "max_time": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "remove_invalid_values": (False,),
+    "sequence_bias": (),
+    "stop_strings": ([],),
+    "suppress_tokens": ([],),
+    "token_healing": (False,),
+    "watermarking_config": (),
+}
+_NOT_APPLIED_TO_DECODERS = {"forced_bos_token_id": ()}
+_NOT_APPLIED_TO_SAMPLES: dict[str, tuple[Any, ...]] = {
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "top_h": (),
+    "typical_p": (1,),
+}
+
+
+def stop_tokens(path: Path, config: dict[str, Any], tokenizer: TextTokenizer) -> frozenset[int]:
+    """Return the ids that end a generation.
+
+    generation_config.json names them, else config.json, else ``eos_token`` of
+    tokenizer_config.json or special_tokens_map.json. A null counts as absent.
+
+    Raises: CheckpointError: a value is no token.
+    """
+    for name, fields in (_FILE, _generation(path)), ("config.json", config):
+        value = fields.get("eos_token_id")
+        if value is not None:
+            return end_token_ids(value, path / name if path.is_dir() else path)
+    return _stop_tokens_of_tokenizer(path, tokenizer)
+
+
+def end_token_ids(value: Any, file: object) -> frozenset[int]:
+    """Return the ids that the value of ``eos_token_id`` states, one or several.
+
+    Args:
+        file: that holds the value, for the text of errors.
+    Raises: CheckpointError: it states something else.
+    """
+    ids = value if isinstance(value, list | tuple) else [value]
+    # A model of a smaller vocabulary than the released one often keeps that one's ids.
+    if not all(type(i) is int and 0 <= i < _LARGEST_VOCABULARY for i in ids):
+        reason = (
+            f"eos_token_id is {value!r}, must be an integer or a list of them, "
+            f"from 0 to {_LARGEST_VOCABULARY - 1}"
+        )
+        raise CheckpointError(file, reason, "state the id of the end token, or null")
+    return frozenset(ids)
+
+
+def _stop_tokens_of_tokenizer(path: Path, tokenizer: TextTokenizer) -> frozenset[int]:
+    """Return the id of ``eos_token`` of the tokenizer's files, none where it names no token.
+
+    Raises: CheckpointError: it is neither a text nor a token.
+    """
+    text = TokenizerSettings.of_folder(path).eos_token
+    token_id = None if text is None else tokenizer.vocabulary.get(text)
+    return frozenset() if token_id is None else frozenset({token_id})
+
+
+def start_tokens(path: Path, config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """Return the ids with which the decoder of an encoder-decoder starts, of the same files.
+
+    The first is ``decoder_start_token_id``, else ``bos_token_id``; ``forced_bos_token_id`` follows
+    where there is one.
+
+    Raises: CheckpointError: neither is there, or one is no token.
+    """
+    decoder = config.get("decoder")
+    files = decoder if isinstance(decoder, dict) else {}, config, _generation(path)
+    settings = {n: value for file in files for n, value in file.items() if value is not None}
+    names = ("decoder_start_token_id", "bos_token_id")
+    used_names = [name for name in names if settings.get(name) is not None][:1]
+    if not used_names:
+        reason = "names no decoder_start_token_id, with which the decoder starts"
+        raise CheckpointError(path, reason, "add it to generation_config.json")
+    if settings.get("forced_bos_token_id") is not None:
+        used_names.append("forced_bos_token_id")
+    for name in used_names:
+        if type(settings[name]) is not int or not 0 <= settings[name] < vocab_size:
+            reason = f"{name} is {settings[name]!r}, must be a token of {vocab_size}"
+            raise CheckpointError(path, reason, "mend generation_config.json or config.json")
+    return tuple(settings[name] for name in used_names)
+
+
+def suggested_settings(path: Path) -> dict[str, Any]:
+    """Return the settings that a checkpoint wants its answers to be drawn with.
+
+    Without ``do_sample`` answers are greedy, and only a repetition penalty changes them.
+
+    Raises: CheckpointError: a value is none that a request can have.
+    """
+    file, settings = _generation_settings(path)
+    names = _OF_SAMPLING * _is_sampled(file, settings) + _OF_ANY_ANSWER
+    suggested = {name: settings[name] for name in names if settings.get(name) is not None}
+    if _is_sampled(file, settings):
+        suggested = {"temperature": 1.0, **suggested}
+    for name, value in suggested.items():
+        try:
+            SamplingParams(**{name: value})
+        except RequestError as error:
+            raise CheckpointError(file, str(error), f"mend {name}, or remove it") from None
+    neutral = SamplingParams()
+    greedy = {name: value for name, value in suggested.items() if value != getattr(neutral, name)}
+    return suggested if _is_sampled(file, settings) else greedy
+
+
+def unapplied_settings(path: Path, *, has_encoder: bool) -> dict[str, Any]:
+    """Return the stated settings of generation that change answers in transformers, but not here.
+
+    Raises: CheckpointError: do_sample is no boolean.
+    """
+    file, settings = _generation_settings(path)
+    names = dict(_NOT_APPLIED)
+    if not has_encoder:
+        names |= _NOT_APPLIED_TO_DECODERS
+    if _is_sampled(file, settings):
+        names |= _NOT_APPLIED_TO_SAMPLES
+    return {
+        name: settings[name]
+        for name, neutral in sorted(names.items())
+        if settings.get(name) is not None and settings[name] not in neutral
+    }
+
+
+def unapplied_note(path: Path, *, has_encoder: bool) -> str | None:
+    """Return a note that names the settings of ``unapplied_settings``, None without any."""
+    settings = unapplied_settings(path, has_encoder=has_encoder)
+    if not settings:
+        return None
+    listed = ", ".join(f"{name} {value!r:.60}" for name, value in settings.items())
+    return (
+        f"{_generation_settings(path)[0].name} states settings that are not applied, so that "
+        f"answers can differ from those of transformers: {listed}"
+    )
+
+
+def _is_sampled(file: Path, settings: dict[str, Any]) -> bool:
+    """Return whether tokens are to be drawn, not chosen.
+
+    Raises: CheckpointError: do_sample is no boolean.
+    """
+    value = settings.get("do_sample")
+    if not isinstance(value, bool | None):
+        reason = f"do_sample is {value!r}, must be true, false or null"
+        raise CheckpointError(file, reason, "state true to draw tokens, false for the likeliest")
+    return value is True
+
+
+def _generation(path: Path) -> dict[str, Any]:
+    """Return the fields of generation_config.json, none where there is no such file."""
+    file = path / _FILE
+    return read_json(file) if file.exists() else {}
+
+
+def _generation_settings(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the file that states how answers are drawn, and its fields."""
+    for file in path / _FILE, path / "config.json":
+        if file.exists():
+            return file, read_json(file)
+    return path, {}

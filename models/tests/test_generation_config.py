@@ -1,0 +1,86 @@
+"""Whatever generation_config.json states is suggested and applied as in transformers, or named.
+
+``variants/generation_files.py`` holds the spellings; ``make test-checkpoints`` compares thousands.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models.tests.variants import generation_files
+from transformers.utils import logging
+
+from interposer import explain
+from interposer.errors import CheckpointError
+from interposer_models import load, plan
+
+STDLIB = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
+
+
+def written(path: Path, generation: Any, **config: Any) -> Path:
+    """Copy the shipped model with other settings of generation, and return its folder."""
+    shutil.copytree(STDLIB, path)
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**fields, **config}))
+    (path / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return path
+
+
+def find_faults(first: int, end: int) -> list[str]:
+    logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers, about settings that go with no other
+        compared = [*generation_files.compare(first, end)]
+    assert sum(case.outcome.kind == "equal" for case in compared) > len(compared) / 3
+    return [str(case) for case in compared if case.outcome.is_fault]
+
+
+def test_answers_are_those_of_transformers() -> None:
+    assert find_faults(0, 24) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(24, 524, 100))
+def test_answers_to_five_hundred_files_are_those_of_transformers(first: int) -> None:
+    assert find_faults(first, first + 100) == []
+
+
+def test_a_repetition_penalty_is_suggested_for_greedy_answers_too(tmp_path: Path) -> None:
+    path = written(tmp_path / "m", {"repetition_penalty": 1.2, "temperature": 0.5, "top_k": 5})
+    assert load(path, cache_tokens=64).suggested == {"repetition_penalty": 1.2}
+
+
+def test_config_json_suggests_settings_without_the_file(tmp_path: Path) -> None:
+    stated: dict[str, Any] = {"do_sample": True, "top_p": 0.9}
+    expected = {"temperature": 1.0, "top_p": 0.9}
+    alone = written(tmp_path / "alone", None, **stated)
+    beside = written(tmp_path / "beside", {}, **stated)
+    assert load(alone, cache_tokens=64).suggested == expected
+    assert load(beside, cache_tokens=64).suggested == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("do_sample", "false"), ("temperature", "0.7"), ("top_k", 20.0)]
+)
+def test_a_setting_of_another_type_is_refused_by_file_and_name(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    lm = load(written(tmp_path / "m", {"do_sample": True}), cache_tokens=64)
+    file = tmp_path / "m" / "generation_config.json"
+    file.write_text(json.dumps({"do_sample": True, name: value}))
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {name} is {value!r}"):
+        _ = lm.suggested
+
+
+def test_settings_that_are_not_applied_are_named(tmp_path: Path) -> None:
+    neutral = {"min_length": 0, "suppress_tokens": None, "typical_p": 0.9, "max_length": 8}
+    path = written(tmp_path / "m", {"no_repeat_ngram_size": 3, "num_beams": 4, **neutral})
+    (note,) = (n for n in explain(plan(path, platform="cpu")).notes if "not applied" in n)
+    assert note.endswith("transformers: no_repeat_ngram_size 3, num_beams 4")
