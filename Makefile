@@ -56,7 +56,8 @@ test-checkpoints: $(INSTALLED) ## Compare spellings of checkpoints with transfor
 	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/compare.py 0 500 --adapt --keep .variants_cache/adapted
 	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/compare_adapters.py 0 500 --keep .variants_cache/adapters
 	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/tokenizer_files.py 0 2000
-	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/generation_files.py 0 1000
+	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/generation_files.py 0 1000 --keep .variants_cache/generation
+	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/quantized_files.py 0 1000 --keep .variants_cache/quantized
 
 test-load: $(INSTALLED) ## Ask a server for everything that could hurt others, and say what others noticed of it. Three minutes.
 	$(BIN)/python serve/tests/load.py

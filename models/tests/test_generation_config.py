@@ -43,11 +43,11 @@ def find_faults(first: int, end: int) -> list[str]:
 
 
 def test_answers_are_those_of_transformers() -> None:
-    assert find_faults(0, 24) == []
+    assert find_faults(0, 20) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(24, 524, 100))
+@pytest.mark.parametrize("first", range(20, 520, 100))
 def test_answers_to_five_hundred_files_are_those_of_transformers(first: int) -> None:
     assert find_faults(first, first + 100) == []
 

@@ -66,7 +66,7 @@ from interposer_models._generation_config import start_tokens, stop_tokens, unap
 from interposer_models._language_model import LanguageModel
 from interposer_models._offload.loading import load_offloaded
 from interposer_models._offload.planning import offloading
-from interposer_models._online_quantization import quantization_settings
+from interposer_models._online_quantization import quantization_settings, stated_in
 from interposer_models._parallel.cut_notes import cut_notes
 from interposer_models._parallel.estimate import estimated
 from interposer_models._parallel.facts import facts_of
@@ -127,7 +127,8 @@ def plan(
         quantization, decoder.quantization_config, resolver.registry, checkpoint.path
     )
     if settings is not None:
-        resolver.choose_scheme(settings)
+        with stated_in(source, quantization is None):
+            resolver.choose_scheme(settings)
     site = Site(resolver, "", compute)
     with torch.device("meta"):
         with blamed_on_family(resolver, "attention"):

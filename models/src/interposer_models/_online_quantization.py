@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from interposer import Registry
-from interposer.errors import ConfigError, UnknownNameError
+from interposer.errors import CheckpointError, ConfigError, UnknownNameError
 
 ONLINE = "online_"
 """The prefix of ``quant_method`` of a scheme that quantizes plain weights."""
+
+_PLACE = "in quantization_config"
+
+# transformers wrote no quant_method before it knew another one.
+_BITSANDBYTES = "bitsandbytes"
 
 TRANSFORMERS_METHOD = "interposer"
 """``quant_method`` of plain weights that are to be quantized while they load, as a folder for
@@ -31,6 +37,7 @@ def quantization_settings(
     Raises:
         UnknownNameError: no installed plugin quantizes by that method.
         ConfigError: the checkpoint is quantized by another one already, or no method is named.
+        CheckpointError: the checkpoint names no method.
     """
     if stored is not None and stored.get("quant_method") == TRANSFORMERS_METHOD:
         # The weights are plain: whatever is asked for here goes before what the folder asks for.
@@ -38,7 +45,7 @@ def quantization_settings(
         asked["quant_method"] = stored.get("method")
         wanted, stored = asked if wanted is None else wanted, None
     if wanted is None:
-        return stored
+        return None if stored is None else with_method(stored, path)
     settings = {"quant_method": wanted} if isinstance(wanted, str) else dict(wanted)
     method = settings.get("quant_method")
     if not isinstance(method, str):
@@ -62,3 +69,41 @@ def quantization_settings(
             "plain weights to start from. Try: load it without, or load the original model"
         )
     return {**settings, "quant_method": f"{ONLINE}{method}"}
+
+
+def with_method(stored: Mapping[str, Any], path: object) -> Mapping[str, Any]:
+    """Return the checkpoint's settings, with the method that early releases leave unsaid.
+
+    Raises: CheckpointError: they name no method, and no field tells it.
+    """
+    if stored.get("quant_method") is not None:
+        return stored
+    if stored.get("load_in_4bit") or stored.get("load_in_8bit"):
+        return {**stored, "quant_method": _BITSANDBYTES}
+    raise CheckpointError(
+        path,
+        "has a quantization_config without a quant_method in its config.json",
+        "name the method there, such as 'gptq', 'awq' or 'compressed-tensors'",
+    )
+
+
+@contextmanager
+def stated_in(source: object, is_stated: bool) -> Iterator[None]:
+    """Name the file in errors about settings that a checkpoint states, within a ``with`` block.
+
+    Args:
+        is_stated: the settings are the checkpoint's, not those of the caller.
+    Raises: ConfigError: as within the block.
+    """
+    try:
+        yield
+    except UnknownNameError as error:
+        place = error.where or _PLACE
+        if not is_stated or not place.startswith(_PLACE):
+            raise
+        where = f"{place} of {source}"
+        raise UnknownNameError(error.kind, error.name, error.known, error.hint, where) from error
+    except ConfigError as error:
+        if not is_stated or type(error) is not ConfigError:
+            raise
+        raise ConfigError(f"{source}: {error}") from error

@@ -25,6 +25,10 @@ _SINGLE = "model.safetensors"
 # Up to the first number: what follows belongs to one block.
 _BLOCK = re.compile(r".*?\.\d+\.")
 _QUANTIZATION = "hf_quant_config.json"
+# Files that state what config.json calls quantization_config, in the first releases of AutoGPTQ and
+# AutoAWQ alone. The former names no method there.
+_WRITERS_OWN = ("quantize_config.json", "quant_config.json")
+_AWQ_FIELD, _AWQ_METHOD, _GPTQ_METHOD = "zero_point", "awq", "gptq"
 _ADAPTER = "adapter_config.json"
 _LISTED = 3
 
@@ -50,7 +54,8 @@ class Checkpoint:
         """Return the checkpoint at ``path``.
 
         What hf_quant_config.json says of the quantization, under ``quantization`` there, is found
-        under that name in ``quantization_config`` of the config.
+        under that name in ``quantization_config`` of the config. Where config.json states no
+        quantization, quantize_config.json or quant_config.json can.
 
         Raises: CheckpointError: no directory, no or a corrupt config.json, no weights, an index
             that names a missing shard, or a hf_quant_config.json of another quantization.
@@ -256,10 +261,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _with_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return ``config`` with what hf_quant_config.json adds to it, if there is one."""
+    """Return ``config`` with what files beside it state of the quantization, if there are any."""
     path = root / _QUANTIZATION
     if not path.exists():
-        return config
+        return _with_writers_own(root, config)
     beside = read_json(path)
     producer, quantization = beside.get("producer"), beside.get("quantization")
     method = producer.get("name") if isinstance(producer, dict) else None
@@ -278,3 +283,13 @@ def _with_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any]:
                 "restore the file that was changed",
             )
     return {**config, "quantization_config": {**stated, **expected}}
+
+
+def _with_writers_own(root: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return ``config`` with the quantization of the writer's file, where it states none itself."""
+    files = [root / name for name in _WRITERS_OWN if (root / name).exists()]
+    if config.get("quantization_config") is not None or not files:
+        return config
+    stated = read_json(files[0])
+    method = _AWQ_METHOD if _AWQ_FIELD in stated else _GPTQ_METHOD
+    return {**config, "quantization_config": {"quant_method": method, **stated}}

@@ -18,6 +18,8 @@ DESCRIPTION = (
     "config.json",
     "generation_config.json",
     "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
     "model.safetensors.index.json",
     "tokenizer*.json",
     "tokenizer.model",

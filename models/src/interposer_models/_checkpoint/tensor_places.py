@@ -172,7 +172,9 @@ class TensorPlace:
         tensor = self.fitting(name, tensor, path)
         if not self.takes(tensor.dtype, whole.dtype):
             raise CheckpointError(
-                path, f"tensor {name!r} is stored as {tensor.dtype}, expected {whole.dtype}"
+                path,
+                f"tensor {name!r} is stored as {tensor.dtype}, expected {whole.dtype}",
+                "restore the quantization_config that the checkpoint was published with",
             )
         return copy(entries, tensor)
 

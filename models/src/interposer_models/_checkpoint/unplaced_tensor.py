@@ -21,8 +21,12 @@ _CAUSES = {
         "the names are those of a model that a trainer or torch.compile wraps",
         "save the model inside of the wrapper: model.module or model._orig_mod",
     ),
-    r"\.(qweight|qzeros|g_idx|absmax|quant_map|weight_scale(_inv)?|weight_packed|scales)$": (
-        "it belongs to a quantized layer, but config.json states no quantization of that layer",
+    r"\.(qweight|qzeros|g_idx|scales|absmax|quant_map|SCB|weight_format|pre_quant_scale)$"
+    r"|\.weight_(scale(_inv|_2)?|packed|shape|zero_point|global_scale|g_idx)$"
+    r"|\.(input|activation)_(scale|zero_point|global_scale)$"
+    r"|_(blocks|scales)$|\.quant_state\.": (
+        "it belongs to a quantized layer, but the settings of the checkpoint state no such "
+        "quantization of that layer",
         "restore the quantization_config that the checkpoint was published with",
     ),
     r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.": (

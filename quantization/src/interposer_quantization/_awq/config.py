@@ -6,12 +6,13 @@ same names.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from interposer.errors import ConfigError
 from interposer_quantization._settings_model import (
     SEARCH_SETTINGS,
     GroupSize,
@@ -22,6 +23,9 @@ _SUPPORTED = """\
 Supported: bits 4; any group_size that divides the inputs, -1 for all of them; version 'gemm'; \
 zero_point either way; modules_to_not_convert; lm_head either way.
 Try: quantize the original model that way, with version 'gemm'"""
+
+# Names of AutoAWQ's quant_config.json, by which that library reads them.
+_OWN_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 
 # What other runtimes do with the weights. Writers that know other methods state ``sym`` without
 # meaning it: ``zero_point`` decides.
@@ -89,6 +93,25 @@ class Settings(SettingsModel):
     modules_in_block_to_quantize: None = None
     lm_head: bool | None = None
     dynamic: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the settings, which may have the names of AutoAWQ's own file.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported.
+        """
+        renamed = dict(settings)
+        for own, name in _OWN_NAMES.items():
+            value = renamed.pop(own, None)
+            if value is None:
+                continue
+            if renamed.get(name, value) != value:
+                raise ConfigError(
+                    f"quantization_config has {name} {renamed[name]!r} and {own} {value!r}, which "
+                    "mean the same and differ. Try: state one of them"
+                )
+            renamed[name] = value
+        return super().parse(renamed)
 
     def stored(self, name: str) -> Weights | None:
         """Return how the linear layer ``name`` is stored, or None if it is not quantized.

@@ -108,6 +108,11 @@ class Settings(SettingsModel):
     transform_config: Empty | None = None
     global_compression_ratio: float | None = None
     version: str | None = None
+    # How transformers is to run the layers; what it rounds is the same.
+    run_compressed: Literal[True] | None = None
+    use_optimized_inference: bool | None = None
+    # It may be written, but only as saying nothing.
+    dequantize: Literal[False] | None = None
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> Settings:
