@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from models.tests.variants import generation_files
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from interposer import explain
 from interposer.errors import CheckpointError
-from interposer_models import load, plan
+from interposer_models import adapt, language_model, load, plan
 
 STDLIB = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
 
@@ -72,9 +73,8 @@ def test_config_json_suggests_settings_without_the_file(tmp_path: Path) -> None:
 def test_a_setting_of_another_type_is_refused_by_file_and_name(
     name: str, value: Any, tmp_path: Path
 ) -> None:
-    lm = load(written(tmp_path / "m", {"do_sample": True}), cache_tokens=64)
-    file = tmp_path / "m" / "generation_config.json"
-    file.write_text(json.dumps({"do_sample": True, name: value}))
+    lm = load(written(tmp_path / "m", {"do_sample": True, name: value}), cache_tokens=64)
+    assert lm.generate([[1]], max_new_tokens=1)  # which reads no such setting
     with pytest.raises(CheckpointError, match=rf"generation_config\.json: {name} is {value!r}"):
         _ = lm.suggested
 
@@ -84,3 +84,14 @@ def test_settings_that_are_not_applied_are_named(tmp_path: Path) -> None:
     path = written(tmp_path / "m", {"no_repeat_ngram_size": 3, "num_beams": 4, **neutral})
     (note,) = (n for n in explain(plan(path, platform="cpu")).notes if "not applied" in n)
     assert note.endswith("transformers: no_repeat_ngram_size 3, num_beams 4")
+
+
+def test_settings_of_an_adapted_model_are_those_of_its_generation_config() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 32}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=4)
+    model = LlamaForCausalLM(config).eval()
+    own = model.generation_config
+    own.do_sample, own.top_p, own.no_repeat_ngram_size = True, 0.9, 3
+    lm = language_model(adapt(model), cache_tokens=64)
+    assert lm.suggested == {"temperature": 1.0, "top_p": 0.9}
+    assert any(n.endswith(": no_repeat_ngram_size 3") for n in explain(lm).notes)

@@ -6,6 +6,8 @@ checkpoints have them that transformers wrote before release 4.26.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -125,79 +127,79 @@ def start_tokens(path: Path, config: dict[str, Any], vocab_size: int) -> tuple[i
     return tuple(settings[name] for name in used_names)
 
 
-def suggested_settings(path: Path) -> dict[str, Any]:
-    """Return the settings that a checkpoint wants its answers to be drawn with.
+@dataclass(frozen=True)
+class GenerationSettings:
+    """The settings by which a checkpoint, or a model of transformers, draws its answers.
 
-    Without ``do_sample`` answers are greedy, and only a repetition penalty changes them.
-
-    Raises: CheckpointError: a value is none that a request can have.
+    Attributes:
+        source: of the settings, which errors and notes name.
+        stated: values by name.
     """
-    file, settings = _generation_settings(path)
-    names = _OF_SAMPLING * _is_sampled(file, settings) + _OF_ANY_ANSWER
-    suggested = {name: settings[name] for name in names if settings.get(name) is not None}
-    if _is_sampled(file, settings):
-        suggested = {"temperature": 1.0, **suggested}
-    for name, value in suggested.items():
-        try:
-            SamplingParams(**{name: value})
-        except RequestError as error:
-            raise CheckpointError(file, str(error), f"mend {name}, or remove it") from None
-    neutral = SamplingParams()
-    greedy = {name: value for name, value in suggested.items() if value != getattr(neutral, name)}
-    return suggested if _is_sampled(file, settings) else greedy
 
+    source: object
+    stated: Mapping[str, Any]
 
-def unapplied_settings(path: Path, *, has_encoder: bool) -> dict[str, Any]:
-    """Return the stated settings of generation that change answers in transformers, but not here.
+    @classmethod
+    def of_folder(cls, path: Path) -> GenerationSettings:
+        """Return the settings of the file in a folder that states how answers are drawn."""
+        for file in path / _FILE, path / "config.json":
+            if file.exists():
+                return cls(file, read_json(file))
+        return cls(path, {})
 
-    Raises: CheckpointError: do_sample is no boolean.
-    """
-    file, settings = _generation_settings(path)
-    names = dict(_NOT_APPLIED)
-    if not has_encoder:
-        names |= _NOT_APPLIED_TO_DECODERS
-    if _is_sampled(file, settings):
-        names |= _NOT_APPLIED_TO_SAMPLES
-    return {
-        name: settings[name]
-        for name, neutral in sorted(names.items())
-        if settings.get(name) is not None and settings[name] not in neutral
-    }
+    @property
+    def suggested(self) -> dict[str, Any]:
+        """Return the settings that answers are to be drawn with.
 
+        Without ``do_sample`` answers are greedy, and only a repetition penalty changes them.
 
-def unapplied_note(path: Path, *, has_encoder: bool) -> str | None:
-    """Return a note that names the settings of ``unapplied_settings``, None without any."""
-    settings = unapplied_settings(path, has_encoder=has_encoder)
-    if not settings:
-        return None
-    listed = ", ".join(f"{name} {value!r:.60}" for name, value in settings.items())
-    return (
-        f"{_generation_settings(path)[0].name} states settings that are not applied, so that "
-        f"answers can differ from those of transformers: {listed}"
-    )
+        Raises: CheckpointError: a value is none that a request can have.
+        """
+        is_sampled = self.stated.get("do_sample")
+        if not isinstance(is_sampled, bool | None):
+            reason = f"do_sample is {is_sampled!r}, must be true, false or null"
+            mend = "state true to draw tokens, false for the likeliest"
+            raise CheckpointError(self.source, reason, mend)
+        names = (*_OF_SAMPLING, *_OF_ANY_ANSWER) if is_sampled else _OF_ANY_ANSWER
+        suggested = {name: v for name in names if (v := self.stated.get(name)) is not None}
+        for name, value in suggested.items():
+            try:
+                SamplingParams(**{name: value})
+            except RequestError as error:
+                raise CheckpointError(
+                    self.source, str(error), f"mend {name}, or remove it"
+                ) from None
+        if is_sampled:
+            return {"temperature": 1.0, **suggested}
+        neutral = SamplingParams()
+        return {name: v for name, v in suggested.items() if v != getattr(neutral, name)}
 
+    def unapplied_note(self, *, has_encoder: bool) -> str | None:
+        """Return a note that names the settings by which transformers alone draws answers.
 
-def _is_sampled(file: Path, settings: dict[str, Any]) -> bool:
-    """Return whether tokens are to be drawn, not chosen.
-
-    Raises: CheckpointError: do_sample is no boolean.
-    """
-    value = settings.get("do_sample")
-    if not isinstance(value, bool | None):
-        reason = f"do_sample is {value!r}, must be true, false or null"
-        raise CheckpointError(file, reason, "state true to draw tokens, false for the likeliest")
-    return value is True
+        None where there are no such settings.
+        """
+        names = dict(_NOT_APPLIED)
+        if not has_encoder:
+            names |= _NOT_APPLIED_TO_DECODERS
+        if self.stated.get("do_sample") is True:
+            names |= _NOT_APPLIED_TO_SAMPLES
+        values = {name: self.stated.get(name) for name in sorted(names)}
+        listed = [
+            f"{name} {value!r:.60}"
+            for name, value in values.items()
+            if value is not None and value not in names[name]
+        ]
+        if not listed:
+            return None
+        name = self.source.name if isinstance(self.source, Path) else self.source
+        return (
+            f"{name} states settings that are not applied, so that answers can differ from those "
+            f"of transformers: {', '.join(listed)}"
+        )
 
 
 def _generation(path: Path) -> dict[str, Any]:
     """Return the fields of generation_config.json, none where there is no such file."""
     file = path / _FILE
     return read_json(file) if file.exists() else {}
-
-
-def _generation_settings(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the file that states how answers are drawn, and its fields."""
-    for file in path / _FILE, path / "config.json":
-        if file.exists():
-            return file, read_json(file)
-    return path, {}

@@ -19,7 +19,7 @@ from interposer_models._engine.engine import Engine
 from interposer_models._engine.non_finite import non_finite
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.speculation import SpeculationFigures
-from interposer_models._generation_config import suggested_settings
+from interposer_models._generation_config import GenerationSettings
 from interposer_models._messages import Message
 from interposer_models._requests import (
     Prompt,
@@ -61,6 +61,8 @@ class LanguageModel:
         self._resolver = plan.resolver
         self.placement = plan.placement
         self.path = plan.path
+        stated: GenerationSettings | None = getattr(plan, "generation", None)
+        self._generation = stated or GenerationSettings.of_folder(plan.path)
         self.quantization = getattr(plan, "quantization", None)  # to be planned elsewhere with
         self._graphs: Verdict | None = getattr(plan, "graphs", None)
         self.compiled: Verdict | None = getattr(plan, "compiled", None)
@@ -83,7 +85,7 @@ class LanguageModel:
     @property
     def suggested(self) -> dict[str, Any]:
         """The settings that the checkpoint wants to be sampled with; none where it is greedy."""
-        return suggested_settings(self.path)
+        return self._generation.suggested
 
     @property
     def graphs(self) -> Verdict | None:

@@ -62,7 +62,7 @@ from interposer_models._engine.runner import Runner
 from interposer_models._engine.sources import reads_sources
 from interposer_models._fallback import load_without_family
 from interposer_models._family_choice import blamed_on_family, checked_model, choose_family, located
-from interposer_models._generation_config import start_tokens, stop_tokens, unapplied_note
+from interposer_models._generation_config import GenerationSettings, start_tokens, stop_tokens
 from interposer_models._language_model import LanguageModel
 from interposer_models._offload.loading import load_offloaded
 from interposer_models._offload.planning import offloading
@@ -140,7 +140,8 @@ def plan(
     check_placed(model, resolver, ranks)
     if note := cache_note(model, config, page_size):
         resolver.notes.append(note)
-    if note := unapplied_note(checkpoint.path, has_encoder=reads_sources(model)):
+    drawn = GenerationSettings.of_folder(checkpoint.path)
+    if note := drawn.unapplied_note(has_encoder=reads_sources(model)):
         resolver.notes.append(note)
     dequantize_once(model, site, placement)
     resolver.check_places()

@@ -23,7 +23,7 @@ from interposer_models._checkpoint.files import config_source, tokenizer_of, wit
 from interposer_models._checkpoint.unplaced_tensor import unplaced
 from interposer_models._checkpoint.weight_check import WeightCheck
 from interposer_models._compute_dtype import compute_dtype
-from interposer_models._generation_config import stop_tokens, unapplied_note
+from interposer_models._generation_config import stop_tokens
 from interposer_models._language_model import LanguageModel
 
 _log = logging.getLogger("interposer")
@@ -116,8 +116,6 @@ def load_adapted(
     _log.warning("%s: %s", checkpoint.path, note)
     for finding in check.findings:
         remark(adapted, finding)
-    if unapplied := unapplied_note(checkpoint.path, has_encoder=False):
-        remark(adapted, unapplied)
     return language_model(
         adapted,
         tokenizer,

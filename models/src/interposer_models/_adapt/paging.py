@@ -34,7 +34,7 @@ from interposer_models._engine.cache_budget import (
 from interposer_models._engine.cache_shape import CacheShape
 from interposer_models._engine.engine import Engine
 from interposer_models._engine.runner import Runner
-from interposer_models._generation_config import end_token_ids
+from interposer_models._generation_config import GenerationSettings, end_token_ids
 from interposer_models._language_model import LanguageModel
 from interposer_models._tokenizer import MissingTokenizer, TextTokenizer
 from interposer_ops.layers.sampler import Sampler
@@ -53,6 +53,7 @@ class _Plan:
     placement: Placement
     path: Path
     quantization: Any
+    generation: GenerationSettings
 
     def numerics(self) -> AbstractContextManager[None]:
         return self.placement.platform.numerics(self.resolver.config.numerics)
@@ -91,7 +92,10 @@ def language_model(
     model = adapted.model
     stop_token_ids = _stop_tokens(model)
     name = str(getattr(model.config, "name_or_path", "")) or type(model).__name__
-    plan = _Plan(adapted.resolver, adapted.placement, Path(name), adapted.quantization)
+    generation = _generation_settings(model, name)
+    if note := generation.unapplied_note(has_encoder=False):
+        remark(adapted, note)
+    plan = _Plan(adapted.resolver, adapted.placement, Path(name), adapted.quantization, generation)
     device = plan.placement.device.torch_device
     platform = plan.placement.platform
     decoder, shape, state_bytes = _decoder(adapted, plan, device, cache_tokens, sizes)
@@ -299,3 +303,10 @@ def _stop_tokens(model: nn.Module) -> frozenset[int]:
             owner = f"{type(each).__name__} of {config.name_or_path or type(model).__name__}"
             return end_token_ids(value, owner)
     return frozenset()
+
+
+def _generation_settings(model: nn.Module, name: str) -> GenerationSettings:
+    """Return the settings by which the model generates."""
+    config: Any = getattr(model, "generation_config", None)
+    stated = {} if config is None else config.to_dict()
+    return GenerationSettings(f"GenerationConfig of {name}", stated)
