@@ -333,6 +333,8 @@ KINDS: dict[str, Kind] = {
     ),
     "awq": Kind("awq", {**_AWQ_4, "zero_point": True}, _AWQ),
     "awq, symmetric": Kind("awq", {**_AWQ_4, "zero_point": False}, _AWQ, {"sym": True}),
+    "gptq, experts": Kind("gptq", {**_GPTQ_4, "sym": True}, _GPTQ, {"is_mixture": True}),
+    "awq, experts": Kind("awq", {**_AWQ_4, "zero_point": True}, _AWQ, {"is_mixture": True}),
     "awq, some plain": Kind(
         "awq",
         {**_AWQ_4, "zero_point": True, "modules_to_not_convert": ["down_proj"]},
@@ -396,6 +398,27 @@ KINDS: dict[str, Kind] = {
     "W8A8": Kind(
         "compressed-tensors",
         _group(_INT8, "int-quantized", {"num_bits": 8, "type": "int", **_PER_TOKEN}),
+        _ROUNDED,
+        bound=_OF_ROUNDED_INPUTS,
+    ),
+    "W8A8, static": Kind(
+        "compressed-tensors",
+        _group(
+            {**_INT8, "strategy": "tensor"},
+            "int-quantized",
+            {**_INT8, "strategy": "tensor", "dynamic": False},
+        ),
+        _ROUNDED,
+        bound=_OF_ROUNDED_INPUTS,
+    ),
+    "W4A16 per output": Kind(
+        "compressed-tensors",
+        _group({**_INT8, "num_bits": 4}, "pack-quantized"),
+        _COMPRESSED,
+    ),
+    "W4A8": Kind(
+        "compressed-tensors",
+        _group(_INT4, "int-quantized", {"num_bits": 8, "type": "int", **_PER_TOKEN}),
         _ROUNDED,
         bound=_OF_ROUNDED_INPUTS,
     ),

@@ -95,6 +95,9 @@ _SIZES: dict[str, Any] = {
 }
 
 
+_TOKENWISE = ("int", "token", True)
+
+
 class NotTaken(Exception):
     """The reference does not read a checkpoint, or leaves some of its tensors out."""
 
@@ -482,6 +485,26 @@ def of_formula(stored: Tensors, settings: dict[str, Any]) -> Any:
     return model
 
 
+def of_mixture(stored: Tensors, settings: dict[str, Any]) -> Any:
+    """Return the plain model of a mixture, whose experts transformers merges while it loads."""
+    read = READERS[settings["quant_method"]](settings)
+    owners: dict[str, Tensors] = {}
+    for key, tensor in stored.items():
+        owner, _, name = key.rpartition(".")
+        owners.setdefault(owner, {})[name] = tensor
+    tensors = Tensors()
+    for owner, own in owners.items():
+        is_linear = owner.endswith("_proj") or owner == "lm_head"
+        if is_linear and (result := read(owner, own)) is not None:
+            own["weight"] = result[0].float()
+        tensors[f"{owner}.weight"] = own.pop("weight")
+        _without_rest(own, owner)
+    with tempfile.TemporaryDirectory() as temporary:
+        mixture().config.save_pretrained(temporary)
+        _save(Path(temporary), tensors)
+        return _read_whole(Path(temporary))
+
+
 def of_library(stored: Tensors, settings: dict[str, Any]) -> Any:
     """Return the model of a checkpoint that compressed-tensors decompresses and runs."""
     if settings.get("quant_method") != "compressed-tensors":
@@ -516,7 +539,7 @@ def of_library(stored: Tensors, settings: dict[str, Any]) -> Any:
         _without_rest(own, name)
         scheme = getattr(module, "quantization_scheme", None)
         inputs = None if scheme is None else scheme.input_activations
-        if inputs is not None and inputs.type == "int" and inputs.strategy == "token":
+        if inputs is not None and (inputs.type, inputs.strategy, inputs.symmetric) == _TOKENWISE:
             module.quantization_enabled = False
             module.register_forward_pre_hook(lambda _, args: (_int8_per_token(args[0]), *args[1:]))
     _without_rest(rest, "the model")
@@ -535,6 +558,16 @@ def plain_model() -> Any:
     model.config.architectures = ["LlamaForCausalLM"]
     draw_weights(model, 11)
     return model
+
+
+def mixture() -> Any:
+    """Return the model of kinds with experts, with the plain weights that are quantized."""
+    sizes = {**_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes["head_dim"] = 16
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
+    model.config.architectures = ["Qwen3MoeForCausalLM"]
+    draw_weights(model, 11)
+    return model.eval()
 
 
 def reference(kind: Kind, folder: Path, files: Files) -> Any:
@@ -561,13 +594,19 @@ def reference(kind: Kind, folder: Path, files: Files) -> Any:
     old_names = {"w_bit": "bits", "q_group_size": "group_size"}
     if kind.method == "awq":
         settings = {old_names.get(n, n): v for n, v in reversed(settings.items())}
-    model_of = of_library if kind.method == "compressed-tensors" else of_formula
-    return model_of(stored, settings)
+    if kind.method == "compressed-tensors":
+        return of_library(stored, settings)
+    return (of_mixture if kind.storage.get("is_mixture") else of_formula)(stored, settings)
 
 
 def _of_transformers(folder: Path, settings: Any) -> Any:
     if Mxfp4Config.from_dict(settings).quant_method != "mxfp4":
         raise NotTaken("another method")
+    return _read_whole(folder)
+
+
+def _read_whole(folder: Path) -> Any:
+    """Return the model of transformers, which must have a place for each tensor."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
@@ -597,12 +636,12 @@ def base(name: str) -> tuple[Path, dict[str, Any], torch.Tensor]:
 
 
 def _write_by_formula(folder: Path, kind: Kind) -> None:
-    model = plain_model()
-    model.config.save_pretrained(folder)
-    tensors = dict(model.state_dict())
-    plain = ("lm_head", *kind.storage.get("plain", ()))
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not name.endswith(plain):
+    model = mixture() if kind.storage.get("is_mixture") else plain_model()
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    plain = kind.storage.get("plain", ())
+    for name in [key.removesuffix(".weight") for key in tensors]:
+        if name.endswith("_proj") and not name.endswith(tuple(plain)):
             weight = tensors.pop(f"{name}.weight")
             for key, tensor in WRITERS[kind.method](weight, kind.storage).items():
                 tensors[f"{name}.{key}"] = tensor
