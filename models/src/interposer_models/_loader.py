@@ -140,9 +140,9 @@ def plan(
     check_placed(model, resolver, ranks)
     if note := cache_note(model, config, page_size):
         resolver.notes.append(note)
-    drawn = GenerationSettings.of_folder(checkpoint.path)
-    if note := drawn.unapplied_note(has_encoder=reads_sources(model)):
-        resolver.notes.append(note)
+    generation = GenerationSettings.of_folder(checkpoint.path)
+    unapplied = generation.unapplied_note(has_encoder=reads_sources(model))
+    resolver.notes += [unapplied] if unapplied else []
     dequantize_once(model, site, placement)
     resolver.check_places()
     offloads = offloading(offload, model, placement, resolver.notes, config.packed, ranks)

@@ -95,9 +95,6 @@ _SIZES: dict[str, Any] = {
 }
 
 
-_TOKENWISE = ("int", "token", True)
-
-
 class NotTaken(Exception):
     """The reference does not read a checkpoint, or leaves some of its tensors out."""
 
@@ -537,17 +534,31 @@ def of_library(stored: Tensors, settings: dict[str, Any]) -> Any:
             if is_module_quantized(module):
                 own.pop(key, None)
         _without_rest(own, name)
-        scheme = getattr(module, "quantization_scheme", None)
-        inputs = None if scheme is None else scheme.input_activations
-        if inputs is not None and (inputs.type, inputs.strategy, inputs.symmetric) == _TOKENWISE:
+        rounds = _other_rounding(getattr(module, "quantization_scheme", None))
+        if rounds is not None:
             module.quantization_enabled = False
-            module.register_forward_pre_hook(lambda _, args: (_int8_per_token(args[0]), *args[1:]))
+            module.register_forward_pre_hook(
+                lambda _, args, rounds=rounds: (rounds(args[0]), *args[1:])
+            )
     _without_rest(rest, "the model")
     return model
 
 
+def _other_rounding(scheme: Any) -> Round | None:
+    """Return how inputs are rounded where docs/quantization.md says that the library does not so.
+
+    int8 has scales of max / 127, where the library takes 127.5. A scale for all tokens at once,
+    which depends on the batch, is replaced by one per token.
+    """
+    inputs = None if scheme is None else scheme.input_activations
+    if inputs is None or not inputs.dynamic or not inputs.symmetric or inputs.num_bits != 8:
+        return None
+    if inputs.type == "int":
+        return _int8_per_token if inputs.strategy == "token" else None
+    return _per_token if inputs.strategy == "tensor" else None
+
+
 def _int8_per_token(x: torch.Tensor) -> torch.Tensor:
-    """Round inputs with a scale of max / 127, see docs/quantization.md; the library takes 127.5."""
     scale = x.abs().amax(-1, keepdim=True) / 127
     return (x / scale).round() * scale
 
