@@ -22,6 +22,7 @@ import interposer._config.storage
 from interposer import Config
 from interposer._config.storage import JSON, Store, checksum, default_store, write_text
 from interposer.errors import StorageError
+from interposer.tooling import SharedCacheWarning
 
 texts = st.text(st.characters(), max_size=8)  # unpaired surrogates too
 atoms = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
@@ -257,6 +258,59 @@ def test_an_entry_that_is_a_folder_costs_an_error(store: Store) -> None:
     with pytest.raises(StorageError, match="cannot be cleared"):
         store.clear()
     assert listed(path.parent) == [path.name], "a temporary file is left"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs the files of Unix")
+@pytest.mark.parametrize("kind", ["a symbolic link", "a FIFO"])
+def test_what_is_planted_in_place_of_an_entry_is_refused(store: Store, kind: str) -> None:
+    store.write("figures", KEY, 1)
+    path = only_file(store)
+    victim = store.folder / "victim"
+    path.replace(victim)
+    path.symlink_to(victim) if kind == "a symbolic link" else os.mkfifo(path)
+    with pytest.raises(StorageError, match=f"cannot be read: .* is {kind}"):
+        store.read("figures", KEY)
+    content = victim.read_bytes()
+    store.write("figures", KEY, 2)
+    assert store.read("figures", KEY) == 2
+    assert victim.read_bytes() == content
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can chown")
+def test_an_entry_of_another_user_is_refused(store: Store, tmp_path: Path) -> None:
+    store.write("figures", KEY, 1)
+    path = only_file(store)
+    os.chown(path, 54321, 54321)
+    with pytest.raises(StorageError, match="belongs to user 54321, not to this one or root"):
+        store.read("figures", KEY)
+    folder = path.parent
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    os.lchown(folder, 54321, 54321)
+    for attempt in (lambda: store.write("figures", KEY, 2), lambda: store.clear("figures")):
+        with pytest.raises(StorageError, match=f"{folder} is a symbolic link of user 54321"):
+            attempt()
+    assert listed(tmp_path / "elsewhere") == [path.name]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs the permissions of Unix")
+def test_a_cache_that_everybody_can_write_to_is_named_once(store: Store) -> None:
+    store.write("figures", KEY, 1)
+    (store.folder / "figures").chmod(0o777)
+    with pytest.warns(SharedCacheWarning, match=f"can write to {store.folder / 'figures'}"):
+        store.write("figures", KEY, 1)
+    store.write("figures", KEY, 2)
+
+
+def test_the_secret_of_a_cache_is_private_and_lasts(store: Store) -> None:
+    secret = store.secret()
+    assert secret is not None
+    assert len(secret) == 32
+    assert Store(store.folder).secret() == secret
+    assert listed(store.folder) == ["secret"]
+    if sys.platform != "win32":
+        assert (store.folder / "secret").stat().st_mode & 0o777 == 0o600
+    assert store.kinds() == []
 
 
 def test_a_folder_that_cannot_be_named_costs_an_error() -> None:

@@ -11,10 +11,22 @@ from interposer_sandbox import lazy_attributes
 
 if TYPE_CHECKING:
     from interposer._config.config import child_environment, config_sources, variables
+    from interposer._config.file_access import (
+        SharedCacheWarning,
+        irregular,
+        open_owned,
+        warn_if_shared,
+    )
     from interposer._config.policy import policy_for
     from interposer._config.rules import parse_rules
     from interposer._config.steady_time import steady_time_ns
-    from interposer._config.storage import Store, checksum, default_store, write_text
+    from interposer._config.storage import (
+        Store,
+        canonical_json,
+        checksum,
+        default_store,
+        write_text,
+    )
     from interposer._contract.attention import UINT4
     from interposer._contract.choice import Measured
     from interposer._contract.platform import applied
@@ -35,12 +47,13 @@ if TYPE_CHECKING:
 # fmt: off
 __all__ = [
     "API_RANGE", "STANDARD", "UINT4", "Kind", "Lock", "Measured", "Measurements", "Plugin",
-    "PluginWarning", "Plugins", "Row", "Skipped", "Store", "Subject", "acceptance_of",
-    "allowed", "answer", "applied", "check_api", "check_classes", "check_lock", "check_records",
-    "checksum", "child_environment", "config_sources", "default_store",
-    "entry_points", "figures", "forget_discovery", "installed_distributions",
-    "lazy_attributes", "lock_path", "parse_rules", "policy_for", "steady_time_ns", "strays",
-    "unless_explicit", "variables", "write_text",
+    "PluginWarning", "Plugins", "Row", "SharedCacheWarning", "Skipped", "Store", "Subject",
+    "acceptance_of", "allowed", "answer", "applied", "canonical_json", "check_api",
+    "check_classes", "check_lock", "check_records", "checksum", "child_environment",
+    "config_sources", "default_store",
+    "entry_points", "figures", "forget_discovery", "installed_distributions", "irregular",
+    "lazy_attributes", "lock_path", "open_owned", "parse_rules", "policy_for", "steady_time_ns",
+    "strays", "unless_explicit", "variables", "warn_if_shared", "write_text",
 ]
 # fmt: on
 
@@ -48,10 +61,13 @@ __getattr__ = lazy_attributes(
     __name__,
     {
         "interposer._config.config": "child_environment config_sources variables",
+        "interposer._config.file_access": (
+            "SharedCacheWarning irregular open_owned warn_if_shared"
+        ),
         "interposer._config.policy": "policy_for",
         "interposer._config.rules": "parse_rules",
         "interposer._config.steady_time": "steady_time_ns",
-        "interposer._config.storage": "Store checksum default_store write_text",
+        "interposer._config.storage": "Store canonical_json checksum default_store write_text",
         "interposer._contract.attention": "UINT4",
         "interposer._contract.choice": "Measured",
         "interposer._contract.platform": "applied",

@@ -2,7 +2,8 @@
 
 A file is written whole under another name and then renamed, so a reader sees the old entry or the
 new one and writers need no lock. An entry is valid only if it is, byte for byte, what ``Store``
-writes for its key and value.
+writes for its key and value, and only in a regular file of this user or root: whatever other users
+leave in a folder that they can write to is refused by name, and no link is followed.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from typing import Any, TypeAlias
 from platformdirs import user_cache_dir
 
 from interposer._config.config import Config, effective_config
+from interposer._config.file_access import check_folders, open_owned, warn_if_shared
 from interposer._contract.errors import StorageError, warn
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
 _VERSION = 1
+_SECRET, _SECRET_BYTES = "secret", 32
 _KIND = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 _FILE = re.compile(r"[0-9a-f]{32}\.json")
 _FILE_OR_TEMPORARY = re.compile(rf"{_FILE.pattern}|\.{_FILE.pattern}\.[0-9a-f]{{16}}")
@@ -117,7 +120,12 @@ class Store:
             text = _entry_text(dict(key), value)
         except ValueError as error:
             raise StorageError(path, f"the value is not JSON: {error}") from error
+        try:
+            check_folders(path)
+        except OSError as error:
+            raise StorageError(path, f"cannot be written: {error}") from error
         write_text(path, text)
+        warn_if_shared(path.parent)
 
     def entries(self, kind: str) -> Iterator[Entry]:
         """Yield every entry of a kind, in the order of the file names."""
@@ -146,12 +154,39 @@ class Store:
         removed = 0
         for folder in map(self._folder, [kind] if kind is not None else self.kinds()):
             try:
+                check_folders(folder / "entry")
                 for path in _listed(folder, _FILE_OR_TEMPORARY):
                     path.unlink(missing_ok=True)
                     removed += not path.name.startswith(".")
             except (OSError, ValueError) as error:
                 raise StorageError(folder, f"cannot be cleared: {error}") from error
         return removed
+
+    def secret(self) -> bytes | None:
+        """Return random bytes that this user alone can read, made at the first call.
+
+        They sign files of the cache that are too large to be read whole at each use.
+
+        Returns: None where they can be neither read nor made, as in a folder of another user.
+        """
+        path = self.folder / _SECRET
+        with suppress(OSError):
+            check_folders(path)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+            try:
+                if not path.exists():
+                    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                    with os.fdopen(descriptor, "wb") as file:
+                        file.write(secrets.token_bytes(_SECRET_BYTES))
+                    with suppress(FileExistsError):  # another process made one meanwhile
+                        os.link(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        with suppress(OSError), os.fdopen(open_owned(path), "rb") as file:
+            if len(kept := file.read(_SECRET_BYTES + 1)) == _SECRET_BYTES:
+                return kept
+        return None
 
     def _folder(self, kind: str) -> Path:
         if not _KIND.fullmatch(kind):
@@ -208,7 +243,8 @@ def _entry_text(key: object, value: object) -> str:
 def _read(path: Path) -> Entry | None:
     """Return the entry in ``path``, usable or not, or None if there is no such file."""
     try:
-        text = path.read_bytes().decode("ascii")
+        with os.fdopen(open_owned(path), "rb") as file:
+            text = file.read().decode("ascii")
     except FileNotFoundError:
         return None
     except UnicodeDecodeError:

@@ -21,6 +21,7 @@ from torch import nn
 
 from interposer import Site
 from interposer_models._checkpoint.layer_group import State, state_of
+from interposer_models._packed.header_check import check_view, dtype_of
 from interposer_ops.quantized_linear import CodedProduct, StaticProduct
 
 Data: TypeAlias = list[Any]
@@ -166,7 +167,7 @@ class _Reading:
             case "parameter":
                 return self._parameter(held, at)
             case "dtype":
-                return _dtype(held)
+                return dtype_of(held)
             case "tuple":
                 return tuple(self.value(part, at) for part in held)
             case "list":
@@ -195,14 +196,12 @@ class _Reading:
     def _tensor(self, held: Any) -> torch.Tensor:
         key = repr(held)
         if key not in self._tensors:
-            number, (dtype, shape, strides, offset) = held
+            number, form = held
             memory = self._tensor_of(number)
-            empty = torch.empty(0, dtype=_dtype(dtype), device=memory.device)
+            dtype, shape, strides, offset = form
             # The library checks neither sign nor end of what a storage that cannot grow is asked.
-            last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-            fits = min([offset, *strides, *shape]) >= 0
-            if 0 not in shape and not (fits and (last + 1) * empty.itemsize <= memory.nbytes):
-                raise ValueError(f"a tensor {shape} does not lie in {memory.nbytes} bytes")
+            check_view(form, memory.nbytes, "a tensor")
+            empty = torch.empty(0, dtype=dtype_of(dtype), device=memory.device)
             first, rest = divmod(int(memory.storage_offset()), empty.itemsize)
             if rest:
                 raise ValueError(f"a memory begins {rest} bytes behind where {dtype} may")
@@ -231,13 +230,6 @@ class _Reading:
         if self._reachable is None:
             self._reachable = {repr(path): found for path, found in _reachable(self._built)}
         return self._reachable[repr(path)]
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r:.80} is no dtype")
-    return dtype
 
 
 def _same(held: Any, built: Any) -> bool:

@@ -7,6 +7,7 @@ tensor of the file is the memory of tensors of layers, which the metadata tell w
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import mmap
 import os
@@ -17,15 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from interposer.tooling import checksum
+from interposer.tooling import canonical_json, checksum, open_owned
+from interposer_models._packed.header_check import (
+    check_fields,
+    check_findings,
+    check_memories,
+    check_states,
+    check_texts,
+)
 
-FORMAT = 1
+FORMAT = 2
 """Changes with what a file of ours means."""
 
 HEADER_BYTES = 2 << 20
+_METADATA = "__metadata__"
 _MAGIC = "interposer"
+_SIGNATURE = "signature"
 _LENGTH_BYTES = 8
 _CAN_MAP = hasattr(mmap, "MAP_PRIVATE")
 _WILL_NEED: int | None = getattr(mmap, "MADV_WILLNEED", None)
@@ -65,34 +74,82 @@ class Facts:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-def write_header(file: int, facts: Facts, num_bytes: int) -> None:
+def write_header(file: int, facts: Facts, num_bytes: int, secret: bytes | None) -> None:
     """Write the header of an open file with so many bytes behind it.
 
-    Raises: PackedFileError: there is too much to say.
+    Args:
+        secret: signs it; None writes none.
+    Raises: PackedFileError: there is too much to say, or readers would refuse it.
     """
-    value = {**facts.to_json(), "format": FORMAT}
-    text = json.dumps(value, separators=(",", ":"))
-    header: dict[str, Any] = {"__metadata__": {_MAGIC: text, "checksum": checksum(value)}}
-    # Tensors of safetensors have no gaps between them.
-    starts = [start for start, _ in facts.memories]
-    order = sorted(range(len(starts)), key=starts.__getitem__)
-    edges = [0, *(starts[number] for number in order[1:]), num_bytes]
-    for number, begin, end in zip(order, edges, edges[1:], strict=False):
-        offsets = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
-        header[str(number)] = offsets
-    encoded = json.dumps(header, separators=(",", ":")).encode()
+    try:
+        _check(facts, num_bytes)
+    except ValueError as error:
+        raise PackedFileError(f"its states have no form that can be checked: {error}") from error
+    encoded = json.dumps(_header(facts, num_bytes, secret), separators=(",", ":")).encode()
     room = HEADER_BYTES - _LENGTH_BYTES
     if len(encoded) > room:
         raise PackedFileError(f"its header takes {len(encoded)} bytes, more than {room}")
     os.pwrite(file, room.to_bytes(_LENGTH_BYTES, "little") + encoded.ljust(room), 0)
 
 
-def _read_header(path: Path) -> None:
-    """Have the header in memory, and nothing behind it, which a fault there would read as well."""
-    with path.open("rb") as file:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            os.pread(file.fileno(), HEADER_BYTES, 0)
+def _header(facts: Facts, num_bytes: int, secret: bytes | None) -> dict[str, Any]:
+    value = {**facts.to_json(), "format": FORMAT}
+    text = json.dumps(value, separators=(",", ":"))
+    metadata = {_MAGIC: text, "checksum": checksum(value)}
+    if secret is not None:
+        metadata[_SIGNATURE] = _signature(metadata["checksum"], secret)
+    return {_METADATA: metadata, **_tensors(facts, num_bytes)}
+
+
+def _tensors(facts: Facts, num_bytes: int) -> dict[str, Any]:
+    """Return the memories as tensors of safetensors, which have no gaps between them."""
+    starts = [start for start, _ in facts.memories]
+    order = sorted(range(len(starts)), key=starts.__getitem__)
+    edges = [0, *(starts[number] for number in order[1:]), num_bytes]
+    return {
+        str(number): {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+        for number, begin, end in zip(order, edges, edges[1:], strict=False)
+    }
+
+
+def _signature(digest: str, secret: bytes) -> str:
+    return hmac.new(secret, digest.encode(), "sha256").hexdigest()
+
+
+def _check(facts: Facts, num_bytes: int) -> None:
+    """Refuse facts that no writer writes.
+
+    Raises: ValueError: with the first fault.
+    """
+    check_texts("asked", facts.asked)
+    check_texts("made_by", facts.made_by)
+    check_findings(facts.non_finite)
+    check_memories(facts.memories, facts.digests, num_bytes)
+    check_states(facts.states, facts.memories)
+
+
+def _read_header(file: int) -> dict[str, Any]:
+    """Return the header, and let the system read nothing behind it.
+
+    Raises:
+        PackedFileError: the file is cut off.
+        ValueError: it is no header of ours.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+    read = bytearray()
+    while len(read) < HEADER_BYTES and (
+        part := os.pread(file, HEADER_BYTES - len(read), len(read))
+    ):
+        read += part
+    if int.from_bytes(read[:_LENGTH_BYTES], "little") != HEADER_BYTES - _LENGTH_BYTES:
+        raise ValueError("its header has another length")
+    if len(read) < HEADER_BYTES:
+        raise PackedFileError("it is truncated or corrupt: it ends in its header")
+    header = json.loads(read[_LENGTH_BYTES:].decode())
+    if type(header) is not dict or type(header.get(_METADATA)) is not dict:
+        raise ValueError("its header has no metadata")
+    return header
 
 
 class MappedMemory:
@@ -174,45 +231,90 @@ class MappedMemory:
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A file whose header was read and found sound."""
+    """A file whose header was read and is sound.
+
+    Attributes:
+        identity: device, inode and size of the file whose header was read; None: any.
+        is_of_root: root owns it, and this process is of another user.
+        signature: of the header, "" without one.
+        digest: of the header, which ``signature`` signs.
+    """
 
     path: Path
     facts: Facts
+    identity: tuple[int, int, int] | None = None
+    is_of_root: bool = False
+    signature: str = ""
+    digest: str = ""
 
     @classmethod
     def open(cls, path: Path) -> PackedFile:
         """Return the file at ``path``.
 
-        Raises: PackedFileError: it is cut off, corrupt, or of another format.
+        Raises: PackedFileError: it is cut off, corrupt, of another format, no regular file, or of
+            another user.
         """
         try:
-            _read_header(path)
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-            size = path.stat().st_size - HEADER_BYTES
-            value = json.loads(metadata[_MAGIC])
-            intact = checksum(value) == metadata["checksum"]
-            version = value.pop("format")
-            if version != FORMAT:
-                raise PackedFileError(f"it has format {version!r}, this version reads {FORMAT}")
-            facts = Facts(**value)
-            ends = [start + num_bytes for start, num_bytes in facts.memories]
-        except (SafetensorError, OSError) as error:
-            raise PackedFileError(f"it is truncated or corrupt: {error}") from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PackedFileError(f"it holds no packed weights: {type(error).__name__}") from error
-        if not intact or max(ends, default=0) > size:
+            file = open_owned(path)
+        except (OSError, ValueError) as error:
+            raise PackedFileError(f"it cannot be used: {error}") from error
+        try:
+            facts = os.fstat(file)
+            header = _read_header(file)
+            return cls._of(path, facts, header)
+        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+            kind = type(error).__name__
+            raise PackedFileError(f"it holds no packed weights: {kind}: {error!s:.400}") from error
+        finally:
+            os.close(file)
+
+    @classmethod
+    def _of(cls, path: Path, status: os.stat_result, header: dict[str, Any]) -> PackedFile:
+        metadata = header[_METADATA]
+        value = json.loads(metadata[_MAGIC])
+        if checksum(value) != metadata["checksum"]:
             raise PackedFileError("it is corrupt: its header and the checksum of that differ")
-        return cls(path, facts)
+        version = value.get("format") if type(value) is dict else None
+        if type(version) is not int or version != FORMAT:
+            raise PackedFileError(f"it has format {version!r:.80}, this version reads {FORMAT}")
+        fields = check_fields(value, {**Facts.__dataclass_fields__, "format": None})
+        del fields["format"]
+        facts, num_bytes = Facts(**fields), status.st_size - HEADER_BYTES
+        try:
+            _check(facts, num_bytes)
+        except ValueError as error:
+            raise PackedFileError(
+                f"it is corrupt: its header contradicts the file: {error}"
+            ) from error
+        facts.memories[:] = [(start, size) for start, size in facts.memories]
+        tensors = {name: each for name, each in header.items() if name != _METADATA}
+        if canonical_json(tensors) != canonical_json(_tensors(facts, num_bytes)):
+            raise PackedFileError("it is corrupt: tensors and memories of its header differ")
+        identity = (status.st_dev, status.st_ino, status.st_size)
+        signature = str(metadata.get(_SIGNATURE, ""))
+        is_of_root = hasattr(os, "getuid") and status.st_uid == 0 != os.getuid()
+        return cls(path, facts, identity, is_of_root, signature, metadata["checksum"])
+
+    def is_signed(self, secret: bytes) -> bool:
+        """Return True if a process that knows the secret wrote the header."""
+        signature = _signature(self.digest, secret)
+        return hmac.compare_digest(signature.encode(), self.signature.encode())
 
     def memory(self, ahead: bool = True) -> MappedMemory:
         """Return its memories, mapped, to be read ``ahead`` of their use or not.
 
-        Raises: PackedFileError: it cannot be mapped.
+        Raises: PackedFileError: it cannot be mapped, or another file has taken its place.
         """
         try:
-            with self.path.open("rb") as file:
-                return MappedMemory(file.fileno(), self.facts.memories, ahead)
+            file = open_owned(self.path)
+            try:
+                facts = os.fstat(file)
+                identity = (facts.st_dev, facts.st_ino, facts.st_size)
+                if self.identity not in (None, identity):
+                    raise PackedFileError("another file took its place while it was opened")
+                return MappedMemory(file, self.facts.memories, ahead)
+            finally:
+                os.close(file)
         except (OSError, ValueError) as error:
             raise PackedFileError(f"it cannot be mapped: {error}") from error
 

@@ -11,6 +11,7 @@ from tempfile import TemporaryFile
 
 import torch
 
+from interposer.tooling import open_owned, warn_if_shared
 from interposer_models._packed.packed_file import (
     HEADER_BYTES,
     BeingWrittenError,
@@ -31,17 +32,21 @@ class PackedWriter:
     Nothing of it is read before it has that name, so that what a process leaves that ends is
     overwritten by the next.
 
+    Args:
+        secret: signs the header; None writes no signature.
     Raises: PackedFileError: it cannot be made; BeingWrittenError where another process makes it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, secret: bytes | None = None) -> None:
         self.path = path
+        self._secret = secret
         self._part = path.with_name(f"{path.name}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = open_owned(self._part, writes=True)
         except OSError as error:
             raise PackedFileError(f"{path.parent} cannot be written: {error}") from error
+        warn_if_shared(path.parent)
         try:
             _lock(self._file, self._part)
             os.ftruncate(self._file, 0)
@@ -121,7 +126,7 @@ class PackedWriter:
         """
         try:
             facts.digests[:] = self.memory().digests()
-            write_header(self._file, facts, self._end)
+            write_header(self._file, facts, self._end, self._secret)
             os.fsync(self._file)
             self._part.replace(self.path)
         except OSError as error:
@@ -131,7 +136,7 @@ class PackedWriter:
         """Let others write the file; what has no name yet goes."""
         if self._file >= 0:
             with suppress(OSError):
-                if os.path.samestat(os.fstat(self._file), self._part.stat()):
+                if os.path.samestat(os.fstat(self._file), self._part.lstat()):
                     self._part.unlink()
             os.close(self._file)
             self._file = -1
@@ -173,7 +178,7 @@ def _lock(file: int, path: Path) -> None:
         raise PackedFileError("this system locks no files") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        ours = os.path.samestat(os.fstat(file), path.stat())
+        ours = os.path.samestat(os.fstat(file), path.lstat())
     except OSError as error:
         raise BeingWrittenError(f"another process writes {path}") from error
     if not ours:  # it was renamed meanwhile

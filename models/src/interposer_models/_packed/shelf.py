@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from interposer import CheckpointFile, Config
-from interposer.tooling import default_store
+from interposer.tooling import Store, default_store
 from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._packed.packed_file import Facts, PackedFile, PackedFileError
 from interposer_models._packed.packed_key import PackedKey, difference
@@ -44,6 +44,7 @@ class Shelf:
         kept: the folder in the cache.
         most_bytes: of all files in ``kept``.
         weight_check: the policy that a file must satisfy.
+        store: the cache, whose secret signs the headers of files.
         refused: why files that were found are not used, as far as ``find`` has seen.
     """
 
@@ -52,22 +53,23 @@ class Shelf:
     kept: Path
     most_bytes: int
     weight_check: str
+    store: Store
     refused: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, key: PackedKey, checkpoint: Checkpoint | CheckpointFile, config: Config) -> Shelf:
         """Return the shelf of a checkpoint under a configuration."""
-        kept = default_store(config).folder / _KIND
-        beside = folder_beside(checkpoint.path)
-        return cls(key, beside, kept, config.packed_bytes, config.weight_check)
+        store = default_store(config)
+        kept, beside = store.folder / _KIND, folder_beside(checkpoint.path)
+        return cls(key, beside, kept, config.packed_bytes, config.weight_check, store)
 
     def find(self) -> PackedFile | None:
         """Return the file that fits, None where there is none."""
         name = f"{self.key.address}{_SUFFIX}"
         for folder in (self.beside, self.kept):
             if (found := self._fitting(folder / name)) is not None:
-                with suppress(OSError):  # the last use, by which the cache forgets
-                    os.utime(found.path)
+                with suppress(OSError, NotImplementedError):  # the use, by which the cache forgets
+                    os.utime(found.path, follow_symlinks=False)
                 return found
         for path in files_in(self.beside):
             if path.name != name:
@@ -75,19 +77,30 @@ class Shelf:
         return None
 
     def _fitting(self, path: Path) -> PackedFile | None:
-        if not path.is_file():
+        if not os.path.lexists(path):
             return None
         try:
             found = PackedFile.open(path)
             differs = difference(found.facts.asked, self.key.asked)
             differs = differs or difference(found.facts.made_by, self.key.made_by)
             differs = differs or unchecked(found.facts, self.weight_check)
+            differs = differs or self._unsigned(found)
             if differs:
                 raise PackedFileError(differs)
         except PackedFileError as error:
             self.refused.append(f"{path}: {error}")
             return None
         return found
+
+    def _unsigned(self, file: PackedFile) -> str:
+        """Return why a file is neither of this user's processes nor of root, else ""."""
+        secret = self.store.secret()
+        if file.is_of_root or (secret is not None and file.is_signed(secret)):
+            return ""
+        return (
+            "it has no signature of this user's cache, so that it was made elsewhere or its header "
+            "was changed"
+        )
 
     def judge_room(self, num_bytes: int) -> str:
         """Return why a checkpoint of so many bytes is not kept in the cache, empty where it is."""
@@ -106,7 +119,7 @@ class Shelf:
 
         Raises: PackedFileError: it cannot be written.
         """
-        return PackedWriter(folder / f"{self.key.address}{_SUFFIX}")
+        return PackedWriter(folder / f"{self.key.address}{_SUFFIX}", self.store.secret())
 
     def publish_soon(self, writer: PackedWriter, facts: Facts) -> None:
         """Publish a file of the cache in a thread, which an ending process does not wait for."""
@@ -127,9 +140,8 @@ class Shelf:
     def evict(self, newest: Path) -> None:
         """Remove the files of the cache that were not used for longest, beyond its bytes."""
         with suppress(OSError):
-            used = [
-                (path.stat().st_mtime_ns, path.stat().st_size, path) for path in files_in(self.kept)
-            ]
+            facts = [(path.lstat(), path) for path in files_in(self.kept)]
+            used = [(each.st_mtime_ns, each.st_size, path) for each, path in facts]
             total = sum(size for _, size, _ in used)
             for _, size, path in sorted(used):
                 if total > self.most_bytes and path != newest:

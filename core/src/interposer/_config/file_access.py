@@ -1,0 +1,111 @@
+"""Access to files that others may have prepared: regular ones, and in a cache only our own."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from interposer._contract.errors import warn
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a symbolic link",
+}
+# A FIFO is opened without waiting for its other end, and a terminal does not become this process's.
+_SAFE_FLAGS = (
+    getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_NOCTTY", 0)
+    | getattr(os, "O_CLOEXEC", 0)
+    | getattr(os, "O_BINARY", 0)
+)
+
+
+class SharedCacheWarning(UserWarning):
+    """Every user of this host can write to a folder of the cache."""
+
+
+def irregular(path: str | os.PathLike[str]) -> str:
+    """Return what a path leads to if that is no regular file, "" if it is one or is missing.
+
+    Links are followed, as those of a downloaded model are.
+    """
+    try:
+        kind = stat.S_IFMT(Path(path).stat().st_mode)
+    except (OSError, ValueError):
+        return ""
+    return "" if kind == stat.S_IFREG else f"is {_KINDS.get(kind, 'no file')}, not a regular file"
+
+
+def open_owned(path: Path, *, writes: bool = False) -> int:
+    """Return the descriptor of a regular file that this user or root owns, reached by no link.
+
+    Args:
+        writes: open it to read and write, and create it if it is missing.
+    Raises: OSError: the text says what is wrong with the file.
+    """
+    check_folders(path)
+    with suppress(FileNotFoundError, ValueError):
+        if stat.S_ISLNK(path.lstat().st_mode):  # O_NOFOLLOW would tell of a loop
+            raise PermissionError(f"{path} is a symbolic link, which the cache does not follow")
+    access = os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY
+    descriptor = os.open(path, access | _SAFE_FLAGS, 0o644)
+    try:
+        facts = os.fstat(descriptor)
+        kind = stat.S_IFMT(facts.st_mode)
+        if kind != stat.S_IFREG:
+            raise PermissionError(f"{path} is {_KINDS.get(kind, 'no file')}, not a regular file")
+        if not _is_trusted(facts.st_uid):
+            raise PermissionError(f"{path} belongs to user {facts.st_uid}, not to this one or root")
+        if writes and facts.st_nlink > 1:
+            raise PermissionError(
+                f"{path} has {facts.st_nlink} names, so that writing it harms others"
+            )
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check_folders(path: Path) -> None:
+    """Refuse a path whose folder, or the one above that, is a link that another user planted.
+
+    Raises: OSError: the text names the link.
+    """
+    for folder in path.parents[:2]:
+        try:
+            facts = folder.lstat()
+        except (OSError, ValueError):
+            continue  # opening the file says it better
+        if stat.S_ISLNK(facts.st_mode) and not _is_trusted(facts.st_uid):
+            raise PermissionError(
+                f"{folder} is a symbolic link of user {facts.st_uid}, not of this one or root"
+            )
+
+
+def warn_if_shared(folder: Path) -> None:
+    """Warn once if every user of the host can write to a folder of the cache."""
+    with suppress(OSError):
+        if hasattr(os, "getuid") and folder.stat().st_mode & stat.S_IWOTH:
+            _warn_of(folder)
+
+
+@cache
+def _warn_of(folder: Path) -> None:
+    warn(
+        f"Every user of this host can write to {folder}. Files of other users are refused there. "
+        f"Try: chmod o-w {folder}, or set INTERPOSER_CACHE_DIR to a folder of your own",
+        SharedCacheWarning,
+    )
+
+
+def _is_trusted(user: int) -> bool:
+    # A system without users has one alone.
+    return not hasattr(os, "getuid") or user in (os.getuid(), 0)
