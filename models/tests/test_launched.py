@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models.tests.conftest import SIZES, write_checkpoint
 from tests.adapter_files import write_adapter
 from tests.waiting import WAIT_SECONDS
@@ -191,3 +192,14 @@ def test_numbers_of_processes_that_cannot_be_are_refused(loads: Loads, llama: Pa
         pass
     with pytest.raises(ConfigError, match="tensor_parallel is 4, and there are 2 processes"):
         load(llama, tensor_parallel=4)
+
+
+def test_ranks_find_each_other_by_a_file_of_this_user_alone(loads: Loads) -> None:
+    """A store with a port takes writes of every local process."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, dist.FileStore)
+    folder = Path(store.path).parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert folder.stat().st_uid == os.getuid()

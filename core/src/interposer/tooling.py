@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from interposer._contract.attention import UINT4
     from interposer._contract.choice import Measured
+    from interposer._contract.gathering import gather_bytes
     from interposer._contract.platform import applied
     from interposer._contract.request import Kind
     from interposer._explanation.inventory import Row, Subject, answer, figures, strays
@@ -50,10 +51,10 @@ __all__ = [
     "PluginWarning", "Plugins", "Row", "SharedCacheWarning", "Skipped", "Store", "Subject",
     "acceptance_of", "allowed", "answer", "applied", "canonical_json", "check_api",
     "check_classes", "check_lock", "check_records", "checksum", "child_environment",
-    "config_sources", "default_store",
-    "entry_points", "figures", "forget_discovery", "installed_distributions", "irregular",
-    "lazy_attributes", "lock_path", "open_owned", "parse_rules", "policy_for", "steady_time_ns",
-    "strays", "unless_explicit", "variables", "warn_if_shared", "write_text",
+    "config_sources", "default_store", "entry_points", "figures", "forget_discovery",
+    "gather_bytes", "installed_distributions", "irregular", "lazy_attributes", "lock_path",
+    "open_owned", "parse_rules", "policy_for", "steady_time_ns", "strays",
+    "unless_explicit", "variables", "warn_if_shared", "write_text",
 ]
 # fmt: on
 
@@ -70,6 +71,7 @@ __getattr__ = lazy_attributes(
         "interposer._config.storage": "Store canonical_json checksum default_store write_text",
         "interposer._contract.attention": "UINT4",
         "interposer._contract.choice": "Measured",
+        "interposer._contract.gathering": "gather_bytes",
         "interposer._contract.platform": "applied",
         "interposer._contract.request": "Kind",
         "interposer._explanation.inventory": "Row Subject answer figures strays",

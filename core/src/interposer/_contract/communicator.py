@@ -5,16 +5,18 @@ Dimensions: N ranks, T rows.
 
 from __future__ import annotations
 
+import json
 import platform as machine
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
 
 from interposer._contract.errors import MissingMemberError
+from interposer._contract.gathering import gather_bytes
 
 if TYPE_CHECKING:
     from interposer._contract.platform import Platform
@@ -39,6 +41,7 @@ class Ranks:
             ranks are of several platforms, or theirs has none.
         experts: how experts are placed whole on ranks, as their layers take it; None where each
             rank has a share of every expert.
+        secret: signs what ranks exchange by ``gather``; empty where nobody gave them one.
     """
 
     rank: int
@@ -49,14 +52,18 @@ class Ranks:
     timeout_seconds: float = 60.0
     backend: str = HOST_BACKEND
     experts: Any = None
+    secret: bytes = field(default=b"", repr=False, compare=False)
 
     @classmethod
-    def of(cls, group: Any, platform: Platform, timeout_seconds: float = 60.0) -> Ranks:
+    def of(
+        cls, group: Any, platform: Platform, timeout_seconds: float = 60.0, secret: bytes = b""
+    ) -> Ranks:
         """Return the ranks of a process group; every rank of it calls this at the same time.
 
         Args:
             group: of torch.distributed, over the host's memory.
             platform: of this rank.
+            secret: that these ranks alone know.
         """
         import torch.distributed as dist
 
@@ -64,9 +71,8 @@ class Ranks:
         if platform.provides("distributed_backend"):
             backend = platform.distributed_backend()
         # Containers of one machine have one boot id, and mostly no memory in common.
-        host = (machine.node(), _BOOT.read_text() if _BOOT.exists() else "")
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, (host, platform.name, backend), group=group)
+        host = f"{machine.node()} {_BOOT.read_text() if _BOOT.exists() else ''}"
+        found = _gathered_values([host, platform.name, backend], group, secret)
         hosts, platforms, backends = zip(*found, strict=True)
         return cls(
             rank=dist.get_rank(group),
@@ -76,7 +82,19 @@ class Ranks:
             group=group,
             timeout_seconds=timeout_seconds,
             backend=backend if len({*zip(platforms, backends, strict=True)}) == 1 else HOST_BACKEND,
+            secret=secret,
         )
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the plain value of every rank, in order; every rank calls this at the same time.
+
+        Args:
+            value: texts, numbers, None, and lists and dicts by text of them.
+        Raises:
+            RankError: another process wrote a message.
+            RuntimeError: a rank is lost, as torch.distributed says it.
+        """
+        return _gathered_values(value, self.group, self.secret)
 
     def dims(self, num_bytes: int) -> dict[str, int | float | str | bool]:
         """Return what a request for a collective states; ``num_bytes`` are those of one rank."""
@@ -175,3 +193,8 @@ class Communicator(ABC):
             f"{type(self).__name__} has no {collective!r}. Its record names what it has in "
             "collectives"
         )
+
+
+def _gathered_values(value: Any, group: Any, secret: bytes) -> list[Any]:
+    messages = gather_bytes(json.dumps(value).encode(), group, secret)
+    return [json.loads(message) for message in messages]

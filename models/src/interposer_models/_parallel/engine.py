@@ -47,6 +47,11 @@ class RankedEngine(Engine):
         """Say whether the noise of requests that name no seed is the same each time."""
         return self._repeats
 
+    @property
+    def trouble(self) -> str:
+        """The reason why no step can be computed, such as a lost rank; else empty."""
+        return self.lead.trouble
+
     def agreed(self, flag: bool) -> bool:
         """Return what rank 0 says."""
         return self.lead.decide(flag)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 from interposer.errors import InterposerError, RankError, described
 from interposer_models._engine.sequence import Sequence
 from interposer_models._parallel.channel import Channel
+from interposer_models._parallel.codec import encode
 from interposer_models._parallel.group import Group
 from interposer_models._parallel.language_model import RankedLanguageModel
 from interposer_models._parallel.lead import Silent, drifted
@@ -128,4 +128,4 @@ class Follower:
             text = described(error)
         except Exception as error:  # noqa: BLE001 - told to rank 0, which compares
             text = described(error)
-        self._channel.send_call(pickle.dumps((text, value)))
+        self._channel.send_call(encode((text, value)))

@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from interposer import Config, Placement, Ranks, place
 from interposer.errors import RankError
+from interposer.tooling import gather_bytes
 from interposer_models._engine.engine import Engine
 from interposer_models._language_model import LanguageModel
+from interposer_models._parallel.codec import decode, encode
 from interposer_models._parallel.engine import RankedEngine
 from interposer_models._parallel.language_model import RankedLanguageModel
 from interposer_models._parallel.lead import Lead, Silent
@@ -42,6 +44,7 @@ class Group:
         process_group: Any,
         lead: Callable[[Ranks], Lead],
         timeout_seconds: float = TIMEOUT_SECONDS,
+        secret: bytes = b"",
     ) -> None:
         """Create a separate process group.
 
@@ -49,11 +52,13 @@ class Group:
             process_group: of torch.distributed, whose ranks these are.
             lead: returns what the ranks follow.
             timeout_seconds: within which each rank comes to a step.
+            secret: of the launch, which signs what ranks tell each other; empty under torchrun.
         """
         members = dist.get_process_group_ranks(process_group)
         self.rank, self.size = dist.get_rank(process_group), len(members)
         self._lead = lead
         self._timeout_seconds = timeout_seconds
+        self._secret = secret
         self._seed = 0
         with self._lost("make a process group"):
             self._group = ordered_group(members, "gloo", _LOADING_SECONDS)
@@ -63,7 +68,7 @@ class Group:
         with self.together("the choice of a platform"):
             placement = place(config)
         with self._lost("tell of platforms"):
-            ranks = Ranks.of(self._group, placement.platform, self._timeout_seconds)
+            ranks = Ranks.of(self._group, placement.platform, self._timeout_seconds, self._secret)
         self.ranks = ranks
         self._seed = self._gathered(secrets.randbits(62))[0]
         devices = placement.platform.devices()
@@ -141,15 +146,16 @@ class Group:
         return found
 
     def _gathered(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
         with self._lost("load the model"):
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+            messages = gather_bytes(encode(value), self._group, self._secret)
+        return [decode(message) for message in messages]
 
     @contextmanager
     def _lost(self, activity: str) -> Iterator[None]:
         try:
             yield
+        except RankError:
+            raise
         except RuntimeError as error:  # of gloo, where a connection ends
             reason = str(error).strip().partition("\n")[0]
             raise RankError(

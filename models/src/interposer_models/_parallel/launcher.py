@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import pickle
+import secrets
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
-from datetime import timedelta
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,16 +27,19 @@ from interposer.tooling import child_environment
 from interposer_models._language_model import LanguageModel
 from interposer_models._loader import load
 from interposer_models._parallel.channel import Channel
+from interposer_models._parallel.codec import encode
 from interposer_models._parallel.ending import ended
 from interposer_models._parallel.group import TIMEOUT_SECONDS, Group
 from interposer_models._parallel.joining import check_number
 from interposer_models._parallel.leader import Leader, Losses
+from interposer_models._parallel.process import file_store
 from interposer_models._parallel.threads import own_cores
 
-LOOPBACK = "127.0.0.1"
-_START = timedelta(minutes=5)
+_SECRET_BYTES = 32
 _CLOSE_SECONDS = 5.0
 _GRACE_SECONDS = 10.0  # in which this process ends by itself when a rank is lost
+_EXIT_SECONDS = 2.0  # from the end of a follower's connection to that of its process
+_CLOSED = select.POLLHUP | getattr(select, "POLLRDHUP", 0)
 _KEPT_LINES = 20
 _PROGRAM = "from interposer_models._parallel.process import main; main()"
 
@@ -76,6 +80,7 @@ class Launched:
         self._size, self._config = size, config
         self._timeout_seconds = timeout_seconds
         self._clock, self._sleep = clock, sleep
+        self._secret = secrets.token_bytes(_SECRET_BYTES)  # crosses by an inherited socket alone
         self._losses = Losses(self._end)
         self._followers: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
@@ -118,31 +123,27 @@ class Launched:
 
     def _start(self) -> None:
         platform = place(self._config).platform
-        listening = socket.create_server((LOOPBACK, 0))
-        port = listening.getsockname()[1]
+        # A store in a folder of this user alone: to one with a port, every local process can write.
+        folder = tempfile.TemporaryDirectory(prefix="interposer-ranks-", ignore_cleanup_errors=True)
+        path = str(Path(self._stack.enter_context(folder), "store"))
         lifeline, held = os.pipe()
         self._stack.callback(os.close, held)
         for rank in range(1, self._size):
-            self._start_one(rank, port, lifeline)
+            self._start_one(rank, path, lifeline)
         os.close(lifeline)
         # Behind that, as a process may use the cores of the thread that started it.
         self._stack.enter_context(own_cores(platform, 0, self._size))
-        # The store listens at no other address: everybody could write to it.
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            LOOPBACK,
-            port,
-            is_master=True,
-            timeout=_START,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
+        store = file_store(path, self._size)
         dist.init_process_group("gloo", store=store, rank=0, world_size=self._size)
-        self._group = Group(dist.group.WORLD, lambda _: self._leader(), self._timeout_seconds)
+        self._group = Group(
+            dist.group.WORLD, lambda _: self._leader(), self._timeout_seconds, self._secret
+        )
 
-    def _start_one(self, rank: int, port: int, lifeline: int) -> None:
+    def _start_one(self, rank: int, path: str, lifeline: int) -> None:
         ours, theirs = socket.socketpair()
         own = [os.getpid(), lifeline, theirs.fileno()]
-        facts = rank, self._size, port, self._timeout_seconds, effective_config(self._config)
+        config = effective_config(self._config)
+        facts = rank, self._size, path, self._secret, self._timeout_seconds, config
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, *map(str, own)],
             stdin=subprocess.DEVNULL,
@@ -154,13 +155,15 @@ class Launched:
         theirs.close()
         self._followers.append(process)
         self._channels.append(Channel(ours))
-        self._channels[-1].send_call(pickle.dumps(facts))
+        self._channels[-1].send_call(encode(facts))
         lines: deque[str] = deque(maxlen=_KEPT_LINES)
         reader = threading.Thread(target=_read, args=(rank, process, lines), daemon=True)
         reader.start()
-        threading.Thread(
-            target=self._watch, args=(rank, process, reader, lines), daemon=True
-        ).start()
+        for watch, arguments in (
+            (self._watch, (rank, process, reader, lines)),
+            (self._watch_connection, (rank, process, ours.fileno())),
+        ):
+            threading.Thread(target=watch, args=arguments, daemon=True).start()
 
     def _watch(
         self,
@@ -175,6 +178,18 @@ class Launched:
         said = "".join(f"\n  {line}" for line in lines)
         told = f" The end of what it printed:{said}" if said else ""
         self._losses.tell(RankError(0, f"rank {rank} {ended(code)}.{told}", [rank]))
+
+    def _watch_connection(
+        self, rank: int, process: subprocess.Popen[bytes], connection: int
+    ) -> None:
+        """Wait until a follower closes its end, though its process may live on."""
+        poll = select.poll()
+        poll.register(connection, _CLOSED)
+        poll.poll()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_EXIT_SECONDS)
+            return  # ``_watch`` says how it ended
+        self._losses.tell(RankError(0, f"rank {rank} closed its connection and hangs", [rank]))
 
     def _end(self) -> None:
         """Interrupt the main thread, which ends the block, and at last the process."""
@@ -199,9 +214,9 @@ class Launched:
             while process.poll() is None and self._clock() < end:
                 self._sleep(0.01)
         self._kill()
-        self._stack.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+        self._stack.close()
 
     def _kill(self) -> None:
         for process in self._followers:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from interposer import Ranks
 from interposer.errors import RankError, described
+from interposer.tooling import gather_bytes
+from interposer_models._parallel.codec import decode, encode
 from interposer_ops.communicators import TorchCommunicator
 
 T = TypeVar("T")
@@ -24,6 +25,11 @@ class Lead(Protocol):
     """
 
     is_one_program: bool
+
+    @property
+    def trouble(self) -> str:
+        """The reason why no step can be computed; empty where none is known."""
+        ...
 
     def tell(self, name: str, *arguments: Any, **options: Any) -> None:
         """Have a method called on the other ranks as well, before it is here."""
@@ -65,6 +71,7 @@ class Silent:
     """Nobody follows: other ranks do the same anyway."""
 
     is_one_program = True
+    trouble = ""
 
     def tell(self, name: str, *arguments: Any, **options: Any) -> None:
         """Tell nobody."""
@@ -112,8 +119,8 @@ class Everyone(Silent):
         except Exception as error:  # noqa: BLE001 - raised below, once others know of it
             failure = error
         text = "" if failure is None else described(failure)
-        found: list[Any] = [None] * self._ranks.size
-        dist.all_gather_object(found, (text, own), group=self._ranks.group)
+        messages = gather_bytes(encode((text, own)), self._ranks.group, self._ranks.secret)
+        found = [decode(message) for message in messages]
         check_outcomes(self._ranks.rank, name, [told for told, _ in found])
         if failure is not None:
             raise failure

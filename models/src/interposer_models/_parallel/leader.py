@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from threading import Event, Lock, current_thread, main_thread
 from typing import Any, TypeVar
 
 from interposer.errors import RankError, described
 from interposer_models._parallel.channel import Channel
+from interposer_models._parallel.codec import encode
 from interposer_models._parallel.lead import check_outcomes
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class Leader:
 
         Raises: RankError: a follower was lost.
         """
-        payload = pickle.dumps((name, arguments, options))
+        payload = encode((name, arguments, options))
         self._send(lambda channel: channel.send_call(payload))
 
     def everywhere(
@@ -118,6 +118,15 @@ class Leader:
         """Return the flag, and tell it."""
         self._send(lambda channel: channel.send("decision", flag))
         return flag
+
+    @property
+    def trouble(self) -> str:
+        """The reason why no step can be computed; empty while all followers are there.
+
+        A thread waits for the end of each follower, so that no step is needed to know.
+        """
+        lost = self._losses.first
+        return "" if lost is None else f"rank {', '.join(map(str, lost.lost))} was lost"
 
     def reason(self, error: RankError) -> RankError:
         """Return why a follower ended, where one did within a moment; else the error.

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 from datetime import timedelta
+from typing import Any
 
 from interposer_models._parallel.ending import end_with_parent
 
@@ -28,15 +29,22 @@ def main() -> None:
     from interposer_models._parallel.threads import own_cores
 
     channel = Channel(socket.socket(fileno=connection))
-    rank, size, port, timeout_seconds, config = channel.receive_call(channel.receive()[2])
+    rank, size, path, secret, timeout_seconds, config = channel.receive_call(channel.receive()[2])
     try:
         with own_cores(place(config).platform, rank, size):
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                "127.0.0.1", port, is_master=False, timeout=_START
-            )
+            store = file_store(path, size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-            group = Group(dist.group.WORLD, lambda _: Following(channel), timeout_seconds)
+            group = Group(dist.group.WORLD, lambda _: Following(channel), timeout_seconds, secret)
             Follower(channel, group).run()
             dist.destroy_process_group()
     except InterposerError as error:
         sys.exit(f"error: {error}")
+
+
+def file_store(path: str, size: int) -> Any:
+    """Return the store by which so many ranks find each other, in a file."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(path, size)  # type: ignore[attr-defined]
+    store.set_timeout(_START)
+    return store

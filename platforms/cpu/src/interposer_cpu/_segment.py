@@ -9,9 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from interposer import Ranks
 from interposer.errors import ConfigError, RankError
@@ -70,20 +67,20 @@ def _offered(
 
     Yields: path, token, and why there is none.
     """
-    offer: list[Any] = [("", 0, "")]
+    offer = ("", 0, "")
     file: File | None = None
     if ranks.rank == 0:
         try:
             file = make(num_bytes)
             token = secrets.randbits(_TOKEN_BITS)
             os.pwrite(file[0], token.to_bytes(8, sys.byteorder), 0)
-            offer = [(file[1], token, "")]
+            offer = (file[1], token, "")
         except OSError as error:
-            offer = [("", 0, str(error))]
+            offer = ("", 0, str(error))
     try:
         with _missing(ranks):
-            dist.broadcast_object_list(offer, group=ranks.group, group_src=0)
-        yield offer[0]
+            path, number, reason = ranks.gather(offer)[0]
+        yield path, number, reason
     finally:
         if file is not None:
             os.close(file[0])
@@ -103,10 +100,8 @@ def _mapped(ranks: Ranks, path: str, token: int) -> int:
 
 def _told(ranks: Ranks, reason: str) -> list[str]:
     """Return the reasons of all ranks, once each has tried to map the file."""
-    found: list[Any] = [None] * ranks.size
     with _missing(ranks):
-        dist.all_gather_object(found, reason, group=ranks.group)
-    return found
+        return ranks.gather(reason)
 
 
 @contextmanager
