@@ -17,9 +17,10 @@ from tests.waiting import WAIT_SECONDS, wait_until
 
 STDLIB = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
 # It prints the ids of the processes, then generates until it is ended, in a thread if the last
-# argument says so. A thread prints a line once it has generated something.
+# argument says so, or computes nothing if it is "idle". A thread prints a line once it has
+# generated something.
 PROGRAM = """
-import asyncio, os, signal, sys
+import asyncio, os, signal, sys, time
 from interposer import Config
 from interposer.errors import InterposerError
 from interposer_models import AsyncLanguageModel, launched
@@ -48,6 +49,13 @@ try:
         print(os.getpid(), *ranks, flush=True)
         if sys.argv[3] == "thread":
             asyncio.run(serve(lm))
+        if sys.argv[3] == "idle":
+            front = AsyncLanguageModel(lm)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a server that drains
+            print("no trouble" if not front.trouble else front.trouble, flush=True)
+            while not front.trouble:
+                time.sleep(0.01)
+            sys.exit(f"trouble: {front.trouble}")
         while True:
             lm.generate([[1, 2, 3]], max_new_tokens=300, ignore_eos=True)
 except InterposerError as error:
@@ -146,3 +154,12 @@ def test_a_rank_that_hangs_ends_a_program_whose_steps_are_in_a_thread() -> None:
         _, told = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode
     assert re.search(r"error: Rank 0: .*rank 1 (hangs|did not come)", told)
+
+
+def test_a_lost_rank_is_known_without_a_request() -> None:
+    with generating(600.0, "idle") as (process, _, follower):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "no trouble\n"
+        os.kill(follower, signal.SIGKILL)
+        _, errors = process.communicate(timeout=WAIT_SECONDS)
+    assert "trouble: rank 1 was lost" in errors

@@ -108,6 +108,8 @@ class AsyncLanguageModel:
         """The reason why requests would fail; empty where none is known."""
         if not self._steps.alive:
             return "the engine does not run"
+        if trouble := self.model.engine.trouble:
+            return trouble
         return "the last step of the engine failed" if self._steps.failed else ""
 
     @property

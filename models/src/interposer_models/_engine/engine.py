@@ -80,6 +80,11 @@ class Engine:
         self._ids = itertools.count()
 
     @property
+    def trouble(self) -> str:
+        """The reason why no step can be computed; one process alone knows of none."""
+        return ""
+
+    @property
     def prefixes(self) -> PrefixStatistics | None:
         """Return what the prefix cache has saved; None without one."""
         shared = self.runner.prefixes
