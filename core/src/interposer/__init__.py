@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from interposer_sandbox import lazy_attributes
+try:
+    from interposer._contract.lazy_names import lazy_attributes
+except ImportError as error:
+    import sys
+
+    _file = getattr(sys.modules.get("interposer_sandbox"), "__file__", None)
+    raise ImportError(
+        f"{error}. interposer is of {__file__}, and interposer_sandbox of {_file}. Try: reinstall "
+        "interposer-sandbox, or rename, remove or take off PYTHONPATH what stands in its place",
+        name="interposer_sandbox",
+    ) from error
 
 if TYPE_CHECKING:
     from interposer._config.config import Config, effective_config, use

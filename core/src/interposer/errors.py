@@ -6,6 +6,7 @@ from interposer._contract.errors import (
     CheckpointError,
     ConfigError,
     GraphError,
+    InstallationError,
     InterposerError,
     LockError,
     MissingMemberError,
@@ -26,8 +27,9 @@ from interposer._contract.errors import (
 
 # fmt: off
 __all__ = [
-    "CheckpointError", "ConfigError", "GraphError", "InterposerError",
-    "LockError", "MissingMemberError", "NoCandidateError", "PlatformUnavailableError",
+    "CheckpointError", "ConfigError", "GraphError", "InstallationError",
+    "InterposerError", "LockError", "MissingMemberError", "NoCandidateError",
+    "PlatformUnavailableError",
     "PluginConflictError", "PluginError", "RankError", "RecordError", "RequestError",
     "StorageError", "UnknownNameError", "UnsupportedModelError", "described", "foreign_errors",
     "nearest_first",

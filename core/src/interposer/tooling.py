@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from interposer_sandbox import lazy_attributes
+from interposer._contract.lazy_names import lazy_attributes
 
 if TYPE_CHECKING:
     from interposer._config.config import child_environment, config_sources, variables
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from interposer._contract.attention import UINT4
     from interposer._contract.choice import Measured
     from interposer._contract.gathering import gather_bytes
+    from interposer._contract.lazy_names import (
+        import_problem,
+        lazy_attributes,
+        unreadable_entry_points,
+    )
     from interposer._contract.platform import applied
     from interposer._contract.request import Kind
     from interposer._explanation.inventory import Row, Subject, answer, figures, strays
@@ -43,7 +48,6 @@ if TYPE_CHECKING:
     from interposer._validation.compatibility import API_RANGE, check_api
     from interposer._validation.distribution import STANDARD
     from interposer._validation.records import check_classes, check_records
-    from interposer_sandbox import lazy_attributes
 
 # fmt: off
 __all__ = [
@@ -52,9 +56,10 @@ __all__ = [
     "acceptance_of", "allowed", "answer", "applied", "canonical_json", "check_api",
     "check_classes", "check_lock", "check_records", "checksum", "child_environment",
     "config_sources", "default_store", "entry_points", "figures", "forget_discovery",
-    "gather_bytes", "installed_distributions", "irregular", "lazy_attributes", "lock_path",
-    "open_owned", "parse_rules", "policy_for", "steady_time_ns", "strays",
-    "unless_explicit", "variables", "warn_if_shared", "write_text",
+    "gather_bytes", "import_problem", "installed_distributions", "irregular",
+    "lazy_attributes", "lock_path", "open_owned", "parse_rules", "policy_for", "steady_time_ns",
+    "strays", "unless_explicit", "unreadable_entry_points", "variables",
+    "warn_if_shared", "write_text",
 ]
 # fmt: on
 
@@ -75,7 +80,7 @@ __getattr__ = lazy_attributes(
         "interposer._contract.platform": "applied",
         "interposer._contract.request": "Kind",
         "interposer._explanation.inventory": "Row Subject answer figures strays",
-        "interposer_sandbox": "lazy_attributes",
+        "interposer._contract.lazy_names": "import_problem lazy_attributes unreadable_entry_points",
         "interposer._plugins.acceptance": "acceptance_of",
         "interposer._plugins.discovery": "entry_points installed_distributions",
         "interposer._plugins.plugins": "Plugin PluginWarning Plugins Skipped",

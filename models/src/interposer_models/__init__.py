@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from interposer.tooling import lazy_attributes
+try:
+    from interposer.tooling import lazy_attributes
+except ImportError as error:
+    import interposer
+
+    raise ImportError(
+        f"{error}: 'interposer' is imported from {interposer.__file__}. "
+        "Try: rename, remove or take off PYTHONPATH what stands in place of interposer"
+    ) from error
 
 if TYPE_CHECKING:
     from interposer_models._adapt.handle import Adapted, adapt

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from interposer_sandbox._foreign import described, foreign_errors, nearest_first, traced
     from interposer_sandbox._host import Guarded, Host
     from interposer_sandbox._import_string import check_import_string, is_loaded
+    from interposer_sandbox._installation import (
+        endless_entry_points,
+        shadowed,
+        unreadable_entry_points,
+    )
     from interposer_sandbox._lazy import lazy_attributes
     from interposer_sandbox._lock import ForkSafeLock
     from interposer_sandbox._metadata import (
@@ -56,10 +61,12 @@ __all__ = [
     "Finding", "ForkSafeLock", "Function", "Guarded", "Host", "Metadata", "NestedError",
     "RefusedError", "Reporter", "Sandbox", "SandboxError", "SideEffects", "UnavailableError",
     "altered_files", "cached", "check_import_string", "described", "digest",
-    "editable_folder", "entry_points", "file_facts", "foreign_errors", "has_module",
+    "editable_folder", "endless_entry_points", "entry_points", "file_facts", "foreign_errors",
+    "has_module",
     "is_altered", "is_loaded", "lazy_attributes", "metadata_folder", "metadata_headers",
     "metadata_text", "nearest_first",
-    "recorded_files", "run_here", "surroundings", "traced",
+    "recorded_files", "run_here", "shadowed", "surroundings", "traced",
+    "unreadable_entry_points",
 ]
 # fmt: on
 
@@ -71,6 +78,7 @@ __getattr__ = lazy_attributes(
         "interposer_sandbox._foreign": "described foreign_errors nearest_first traced",
         "interposer_sandbox._host": "Guarded Host",
         "interposer_sandbox._import_string": "check_import_string is_loaded",
+        "interposer_sandbox._installation": "endless_entry_points shadowed unreadable_entry_points",
         "interposer_sandbox._lock": "ForkSafeLock",
         "interposer_sandbox._metadata": "Metadata altered_files editable_folder entry_points "
         "has_module metadata_folder metadata_headers metadata_text recorded_files",

@@ -5,9 +5,22 @@ Every name is loaded on first use.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from interposer.tooling import lazy_attributes
+try:
+    from interposer.tooling import lazy_attributes
+except ImportError as error:  # the command says what stands in place of the core
+    _reason = error
+
+    def lazy_attributes(module: str, homes: Mapping[str, str]) -> Callable[[str], object]:
+        """Return a function that says why nothing can be loaded."""
+
+        def refuse(name: str) -> object:
+            raise ImportError(f"{module}.{name} needs the core of interposer: {_reason}")
+
+        return refuse
+
 
 if TYPE_CHECKING:
     from interposer_tools._cli import main

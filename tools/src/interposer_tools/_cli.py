@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 
-import importlib_metadata
+_PARTS = ("interposer", "interposer_sandbox")
 
 
 def main() -> None:
@@ -19,20 +19,28 @@ def main() -> None:
 
         run()
     except (OSError, UnicodeDecodeError):
-        faults = [*_unreadable()]
-        if not faults:
+        from interposer.tooling import unreadable_entry_points
+
+        if faults := unreadable_entry_points():
+            _end(faults, "reinstall or uninstall it")
+        raise
+    except ImportError as error:
+        if hasattr(error, "faults"):  # an InstallationError
+            _end(error.faults, getattr(error, "mend", ""))
+        if str(error.name).partition(".")[0] not in _PARTS:
+            from interposer.tooling import import_problem
+
+            if problem := import_problem(error):
+                _end([problem], "rename or remove it, or take its folder off PYTHONPATH")
             raise
-        head = "error: The entry points of what is installed cannot be read."
-        lines = "\n  ".join([head, *faults])
-        print(f"{lines}\nTry: reinstall or uninstall it", file=sys.stderr)
-        sys.exit(1)
+        files = {name: getattr(sys.modules.get(name), "__file__", None) for name in _PARTS}
+        places = [f"{name!r} is imported from {file}" for name, file in files.items() if file]
+        mend = "rename, remove or take off PYTHONPATH what stands in place of these"
+        _end([f"{error}", *places], mend)
 
 
-def _unreadable() -> Iterator[str]:
-    """Yield the distributions without readable entry points, each with the reason."""
-    for found in importlib_metadata.distributions():
-        try:
-            found.read_text("entry_points.txt")
-        except (OSError, UnicodeDecodeError) as error:
-            # Its name may be no better, and the attribute is not public.
-            yield f"{getattr(found, '_path', 'somewhere')}: entry_points.txt: {error}"
+def _end(faults: Iterable[str], mend: str) -> None:
+    """End the command with what is wrong."""
+    lines = "\n  ".join(["error: What is installed cannot be imported.", *faults])
+    print(f"{lines}\nTry: {mend}", file=sys.stderr)
+    sys.exit(1)

@@ -21,7 +21,7 @@ import typer
 from packaging.utils import canonicalize_name
 
 from interposer.errors import InterposerError, described, foreign_errors
-from interposer.tooling import STANDARD, entry_points
+from interposer.tooling import STANDARD, entry_points, import_problem
 from interposer_tools._commands.doctor import doctor
 from interposer_tools._commands.explain import explain
 from interposer_tools._commands.hub_kernels import hub_kernels
@@ -132,6 +132,8 @@ def _add_command(
         command = points[0].load()
     except foreign_errors() as error:
         reason = str(error) if isinstance(error, InterposerError) else described(error)
+        if problem := import_problem(error):
+            reason += f"; {problem}"
         anything = {"ignore_unknown_options": True, "allow_extra_args": True}
         application.command(name, context_settings=anything)(_unusable(name, reason))
     else:

@@ -39,6 +39,16 @@ class ConfigError(InterposerError, ValueError):
     """A configuration key or value is not usable."""
 
 
+class InstallationError(InterposerError, ImportError):
+    """Files of what is installed, or a module in place of one, keep imports from working."""
+
+    def __init__(self, faults: Iterable[str], mend: str) -> None:
+        self.faults = tuple(faults)
+        self.mend = mend
+        lines = "\n  ".join(["What is installed cannot be imported.", *self.faults])
+        super().__init__(f"{lines}\nTry: {mend}")
+
+
 class LockError(ConfigError):
     """The installed plugins are not the locked ones, or the lock file cannot be used."""
 

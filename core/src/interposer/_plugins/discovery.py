@@ -13,6 +13,7 @@ from packaging.utils import canonicalize_name
 from interposer import hookspecs
 from interposer._config.config import Config
 from interposer._contract.errors import described, foreign_errors, nearest_first, warn
+from interposer._contract.lazy_names import import_problem
 from interposer._contract.records import OpEntry
 from interposer._contract.verdict import Verdict
 from interposer._examination.examiner import examine
@@ -250,7 +251,10 @@ def _load(plugins: Plugins, source: Source) -> None:
     try:
         plugin = load_value(source.value)
     except foreign_errors() as error:
-        plugins.quarantine(source, f"its import raised {described(error)}", cause=error)
+        reason = f"its import raised {described(error)}"
+        if problem := import_problem(error):
+            reason += f"; {problem}"
+        plugins.quarantine(source, reason, cause=error)
         return
     verdict = check_api(plugin, in_code=False)
     if verdict:

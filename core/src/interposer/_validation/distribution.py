@@ -133,4 +133,7 @@ def _identity(found: Metadata, headers: list[tuple[str, str]]) -> tuple[str, str
         version = str(Version(*versions))
     except (ValueError, TypeError):  # among them that of a number with thousands of digits
         problems.append(f"the version {', '.join(versions)!r:.100}")
-    return name, version, f"its metadata states {' and '.join(problems)}" if problems else ""
+    if not problems:
+        return name, version, ""
+    where = "" if headers else f", as {folder} has none that can be read"
+    return name, version, f"its metadata states {' and '.join(problems)}{where}"
