@@ -50,7 +50,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("max_tokens", 0, "an integer of at least 1"),
     ("seed", -1, "an integer from 0 to 2^63 - 1"),
     ("seed", 2**63, "an integer from 0 to 2^63 - 1"),
-    ("stop", ["a", ""], "up to 16 texts, none empty"),
+    ("stop", ["a", ""], "up to 16 texts of 1 to 4096 characters"),
     ("stop", ["a"] * 17, "up to 16 texts"),
     ("presence_penalty", 3, "a number from -2 to 2"),
     ("stream", "yes", "true or false"),

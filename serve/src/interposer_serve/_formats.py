@@ -13,6 +13,7 @@ from typing import Any
 from interposer_models import Delta, PromptLogprob
 
 _json = json.JSONEncoder(ensure_ascii=False).encode
+compact_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 _MARK = "\0"
 
 
@@ -131,3 +132,13 @@ def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:
         "completion_tokens": num_new_tokens,
         "total_tokens": num_prompt_tokens + num_new_tokens,
     }
+
+
+def with_parts(fields: dict[str, Any], parts: dict[str, str]) -> str:
+    """Return an object as JSON, some of whose fields are JSON already."""
+    own = [
+        f"{compact_json(name)}:{parts.get(name) or compact_json(value)}"
+        for name, value in fields.items()
+    ]
+    more = [f"{compact_json(name)}:{part}" for name, part in parts.items() if name not in fields]
+    return "{" + ",".join([*own, *more]) + "}"

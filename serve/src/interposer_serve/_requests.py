@@ -14,6 +14,8 @@ from interposer_serve._constraints import of_response_format, of_structured_outp
 from interposer_serve._errors import ApiError, shown
 
 _MOST_STOPS = 16
+_LONGEST_STOP = 4096
+_MOST_TOKENS = 4096
 _MOST_DIGITS = 18
 _INT64_MAX = 2**63 - 1
 
@@ -77,9 +79,11 @@ def _with_integers(value: object) -> object:
 
 # Each description says in an error what is allowed.
 _Text = Annotated[str, Field(min_length=1)]
+# Each token is compared with all of them.
+_Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 _TextOrTexts = BeforeValidator(
     _as_tuple,
-    json_schema_input_type=_Text | Annotated[list[_Text], Field(max_length=_MOST_STOPS)],
+    json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=_MOST_STOPS)],
 )
 _List = BeforeValidator(_as_tuple, json_schema_input_type=list[int])
 _Flag = Annotated[bool, Field(description="true or false")]
@@ -89,10 +93,10 @@ _FIRST_WRONG: Any = Field(fail_fast=True)
 _Objects = Annotated[list[dict[str, Any]], _FIRST_WRONG]
 _TokenIds = Annotated[list[_TokenId], _FIRST_WRONG]
 _Texts = Annotated[
-    tuple[_Text, ...],
+    tuple[_Stop, ...],
     Field(max_length=_MOST_STOPS, fail_fast=True),
     _TextOrTexts,
-    Field(description=f"a text or up to {_MOST_STOPS} texts, none empty"),
+    Field(description=f"a text or up to {_MOST_STOPS} texts of 1 to {_LONGEST_STOP} characters"),
 ]
 _Positive = Annotated[int, Field(ge=1, le=_INT64_MAX, description="an integer of at least 1")]
 _Count = Annotated[int, Field(ge=1, le=128, description="an integer from 1 to 128")]
@@ -101,6 +105,7 @@ _Fraction = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1
 _Likely = Annotated[int, Field(ge=0, le=20, description="an integer from 0 to 20")]
 _Bias = Annotated[
     dict[Annotated[int, Field(ge=0, le=_INT64_MAX)], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=_MOST_TOKENS),
     BeforeValidator(_with_integers, json_schema_input_type=dict[str, float]),
 ]
 _Some: Any = Field(min_length=1, fail_fast=True)
@@ -201,11 +206,13 @@ class SampledBody(Body):
     seed: int | None = Field(None, ge=0, le=_INT64_MAX, description="an integer from 0 to 2^63 - 1")
     stop: _Texts = ()
     stop_token_ids: Annotated[tuple[_TokenId, ...], _FIRST_WRONG, _List] = Field(
-        (), description="a list of token ids"
+        (), max_length=_MOST_TOKENS, description=f"a list of up to {_MOST_TOKENS} token ids"
     )
     ignore_eos: _Flag = False
     min_tokens: int = Field(0, ge=0, le=_INT64_MAX, description="an integer of at least 0")
-    logit_bias: _Bias = Field({}, description="token ids with numbers from -100 to 100")
+    logit_bias: _Bias = Field(
+        {}, description=f"up to {_MOST_TOKENS} token ids with numbers from -100 to 100"
+    )
     prompt_logprobs: _Likely | None = Field(None, description="an integer from 0 to 20")
     response_format: dict[str, Any] | None = Field(None, description="an object with a type")
     structured_outputs: dict[str, Any] | None = Field(

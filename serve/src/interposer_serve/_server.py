@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import time
 from collections.abc import Callable
@@ -75,6 +76,9 @@ class Server(uvicorn.Server):
         """Start the application."""
         await super().startup(sockets)
         if self.started:
+            # What is there now stays. Looking at it with each request's objects stops all threads.
+            gc.collect()
+            gc.freeze()
             host, port = self._listening.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             self._say(f"{self._name} at http://{shown}:{port}, Ctrl-C ends it")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from interposer_models import (
 from interposer_serve._chat_format import ChatFormat
 from interposer_serve._completion_format import CompletionFormat, Echo
 from interposer_serve._errors import ApiError, Gone, check_model
-from interposer_serve._formats import Answer, Format, usage
+from interposer_serve._formats import Answer, Format, compact_json, usage, with_parts
 from interposer_serve._limits import Limits
 from interposer_serve._messages import written
 from interposer_serve._metrics import Metrics
@@ -322,12 +322,16 @@ class TextEndpoints:
             for answer in answers:
                 # The first answer to a prompt alone is told of it.
                 answer.prompt_logprobs = answers[answer.index // body.n * body.n].prompt_logprobs
-            choices = [await self._choice(told, answer) for answer in answers]
-        spent = usage(num_prompt_tokens, generation.num_tokens)
-        response = told.response(choices, spent)
-        if isinstance(body, ChatBody) and body.prompt_logprobs is not None:
-            response["prompt_logprobs"] = told.prompt_logprobs(answers[0])
-        return JSONResponse(response)
+            # Each choice by itself: no other thread runs while one value is made to JSON.
+            choices = [await self._json(partial(told.choice, answer)) for answer in answers]
+            parts = {"choices": "[" + ",".join(choices) + "]"}
+            if isinstance(body, ChatBody) and body.prompt_logprobs is not None:
+                parts["prompt_logprobs"] = await self._json(
+                    partial(told.prompt_logprobs, answers[0])
+                )
+        response = told.response([], usage(num_prompt_tokens, generation.num_tokens))
+        content = with_parts(response, parts)
+        return Response(content.encode(), media_type="application/json")
 
     def _params(
         self,
@@ -346,8 +350,8 @@ class TextEndpoints:
         suggested = {**self._suggested, "adapter": adapter, "cache_salt": salt}
         return body.params(suggested, max(1, min(most_new_tokens, room)), constraint)
 
-    async def _choice(self, told: Format, answer: Answer) -> dict[str, Any]:
-        return await self._model.write_answer(lambda _: told.choice(answer))
+    async def _json(self, make: Callable[[], Any]) -> str:
+        return await self._model.write_answer(lambda _: compact_json(make()))
 
     async def _stream(
         self,
