@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.waiting import wait_until
 
 from interposer.errors import ConfigError, RequestError
 from interposer_models import (
@@ -261,3 +263,18 @@ def test_a_template_that_loops_is_ended(lm: LanguageModel) -> None:
             return len(await model.chat_prompt(messages, template="{{ messages[0].content }}"))
 
     assert asyncio.run(ask()) == 1
+
+
+@pytest.mark.process
+def test_closing_ends_what_is_being_compiled(constraints: Constraints) -> None:
+    """It would go on for minutes."""
+    constraints.limit(ConstraintLimits(seconds=3600, each_bytes=2**36))
+    assert constraints.compiled(FINE).num_bytes > 0
+    with ThreadPoolExecutor(1) as thread:
+        slow = thread.submit(constraints.compiled, SLOW)
+        process = constraints._process
+        assert process is not None
+        wait_until(process._lock.locked)
+        constraints.limit(None)
+        with pytest.raises(RequestError, match="The model was closed"):
+            slow.result()

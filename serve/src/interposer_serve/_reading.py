@@ -25,6 +25,7 @@ class Bodies:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
+        self._seconds = min(limits.body_seconds, limits.deadline_seconds)
         self._num_bytes = 0
 
     async def read_object(self, request: Request) -> dict[str, Any]:
@@ -40,7 +41,7 @@ class Bodies:
         parts: list[bytes] = []
         num_bytes = 0
         try:
-            async with asyncio.timeout(self._limits.body_seconds):
+            async with asyncio.timeout(self._seconds):
                 async for part in request.stream():
                     num_bytes += len(part)
                     self._num_bytes += len(part)
@@ -49,10 +50,9 @@ class Bodies:
         except ClientDisconnect:
             raise ApiError(400, "The client left before its body was whole") from None
         except TimeoutError:
-            seconds = self._limits.body_seconds
             raise ApiError(
                 408,
-                f"The body was not whole after {seconds:g} s",
+                f"The body was not whole after {self._seconds:g} s",
                 code="body_too_slow",
                 headers={"connection": "close"},
             ) from None

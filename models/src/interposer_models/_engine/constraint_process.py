@@ -51,6 +51,7 @@ class ConstraintProcess:
         self._limits = limits
         self._arguments = (len(content), vocab_size, limits.seconds, 4 * limits.each_bytes)
         self._lock = Lock()
+        self._closed = False
         self._start()
 
     def _start(self) -> None:
@@ -69,10 +70,10 @@ class ConstraintProcess:
         self._fresh = True
 
     def close(self) -> None:
-        """End the process."""
-        with self._lock:
-            self._end()
-            self._file.close()
+        """End the process, also while it compiles for another thread."""
+        self._closed = True
+        self._end()
+        self._file.close()
 
     def num_bytes(self, constraint: Constraint) -> int:
         """Return the bytes that a constraint takes once it is compiled.
@@ -80,11 +81,11 @@ class ConstraintProcess:
         Raises: RequestError: it is malformed, or compiling it takes more than the limits allow.
         """
         with self._lock:
-            if self._file.closed:
-                raise RequestError("The model was closed. Try: a new one")
             try:
                 answer = self._ask(json.dumps(asdict(constraint)).encode())
-            except (OSError, EOFError, TimeoutError) as error:
+            except (OSError, EOFError, TimeoutError, ValueError) as error:
+                if self._closed:
+                    raise RequestError("The model was closed. Try: a new one") from None
                 reason = self._ending(error)
                 self._start()
                 raise malformed(constraint, reason) from None

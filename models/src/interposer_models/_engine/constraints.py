@@ -160,9 +160,9 @@ class Constraints:
         Args:
             limits: of each; None for none. What was compiled before is forgotten.
         """
+        if (process := self._process) is not None:
+            process.close()  # which ends what it compiles now
         with self._compiling, self._lock:
-            if self._process is not None:
-                self._process.close()
             if self._masks is not None:
                 self._masks.close()
             self._limits, self._process = limits, None
