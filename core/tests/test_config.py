@@ -362,6 +362,14 @@ def test_an_unknown_key_in_a_file_lists_the_nearest(tmp_path: Path) -> None:
         Config.refresh()
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs the files of Unix")
+@pytest.mark.parametrize("name", ["interposer.toml", "pyproject.toml"])
+def test_a_fifo_in_place_of_a_file_is_named(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{name} is a FIFO, not a regular file"):
+        Config.refresh()
+
+
 def test_sources_are_read_once_and_again_after_a_refresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

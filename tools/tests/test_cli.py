@@ -137,6 +137,25 @@ def test_entry_points_that_nobody_can_read_are_told_by_their_folder(
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell of Unix")
+@pytest.mark.parametrize(
+    ("closed", "code", "said"),
+    [
+        (">&-", 1, "error: standard output is closed.\nTry: > /dev/null\n"),
+        (">&- 2>&-", 1, ""),
+        ("2>&- <&- >/dev/null", 0, ""),
+    ],
+)
+def test_closed_streams_end_in_an_error_or_are_nothing(
+    closed: str, code: int, said: str, environment: dict[str, str]
+) -> None:
+    script = f'"$0" -m interposer_tools ops {closed}'
+    done = subprocess.run(
+        ["/bin/sh", "-c", script, sys.executable], env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
+
+
 HUM = 'def hum():\n    """Hum it."""\n    print("hmm")\n'
 
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from interposer.errors import CheckpointError, RequestError
 from interposer_models._added_tokens import TokenizerSettings
 from interposer_models._chat import ChatRenderer
+from interposer_models._checkpoint.regular_files import check_folder
 
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 _LONG_TEXT = 10_000  # characters, which take some milliseconds
@@ -49,6 +50,7 @@ class TextTokenizer:
 
         Raises: CheckpointError: the directory holds no tokenizer.
         """
+        check_folder(path)
         file = path / "tokenizer.json"
         if file.exists():
             self._begin(path, lambda: _of_folder(path))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
+from typing import TextIO
 
 _PARTS = ("interposer", "interposer_sandbox")
 
@@ -14,6 +16,7 @@ def main() -> None:
     pydantic and torch read the entry points of all that is installed when they are imported, and
     fail with those of one distribution, whose name they do not tell.
     """
+    _check_streams()
     try:
         from interposer_tools._program import main as run
 
@@ -37,6 +40,29 @@ def main() -> None:
         places = [f"{name!r} is imported from {file}" for name, file in files.items() if file]
         mend = "rename, remove or take off PYTHONPATH what stands in place of these"
         _end([f"{error}", *places], mend)
+
+
+def _check_streams() -> None:
+    """End the command if its output is closed; let input and errors be nothing if theirs are.
+
+    The next file to be opened would get the number of the closed one, and what is printed.
+    """
+    if sys.stdin is None:
+        sys.stdin = _nothing(0, "r")
+    if sys.stderr is None:
+        sys.stderr = _nothing(2, "w")
+    if sys.stdout is None:
+        print("error: standard output is closed.\nTry: > /dev/null", file=sys.stderr)
+        sys.exit(1)
+
+
+def _nothing(number: int, mode: str) -> TextIO:
+    """Return the null device, open as the descriptor of that number."""
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    if descriptor != number:
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    return open(number, mode, encoding="utf-8", errors="replace", closefd=False)
 
 
 def _end(faults: Iterable[str], mend: str) -> None:

@@ -33,14 +33,17 @@ class SharedCacheWarning(UserWarning):
 
 
 def irregular(path: str | os.PathLike[str]) -> str:
-    """Return what a path leads to if that is no regular file, "" if it is one or is missing.
+    """Return what is wrong with a path that leads to no regular file, "" for one and for none.
 
-    Links are followed, as those of a downloaded model are.
+    A FIFO and a device are never opened, as a read of them may not end. Links are followed, as
+    those of a downloaded model are.
     """
     try:
         kind = stat.S_IFMT(Path(path).stat().st_mode)
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
         return ""
+    except OSError as error:  # such as a link to itself
+        return f"cannot be read: {error.strerror}"
     return "" if kind == stat.S_IFREG else f"is {_KINDS.get(kind, 'no file')}, not a regular file"
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from platformdirs import user_config_path
 
+from interposer._config.file_access import irregular
 from interposer._config.rules import parse_rules
 from interposer._contract.errors import ConfigError, UnknownNameError
 
@@ -75,6 +76,8 @@ def _read_shared(path: Path) -> ConfigFile | None:
 
 
 def _read(path: Path, only_with: str = "") -> ConfigFile | None:
+    if fault := irregular(path):
+        raise ConfigError(f"{path} {fault}. Try: remove it, or start elsewhere")
     try:
         text = path.read_text(encoding="utf-8")
         # A file of other tools is none of our business, broken or not.

@@ -14,6 +14,7 @@ from packaging.utils import canonicalize_name
 from pydantic import AfterValidator, Field, ValidationError
 
 from interposer._config.config import Config, config_sources
+from interposer._config.file_access import irregular
 from interposer._config.rules import Exact, first_fault
 from interposer._config.storage import checksum, write_text
 from interposer._contract.errors import LockError, StorageError, UnknownNameError
@@ -112,6 +113,8 @@ class Lock(Exact):
 
         Raises: LockError: the file is missing, was edited by hand, or is no lock file.
         """
+        if fault := irregular(path):
+            raise LockError(_unusable(path, f"cannot be read: it {fault}"))
         try:
             fields: Any = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(fields, dict):

@@ -22,6 +22,7 @@ from interposer_models._adapters.settings import AdapterSettings
 from interposer_models._adapters.weight_copies import BaseCopies
 from interposer_models._checkpoint.checkpoint import Checkpoint, reading
 from interposer_models._checkpoint.hub import HubModel
+from interposer_models._checkpoint.regular_files import check_folder
 from interposer_models._checkpoint.weight_check import WeightCheck
 from interposer_ops.layers.experts import gates_first
 
@@ -110,6 +111,7 @@ def read_adapter(
         check: searches every matrix for NaN and infinity; None for no search.
     Raises: CheckpointError: it is incomplete, of another model, or asks for what is not computed.
     """
+    check_folder(folder)
     settings = AdapterSettings.read(folder)
     file = folder / WEIGHTS
     if not file.is_file():

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from interposer.errors import CheckpointError, InterposerError
 from interposer_models._checkpoint.mapped_pages import MappedPages
+from interposer_models._checkpoint.regular_files import check_folder, check_regular
 
 if TYPE_CHECKING:
     from interposer_models._checkpoint.hub import HubModel
@@ -90,6 +91,7 @@ class Checkpoint:
             reason = "is not a directory" if root.exists() else "does not exist"
             mend = "give the folder of a model, or its name on a hub, such as Qwen/Qwen3-0.6B"
             raise CheckpointError(root, reason, mend)
+        check_folder(root)
         if (root / _ADAPTER).is_file() and not (root / "config.json").exists():
             raise _adapter_without_model(root, "config.json")
         return cls(root, _with_quantization(root, read_json(root / "config.json")), (), {}, source)
@@ -248,6 +250,7 @@ def reading(shard: Path) -> Iterator[None]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; CheckpointError if it is missing or corrupt."""
+    check_regular(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

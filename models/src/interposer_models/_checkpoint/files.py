@@ -15,6 +15,7 @@ from interposer.errors import (
 from interposer.records import CheckpointEntry
 from interposer_models._checkpoint.checkpoint import Checkpoint, weight_files
 from interposer_models._checkpoint.hub import HubModel
+from interposer_models._checkpoint.regular_files import check_regular
 from interposer_models._tokenizer import MissingTokenizer, TextTokenizer, has_vocabulary
 
 
@@ -32,6 +33,8 @@ def open_checkpoint(
     file = Path(path)
     if named := HubModel.named(path):
         return Checkpoint.described(named.description(), named), None
+    if not file.is_dir():
+        check_regular(file)
     if not file.is_file():
         return Checkpoint.open(file), None
     registry = current_registry(config)
