@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterable
@@ -62,7 +63,8 @@ def _nothing(number: int, mode: str) -> TextIO:
     if descriptor != number:
         os.dup2(descriptor, number)
         os.close(descriptor)
-    return open(number, mode, encoding="utf-8", errors="replace", closefd=False)
+    stream = io.FileIO(number, mode, closefd=False)
+    return io.TextIOWrapper(stream, encoding="utf-8", errors="replace")
 
 
 def _end(faults: Iterable[str], mend: str) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 
-from interposer_sandbox import endless_entry_points, shadowed, unreadable_entry_points
+from interposer_sandbox import endless_entry_points, shadowed
 from interposer_sandbox import lazy_attributes as plain_attributes
+from interposer_sandbox import unreadable_entry_points as unreadable_entry_points
 
 _OWN = "interposer"
 

@@ -117,7 +117,7 @@ def _buffer(num_bytes: int) -> mmap.mmap:
 
 
 def _opened(path: Path) -> tuple[int, bool]:
-    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
+    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
     if direct := getattr(os, "O_DIRECT", 0):
         with suppress(OSError):  # a file system without
             return os.open(path, flags | direct), True
