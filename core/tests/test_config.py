@@ -366,7 +366,9 @@ def test_an_unknown_key_in_a_file_lists_the_nearest(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["interposer.toml", "pyproject.toml"])
 def test_a_fifo_in_place_of_a_file_is_named(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
-    with pytest.raises(ConfigError, match=f"{name} is a FIFO, not a regular file"):
+    with pytest.raises(
+        ConfigError, match=f"{name} cannot be read: it is a FIFO, not a regular file"
+    ):
         Config.refresh()
 
 

@@ -77,7 +77,7 @@ def _read_shared(path: Path) -> ConfigFile | None:
 
 def _read(path: Path, only_with: str = "") -> ConfigFile | None:
     if fault := irregular(path):
-        raise ConfigError(f"{path} {fault}. Try: remove it, or start elsewhere")
+        raise ConfigError(f"{path} cannot be read: it {fault}. Try: remove it, or start elsewhere")
     try:
         text = path.read_text(encoding="utf-8")
         # A file of other tools is none of our business, broken or not.
