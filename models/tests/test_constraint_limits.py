@@ -1,4 +1,4 @@
-"""Constraints of clients that nobody vouches for cost their client alone."""
+"""A constraint of an untrusted client can harm only the client's own request."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.mask_thread import MaskThread
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
-# Compiles for minutes and into gigabytes, by a schema of 40 bytes.
+# Compiling this schema of 40 bytes takes minutes and gigabytes.
 SLOW = Constraint.json_schema({"type": "integer", "multipleOf": 9999991})
 LARGE = Constraint.regex("(a{1000}){1000}")
 FINE = Constraint.choice(["yes", "no"])
 
 
 def chained(count: int) -> Constraint:
-    """Return a grammar that leads from one rule to the next."""
+    """Return a grammar of ``count`` rules, each of which refers to the next."""
     rules = "\n".join(f"r{i}: r{i + 1}" for i in range(count))
     return Constraint.grammar(f'start: r0\n{rules}\nr{count}: "a"\n')
 
@@ -45,9 +45,9 @@ def tokenizer() -> TextTokenizer:
 
 @pytest.fixture
 def constraints(tokenizer: TextTokenizer) -> Iterator[Constraints]:
-    made = Constraints(tokenizer, 4096)
-    yield made
-    made.limit(None)
+    constraints = Constraints(tokenizer, 4096)
+    yield constraints
+    constraints.limit(None)
 
 
 @pytest.fixture(scope="module")
@@ -56,60 +56,60 @@ def lm() -> LanguageModel:
 
 
 @pytest.mark.process
-def test_a_constraint_that_ends_its_process_is_refused(constraints: Constraints) -> None:
-    constraints.limit(ConstraintLimits(parts=10_000))
-    with pytest.raises(RequestError, match="nests deeper than can be compiled"):
+def test_a_constraint_that_crashes_the_child_process_is_refused(constraints: Constraints) -> None:
+    constraints.limit(ConstraintLimits(rules=10_000))
+    with pytest.raises(RequestError, match="is nested too deeply for the compiler's stack"):
         constraints.compiled(chained(9000))
     assert constraints.compiled(FINE).num_bytes > 0
     assert constraints.compiled(chained(100)).num_bytes > 0
 
 
 @pytest.mark.process
-def test_compiling_has_a_time(constraints: Constraints) -> None:
-    constraints.limit(ConstraintLimits(seconds=0.5, each_bytes=2**34))
-    with pytest.raises(RequestError, match=r"takes longer than the 0\.5 s that are allowed"):
+def test_a_constraint_that_compiles_too_long_is_refused(constraints: Constraints) -> None:
+    constraints.limit(ConstraintLimits(compile_seconds=0.5, compiled_bytes=2**34))
+    with pytest.raises(RequestError, match=r"compiling takes longer than the allowed 0\.5 s"):
         constraints.compiled(SLOW)
     assert constraints.compiled(FINE).num_bytes > 0
 
 
 @pytest.mark.process
-def test_compiling_has_a_memory(constraints: Constraints) -> None:
-    constraints.limit(ConstraintLimits(seconds=60, each_bytes=2**24))
-    with pytest.raises(RequestError, match="takes more memory than is allowed"):
+def test_a_constraint_that_takes_too_much_memory_is_refused(constraints: Constraints) -> None:
+    constraints.limit(ConstraintLimits(compile_seconds=60, compiled_bytes=2**24))
+    with pytest.raises(RequestError, match="takes more memory than allowed"):
         constraints.compiled(LARGE)
-    many = Constraint.choice([f"v{index}" for index in range(20_000)])
-    constraints.limit(ConstraintLimits(seconds=60, each_bytes=2**20))
-    with pytest.raises(RequestError, match=r"compiled, it takes \d+ bytes; allowed are 1048576"):
-        constraints.compiled(many)
+    large_choice = Constraint.choice([f"v{index}" for index in range(20_000)])
+    constraints.limit(ConstraintLimits(compile_seconds=60, compiled_bytes=2**20))
+    with pytest.raises(RequestError, match=r"has \d+ bytes; allowed are 1048576"):
+        constraints.compiled(large_choice)
     assert constraints.compiled(FINE).num_bytes < 2**20
 
 
 @pytest.mark.process
-def test_what_was_refused_is_refused_at_once_the_next_time(
+def test_a_refused_constraint_is_not_compiled_a_second_time(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    constraints.limit(ConstraintLimits(parts=10_000))
+    constraints.limit(ConstraintLimits(rules=10_000))
     for _ in range(2):
-        with pytest.raises(RequestError, match="nests deeper"):
+        with pytest.raises(RequestError, match="is nested too deeply"):
             constraints.compiled(chained(9000))
         assert constraints._process is not None
-        monkeypatch.setattr(constraints._process, "num_bytes", None)  # nobody asks it again
+        monkeypatch.setattr(constraints._process, "num_bytes", None)  # a second call would fail
 
 
 @pytest.mark.process
-def test_those_that_are_used_and_kept_have_a_memory_together(constraints: Constraints) -> None:
-    sized = [Constraint.choice([f"{letter}{i}" for i in range(3000)]) for letter in "abcd"]
+def test_all_compiled_constraints_share_a_memory_limit(constraints: Constraints) -> None:
+    choices = [Constraint.choice([f"{letter}{i}" for i in range(3000)]) for letter in "abcd"]
     constraints.limit(ConstraintLimits())
-    num_bytes = constraints.compiled(sized[0]).num_bytes
-    constraints.limit(ConstraintLimits(all_bytes=round(2.5 * num_bytes)))
-    used = [constraints.compiled(sized[0]), constraints.compiled(sized[1])]
-    with pytest.raises(RequestError, match="that run take the memory"):
-        constraints.compiled(sized[2])
-    assert constraints.compiled(sized[0]) is used[0]
-    used.clear()
-    # Nobody uses them any more, so that they make room, the one that was used last but one first.
-    constraints.compiled(sized[2])
-    assert set(constraints._used) == {sized[0], sized[2]}
+    num_bytes = constraints.compiled(choices[0]).num_bytes
+    constraints.limit(ConstraintLimits(total_bytes=round(2.5 * num_bytes)))
+    in_use = [constraints.compiled(choices[0]), constraints.compiled(choices[1])]
+    with pytest.raises(RequestError, match=r"constraints of running requests take the \d+ bytes"):
+        constraints.compiled(choices[2])
+    assert constraints.compiled(choices[0]) is in_use[0]
+    in_use.clear()
+    # No request uses them any more: the least recently used one is evicted.
+    constraints.compiled(choices[2])
+    assert set(constraints._alive) == {choices[0], choices[2]}
 
 
 @pytest.mark.parametrize(
@@ -124,36 +124,38 @@ def test_those_that_are_used_and_kept_have_a_memory_together(constraints: Constr
         (Constraint.choice(["a"] * 321), "The choice has 321 texts; allowed are 320"),
     ],
 )
-def test_a_text_is_measured_before_it_is_compiled(constraint: Constraint, reason: str) -> None:
+def test_a_text_that_exceeds_a_limit_is_refused_before_it_is_compiled(
+    constraint: Constraint, reason: str
+) -> None:
     with pytest.raises(RequestError) as raised:
-        ConstraintLimits(text_bytes=2000, parts=10, depth=3).check(constraint)
+        ConstraintLimits(text_bytes=2000, rules=10, depth=3).check(constraint)
     assert reason in str(raised.value)
 
 
-def test_brackets_that_stand_for_themselves_nest_nothing() -> None:
+def test_escaped_brackets_do_not_count_as_nesting() -> None:
     ConstraintLimits(depth=2).check(Constraint.regex(r"\(\(\(\((a)" + "(b)" * 50))
 
 
-@pytest.mark.parametrize("name", ["seconds", "parts", "mask_seconds", "all_bytes"])
-def test_limits_are_positive(name: str) -> None:
+@pytest.mark.parametrize("name", ["compile_seconds", "rules", "mask_seconds", "total_bytes"])
+def test_limits_must_be_positive(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} of ConstraintLimits is 0, must be positive"):
         ConstraintLimits(**{name: 0})
 
 
 @pytest.mark.process
-def test_answers_have_the_form_within_limits_too(lm: LanguageModel) -> None:
+def test_constraints_within_the_limits_are_followed(lm: LanguageModel) -> None:
     async def ask() -> list[Any]:
         async with AsyncLanguageModel(lm, constraint_limits=ConstraintLimits()) as model:
-            asked = [
+            requests = [
                 model.generate("a", constraint=Constraint.choice([text]), max_new_tokens=8)
                 for text in ("yes", "no", "maybe")
             ]
-            with pytest.raises(RequestError, match="more memory than is allowed"):
+            with pytest.raises(RequestError, match="more memory than allowed"):
                 await model.generate("a", constraint=LARGE)
-            return [(await each)[0] for each in asked]
+            return [(await request)[0] for request in requests]
 
     answers = asyncio.run(ask())
-    assert [(each.text, each.finish_reason) for each in answers] == [
+    assert [(answer.text, answer.finish_reason) for answer in answers] == [
         ("yes", "stop"),
         ("no", "stop"),
         ("maybe", "stop"),
@@ -161,42 +163,42 @@ def test_answers_have_the_form_within_limits_too(lm: LanguageModel) -> None:
 
 
 @pytest.mark.process
-def test_a_request_whose_tokens_take_too_long_to_find_ends_alone(lm: LanguageModel) -> None:
-    """No mask is found within a nanosecond but those that are known before the request begins."""
+def test_a_mask_that_takes_too_long_ends_only_its_own_request(lm: LanguageModel) -> None:
+    """Within a nanosecond only masks that compiling has computed are available."""
 
     async def ask() -> tuple[Any, Any]:
         limits = ConstraintLimits(mask_seconds=1e-9)
         async with AsyncLanguageModel(lm, constraint_limits=limits) as model:
             slow = model.generate("a", constraint=Constraint.regex("[a-z]{400}"), max_new_tokens=99)
-            free = model.generate("a", max_new_tokens=20, ignore_eos=True)
-            return (await slow)[0], (await free)[0]
+            unconstrained = model.generate("a", max_new_tokens=20, ignore_eos=True)
+            return (await slow)[0], (await unconstrained)[0]
 
-    slow, free = asyncio.run(ask())
+    slow, unconstrained = asyncio.run(ask())
     assert slow.finish_reason in ("constraint", "length")
-    assert free.text == lm.generate("a", max_new_tokens=20, ignore_eos=True)[0].text
+    assert unconstrained.text == lm.generate("a", max_new_tokens=20, ignore_eos=True)[0].text
 
 
-def test_a_mask_that_takes_too_long_is_given_up_and_the_others_are_not() -> None:
-    goes_on, ended = threading.Event(), threading.Event()
+def test_a_mask_that_takes_too_long_is_abandoned_and_the_others_are_computed() -> None:
+    may_return, ended = threading.Event(), threading.Event()
 
     def busy() -> bytes:
-        while not goes_on.is_set():
+        while not may_return.is_set():
             pass
         ended.set()
         return b"late"
 
     masks = MaskThread(0.01)
     try:
-        found = masks.compute([lambda: b"first", busy, lambda: b"last"])
-        assert found == [b"first", None, b"last"]
+        results = masks.compute([lambda: b"first", busy, lambda: b"last"])
+        assert results == [b"first", None, b"last"]
         assert masks.compute([lambda: b"next"]) == [b"next"]
     finally:
-        goes_on.set()
+        may_return.set()
         masks.close()
     assert ended.wait(60)
 
 
-def test_an_error_of_a_mask_reaches_the_step() -> None:
+def test_an_error_while_computing_a_mask_is_raised_in_the_step() -> None:
     masks = MaskThread(60.0)
     with pytest.raises(ZeroDivisionError):
         masks.compute([lambda: bytes(1 // 0)])
@@ -204,7 +206,7 @@ def test_an_error_of_a_mask_reaches_the_step() -> None:
     masks.close()
 
 
-def test_a_call_that_never_ends_is_ended() -> None:
+def test_a_call_that_never_returns_is_interrupted() -> None:
     ended = threading.Event()
 
     def endless() -> None:
@@ -224,11 +226,11 @@ def test_a_call_that_never_ends_is_ended() -> None:
     assert ended.is_set()
 
 
-def test_a_call_whose_caller_left_is_ended_or_never_begins() -> None:
-    begun, ended, second = threading.Event(), threading.Event(), threading.Event()
+def test_a_cancelled_call_is_interrupted_or_does_not_start() -> None:
+    started, ended, second = threading.Event(), threading.Event(), threading.Event()
 
     def endless() -> None:
-        begun.set()
+        started.set()
         try:
             while True:
                 pass
@@ -238,7 +240,7 @@ def test_a_call_whose_caller_left_is_ended_or_never_begins() -> None:
     async def ask() -> str:
         calls = TimedCalls("test", None)
         first = asyncio.create_task(calls.run(endless))
-        await asyncio.to_thread(begun.wait)
+        await asyncio.to_thread(started.wait)
         waiting = asyncio.create_task(calls.run(second.set))
         await asyncio.sleep(0)
         waiting.cancel()
@@ -250,15 +252,13 @@ def test_a_call_whose_caller_left_is_ended_or_never_begins() -> None:
     assert not second.is_set()
 
 
-def test_a_template_that_loops_is_ended(lm: LanguageModel) -> None:
+def test_a_chat_template_that_loops_is_interrupted(lm: LanguageModel) -> None:
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
     async def ask() -> int:
         async with AsyncLanguageModel(lm, template_seconds=0.2) as model:
             messages = [{"role": "user", "content": "a"}]
-            with pytest.raises(
-                RequestError, match=r"longer than the 0\.2 s that the chat template"
-            ):
+            with pytest.raises(RequestError, match=r"longer than the allowed 0\.2 s"):
                 await model.chat_prompt(messages, template=loop)
             return len(await model.chat_prompt(messages, template="{{ messages[0].content }}"))
 

@@ -224,7 +224,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("constraint", "reason"), BAD)
-def test_what_cannot_be_held_is_refused_before_anything_runs(
+def test_an_invalid_constraint_is_refused_before_anything_runs(
     tiny: LanguageModel, constraint: Constraint, reason: str
 ) -> None:
     with pytest.raises(RequestError, match=reason) as caught:
@@ -265,7 +265,7 @@ def of_letters(letters: str, folder: Path) -> TextTokenizer:
 def test_a_vocabulary_that_lacks_what_must_follow(copied: Path) -> None:
     (copied / "tokenizer.json").write_text(of_letters("abc1", copied).serialized())
     lm = load(copied, dtype="float32", cache_tokens=256)
-    with pytest.raises(RequestError, match="no token of the vocabulary begins such a text"):
+    with pytest.raises(RequestError, match="no token of the vocabulary can start a matching text"):
         lm.generate([[1]], constraint=Constraint.regex("d"))
     cut, free = lm.generate(
         [[1], [2]], [SamplingParams(constraint=Constraint.regex("[ab]d")), SamplingParams()]
@@ -291,7 +291,7 @@ def test_without_the_package_its_name_is_told(llama: Path, monkeypatch: pytest.M
 def test_without_a_tokenizer_there_are_no_texts(copied: Path) -> None:
     (copied / "tokenizer.json").unlink()
     lm = load(copied, dtype="float32", cache_tokens=256)
-    with pytest.raises(RequestError, match="no tokenizer, so that no constraint can be held"):
+    with pytest.raises(RequestError, match="no tokenizer, which constraints need"):
         lm.generate([[1]], constraint=Constraint.regex("a"))
     lm.engine.constraints = None
     with pytest.raises(RequestError, match="this engine has no tokenizer"):

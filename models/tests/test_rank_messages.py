@@ -77,7 +77,9 @@ class Other:
 
 
 @pytest.mark.parametrize(
-    "value", [Other(), [lambda: None], {"a": Other}, torch.empty(1, device="meta"), 1j], ids=repr
+    "value",
+    [Other(), [lambda: None], {"a": Other}, torch.empty(1, device="meta"), 1j],
+    ids=["object", "function", "class", "meta tensor", "complex number"],
 )
 def test_what_does_not_cross_is_named(value: Any) -> None:
     with pytest.raises(ConfigError, match="to other ranks"):

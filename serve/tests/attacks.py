@@ -1,6 +1,7 @@
-"""Requests and connections that would cost others, by name; each is bounded by itself.
+"""Requests and connections that would harm a server without limits, by name.
 
-Tests ask for one after the other. ``load.py`` asks while others are served.
+The tests send each one and check that it is refused. ``load.py`` sends each one while other clients
+use the server, and measures how much they are slowed down.
 """
 
 from __future__ import annotations
@@ -13,106 +14,131 @@ from typing import Any
 
 from serve.tests.conftest import NAME
 
-__all__ = ["BODIES", "CONNECTIONS", "FORMS", "body_of", "nested"]
+__all__ = ["BODIES", "CONNECTIONS", "CONSTRAINTS", "body_of", "nested"]
 
 NUM_ITEMS = 200_000
 NUM_BRACES = 300
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
 
 
-def listed(item: str) -> str:
+def repeated(item: str) -> str:
+    """Return a JSON list that repeats an item."""
     return f"[{','.join([item] * NUM_ITEMS)}]"
 
 
 def nested(depth: int) -> str:
+    """Return nested JSON lists."""
     return "[" * depth + "]" * depth
 
 
 def chained(count: int) -> dict[str, Any]:
-    """Return a schema that leads from one definition to the next."""
+    """Return a JSON schema of ``count`` definitions, each of which refers to the next."""
     links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
     return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{count}": {"type": "string"}}}
 
 
-def of_schema(schema: Any) -> dict[str, Any]:
-    described = {"name": "a", "schema": schema}
-    return {"response_format": {"type": "json_schema", "json_schema": described}}
+def response_format(schema: Any) -> dict[str, Any]:
+    json_schema = {"name": "a", "schema": schema}
+    return {"response_format": {"type": "json_schema", "json_schema": json_schema}}
 
 
-def of_form(kind: str, value: Any) -> dict[str, Any]:
+def structured_outputs(kind: str, value: Any) -> dict[str, Any]:
     return {"structured_outputs": {kind: value}}
 
 
-def rules(count: int) -> str:
+def chained_rules(count: int) -> str:
+    """Return a grammar of ``count`` rules, each of which refers to the next."""
     links = "\n".join(f"r{i}: r{i + 1}" for i in range(count))
     return f'start: r0\n{links}\nr{count}: "a"\n'
 
 
-# Fields of a completion, with a part of the reason for which it is refused.
-FORMS: Mapping[str, tuple[dict[str, Any], str]] = {
-    "chained rules": (of_form("grammar", rules(5000)), "rules; allowed are 2000"),
-    "chained references": (of_schema(chained(3000)), "3001 $ref; allowed are 2000"),
+# Fields of a completion that has a costly constraint, and a part of the error message.
+CONSTRAINTS: Mapping[str, tuple[dict[str, Any], str]] = {
+    "chained rules": (
+        structured_outputs("grammar", chained_rules(5000)),
+        "rules; allowed are 2000",
+    ),
+    "chained references": (response_format(chained(3000)), "3001 $ref; allowed are 2000"),
     "many choices": (
-        of_form("choice", [f"v{i}" for i in range(70_000)]),
+        structured_outputs("choice", [f"v{i}" for i in range(70_000)]),
         "bytes; allowed are 524288",
     ),
     "deep brackets": (
-        of_form("regex", "(" * NUM_BRACES + "a" + ")" * NUM_BRACES),
+        structured_outputs("regex", "(" * NUM_BRACES + "a" + ")" * NUM_BRACES),
         "levels of brackets",
     ),
-    "repeated repeats": (of_form("regex", "(a{1000}){1000}"), "more memory than is allowed"),
+    "repeated repeats": (
+        structured_outputs("regex", "(a{1000}){1000}"),
+        "more memory than allowed",
+    ),
     "a large multiple": (
-        of_schema({"type": "integer", "multipleOf": 9999991}),
-        "compiling it takes",
+        response_format({"type": "integer", "multipleOf": 9999991}),
+        "compiling takes",
     ),
 }
 
-LONG = "x " * NUM_ITEMS
-TURNS = ",".join(['{"role": "user", "content": "a"}'] * 8000)
-# A path, a body without the model, and a part of the reason for which it is refused.
+LONG_TEXT = "x " * NUM_ITEMS
+MESSAGES = ",".join(['{"role": "user", "content": "a"}'] * 8000)
+# Path, body without the field "model", and a part of the error message.
 BODIES: Mapping[str, tuple[str, str, str]] = {
-    "wrong tokens": ("/v1/completions", f'{{"prompt": {listed("-1")}}}', "tokens; allowed are"),
-    "wrong texts": ("/v1/completions", f'{{"prompt": {listed("null")}}}', "in one request"),
-    "lists": ("/v1/completions", f'{{"prompt": {listed("[1]")}}}', "objects and lists"),
-    "stops": ("/v1/completions", f'{{"prompt": "x", "stop": {listed("1")}}}', "stop is"),
-    "a long name": ("/v1/completions", f'{{"prompt": "x", "{LONG}": 1}}', "Unknown field"),
-    "a long prompt": ("/v1/completions", f'{{"prompt": "{LONG}"}}', "characters, and"),
+    "wrong tokens": ("/v1/completions", f'{{"prompt": {repeated("-1")}}}', "tokens; allowed are"),
+    "wrong texts": ("/v1/completions", f'{{"prompt": {repeated("null")}}}', "in one request"),
+    "many lists": ("/v1/completions", f'{{"prompt": {repeated("[1]")}}}', "objects and lists"),
+    "many stop texts": (
+        "/v1/completions",
+        f'{{"prompt": "x", "stop": {repeated("1")}}}',
+        "stop is",
+    ),
+    "a long name": ("/v1/completions", f'{{"prompt": "x", "{LONG_TEXT}": 1}}', "Unknown field"),
+    "a long prompt": ("/v1/completions", f'{{"prompt": "{LONG_TEXT}"}}', "characters; the allowed"),
     "a deep body": ("/v1/completions", f'{{"prompt": {nested(500)}}}', "levels deep"),
-    "a deeper body": ("/v1/completions", f'{{"prompt": {nested(5000)}}}', "no JSON"),
-    "half a character as a name": (
+    "a deeper body": ("/v1/completions", f'{{"prompt": {nested(5000)}}}', "not valid JSON"),
+    "half a surrogate pair as a name": (
         "/v1/completions",
         '{"prompt": "x", "\\ud800": 1}',
         "surrogate",
     ),
-    "half a character": ("/v1/completions", '{"prompt": "\\udc00"}', "surrogate"),
-    "half a character in a message": (
+    "half a surrogate pair": ("/v1/completions", '{"prompt": "\\udc00"}', "surrogate"),
+    "half a surrogate pair in a message": (
         "/v1/chat/completions",
         '{"messages": [{"content": "\\ud800"}]}',
         "surrogate",
     ),
-    "messages": ("/v1/chat/completions", f'{{"messages": {listed("1")}}}', "messages is"),
-    "turns": ("/v1/chat/completions", f'{{"messages": [{TURNS}]}}', "the model's context is"),
-    "detokenized": ("/detokenize", f'{{"tokens": {listed("1")}}}', "tokens; allowed are"),
-    "tokenized": ("/tokenize", f'{{"prompt": "{LONG}"}}', "characters, and"),
+    "wrong messages": ("/v1/chat/completions", f'{{"messages": {repeated("1")}}}', "messages is"),
+    "many messages": (
+        "/v1/chat/completions",
+        f'{{"messages": [{MESSAGES}]}}',
+        "the model's context is",
+    ),
+    "many tokens to detokenize": (
+        "/detokenize",
+        f'{{"tokens": {repeated("1")}}}',
+        "tokens; allowed are",
+    ),
+    "a long text to tokenize": (
+        "/tokenize",
+        f'{{"prompt": "{LONG_TEXT}"}}',
+        "characters; the allowed",
+    ),
 }
 
 
 def body_of(content: str) -> bytes:
-    """Return a body of ``BODIES`` with the model."""
+    """Return the bytes of a body of ``BODIES``, with the field ``model`` added."""
     return content.replace("{", f'{{"model": {json.dumps(NAME)}, ', 1).encode()
 
 
-def _connected(port: int) -> socket.socket:
+def _connect(port: int) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout=120)
 
 
-def _held(port: int, count: int, sent: bytes) -> None:
-    """Open connections that never ask, and wait until the server ends the last one."""
+def _open_idle(port: int, count: int, data: bytes) -> None:
+    """Open connections that never send a whole request, and wait until the server closes all."""
     connections = []
     for _ in range(count):
-        connection = _connected(port)
+        connection = _connect(port)
         with suppress(OSError):
-            connection.sendall(sent)
+            connection.sendall(data)
         connections.append(connection)
     for connection in connections:
         with suppress(OSError):
@@ -122,22 +148,22 @@ def _held(port: int, count: int, sent: bytes) -> None:
 
 
 def _endless_header(port: int) -> None:
-    with _connected(port) as connection, suppress(OSError):
+    with _connect(port) as connection, suppress(OSError):
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx: ")
         for _ in range(100):
             connection.sendall(b"a" * 2**20)
 
 
 def _endless_body(port: int) -> None:
-    with _connected(port) as connection, suppress(OSError):
+    with _connect(port) as connection, suppress(OSError):
         connection.sendall(HEAD + b"transfer-encoding: chunked\r\n\r\n")
         for _ in range(100):
             connection.sendall(b"%x\r\n" % 2**20 + b"a" * 2**20 + b"\r\n")
 
 
 CONNECTIONS: Mapping[str, Callable[[int], None]] = {
-    "silent connections": lambda port: _held(port, 200, b""),
-    "half headers": lambda port: _held(port, 200, b"GET /health HTTP/1.1\r\nx: "),
+    "silent connections": lambda port: _open_idle(port, 200, b""),
+    "incomplete headers": lambda port: _open_idle(port, 200, b"GET /health HTTP/1.1\r\nx: "),
     "an endless header": _endless_header,
     "an endless body": _endless_body,
 }

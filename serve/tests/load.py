@@ -1,7 +1,8 @@
-"""Ask for everything of ``attacks.py`` while a stream runs, and say what others noticed of it.
+"""Send every request of ``attacks.py`` to a server, and measure how other clients are affected.
 
-Run by ``make test-load``. It fails where /health waited or the gaps of the stream grew by more than
-``MOST_SECONDS``, where memory did not come back, or where the stream's text changed.
+Run by ``make test-load``. Meanwhile one client requests /health and another one reads a stream. The
+run fails if /health takes longer than ``MAX_DELAY_SECONDS``, if the longest gap of the stream grows
+by more than that, if the stream's text changes, or if the server's memory keeps growing.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from serve.tests.attacks import BODIES, CONNECTIONS, FORMS, NUM_ITEMS, body_of
+from serve.tests.attacks import BODIES, CONNECTIONS, CONSTRAINTS, NUM_ITEMS, body_of
 from serve.tests.conftest import NAME
 from tests.processes import served
 
-MOST_SECONDS = 0.25
-MOST_BYTES = 64 * 2**20
+MAX_DELAY_SECONDS = 0.25
+MAX_GROWN_BYTES = 64 * 2**20
 SETTLING_SECONDS = 10.0
 CONTROL_SECONDS = 10.0
-_TIMES = 4  # as large as in the tests, up to the 4 MiB that a body may have
+_SCALE = 4  # size of the bodies relative to the tests; up to the allowed 4 MiB
 
 
 @dataclass
 class Watch:
-    """The times at which others were answered.
+    """Measurements of the two other clients.
 
     Attributes:
-        health: seconds that each request of /health took.
-        gaps: seconds between two events of the stream.
-        faults: whatever went wrong for others.
+        health: Time of each request of /health, in seconds.
+        gaps: Times between two events of the stream, in seconds.
+        faults: Errors of the two clients.
     """
 
     health: list[float] = field(default_factory=list)
@@ -102,10 +103,10 @@ def _stream(port: int, watch: Watch, is_over: threading.Event) -> None:
 
 @contextmanager
 def watched(port: int) -> Iterator[Watch]:
-    """Ask as others do until the block ends."""
+    """Run the two other clients until the block ends, and yield their measurements."""
     watch, is_over = Watch(), threading.Event()
     threads = [
-        threading.Thread(target=each, args=(port, watch, is_over)) for each in (_probe, _stream)
+        threading.Thread(target=target, args=(port, watch, is_over)) for target in (_probe, _stream)
     ]
     for thread in threads:
         thread.start()
@@ -117,83 +118,85 @@ def watched(port: int) -> Iterator[Watch]:
             thread.join()
 
 
-def _resident(pid: int) -> int:
+def _resident_bytes(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith("VmRSS")]
     return 1024 * int(line.split()[1])
 
 
 def attacks() -> dict[str, Callable[[int], str]]:
-    """Return what each attack is answered, by its name."""
-    found: dict[str, Callable[[int], str]] = {}
+    """Return the attacks by name. Each takes a port, and returns the server's response."""
+    functions: dict[str, Callable[[int], str]] = {}
     for name, (path, content, _) in BODIES.items():
-        # Lists and texts get as long as a body may be.
+        # Lengthen lists and texts to the limit on a body.
         large = content
         for item in ("-1,", "null,", "1,", "x "):
-            large = large.replace(item * NUM_ITEMS, item * (_TIMES * NUM_ITEMS))
-            large = large.replace(item * (NUM_ITEMS - 1), item * (_TIMES * NUM_ITEMS))
-        found[name] = lambda port, path=path, large=large: _answered(port, path, body_of(large))  # type: ignore[misc]
-    for name, (fields, _) in FORMS.items():
+            large = large.replace(item * NUM_ITEMS, item * (_SCALE * NUM_ITEMS))
+            large = large.replace(item * (NUM_ITEMS - 1), item * (_SCALE * NUM_ITEMS))
+        functions[name] = lambda port, path=path, large=large: _response(port, path, body_of(large))  # type: ignore[misc]
+    for name, (fields, _) in CONSTRAINTS.items():
         body = json.dumps({"model": NAME, "prompt": "x", **fields}).encode()
-        found[name] = lambda port, body=body: _answered(port, "/v1/completions", body)  # type: ignore[misc]
+        functions[name] = lambda port, body=body: _response(port, "/v1/completions", body)  # type: ignore[misc]
     for name, attack in CONNECTIONS.items():
-        found[name] = lambda port, attack=attack: attack(port) or "ended"  # type: ignore[misc]
-    return found
+        functions[name] = lambda port, attack=attack: attack(port) or "closed"  # type: ignore[misc]
+    return functions
 
 
-def _answered(port: int, path: str, content: bytes) -> str:
-    status, answer = _post(port, path, content)
+def _response(port: int, path: str, content: bytes) -> str:
+    status, response = _post(port, path, content)
     with suppress(ValueError, KeyError, TypeError):
-        return f"{status} {json.loads(answer)['error']['message']:.60}"
+        return f"{status} {json.loads(response)['error']['message']:.60}"
     return str(status)
 
 
 def main() -> int:
-    """Print a line for each attack, and return 1 where one hurt others."""
+    """Print a line for each attack, and return 1 if one affected other clients."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="attacks whose names have this part")
-    wanted = parser.parse_args().only
+    parser.add_argument("--only", default="", help="run only attacks whose names contain this text")
+    name_part = parser.parse_args().only
     model = Path(__file__).parents[2] / "examples" / "models" / NAME
     command = [sys.executable, "-m", "interposer_tools", "serve", str(model), "--port=0"]
     with served([*command, "--dtype=float32"]) as (url, process):
-        return _run(int(url.rpartition(":")[2]), process, wanted)
+        return _run(int(url.rpartition(":")[2]), process, name_part)
 
 
-def _run(port: int, process: subprocess.Popen[Any], wanted: str) -> int:
-    # What the first requests leave in memory is no attack's.
-    fine = {"model": NAME, "prompt": "x", "structured_outputs": {"choice": ["a", "b"]}}
-    _post(port, "/v1/completions", json.dumps(fine).encode())
+def _run(port: int, process: subprocess.Popen[Any], name_part: str) -> int:
+    # Memory that the server allocates for its first requests does not count.
+    valid = {"model": NAME, "prompt": "x", "structured_outputs": {"choice": ["a", "b"]}}
+    _post(port, "/v1/completions", json.dumps(valid).encode())
     with watched(port) as control:
         time.sleep(CONTROL_SECONDS)
     longest = max(control.gaps)
-    print(f"alone: /health {max(control.health):.3f} s, gaps of the stream {longest:.3f} s, median")
-    print(f"       {statistics.median(control.gaps):.4f} s; allowed are {MOST_SECONDS} s more")
-    print(f"{'attack':<30} {'s':>6} {'/health':>8} {'gap':>7} {'MiB':>6}  answer")
-    before, hurt = _resident(process.pid), list(control.faults)
+    median = statistics.median(control.gaps)
+    print(f"no attack: /health at most {max(control.health):.3f} s")
+    print(f"           stream gap at most {longest:.3f} s, median {median:.4f} s")
+    print(f"           allowed delay {MAX_DELAY_SECONDS} s")
+    print(f"{'attack':<30} {'s':>6} {'/health':>8} {'gap':>7} {'MiB':>6}  response")
+    bytes_before, failures = _resident_bytes(process.pid), list(control.faults)
     for name, attack in attacks().items():
-        if wanted not in name:
+        if name_part not in name:
             continue
         began = time.monotonic()
         with watched(port) as watch:
             time.sleep(0.5)
-            answer = attack(port)
+            response = attack(port)
         seconds = time.monotonic() - began
         health, gap = max(watch.health), max(watch.gaps, default=0.0)
-        grown = (_resident(process.pid) - before) / 2**20
-        print(f"{name:<30} {seconds:6.1f} {health:8.3f} {gap:7.3f} {grown:6.0f}  {answer}")
-        hurt += [f"{name}: {fault}" for fault in watch.faults]
-        if health > MOST_SECONDS or gap - longest > MOST_SECONDS:
-            hurt.append(f"{name}: others waited")
+        grown = (_resident_bytes(process.pid) - bytes_before) / 2**20
+        print(f"{name:<30} {seconds:6.1f} {health:8.3f} {gap:7.3f} {grown:6.0f}  {response}")
+        failures += [f"{name}: {fault}" for fault in watch.faults]
+        if health > MAX_DELAY_SECONDS or gap - longest > MAX_DELAY_SECONDS:
+            failures.append(f"{name}: other clients were delayed")
         if process.poll() is not None:
-            print(f"the server ended with {process.returncode}")
+            print(f"the server exited with status {process.returncode}")
             return 1
     time.sleep(SETTLING_SECONDS)
-    grown_bytes = _resident(process.pid) - before
-    print(f"after {SETTLING_SECONDS:g} s: {grown_bytes / 2**20:.0f} MiB more than before")
-    if grown_bytes > MOST_BYTES:
-        hurt.append("memory did not come back")
-    print("\n".join(hurt) or "nobody was hurt")
-    return int(bool(hurt))
+    grown_bytes = _resident_bytes(process.pid) - bytes_before
+    print(f"after {SETTLING_SECONDS:g} s: {grown_bytes / 2**20:.0f} MiB more memory than before")
+    if grown_bytes > MAX_GROWN_BYTES:
+        failures.append("the memory was not released")
+    print("\n".join(failures) or "no attack affected other clients")
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

@@ -132,10 +132,14 @@ def test_fields_that_contradict_each_other_are_refused(served: Served) -> None:
     json_object, regex = {"type": "json_object"}, {"regex": "a"}
     both = {"response_format": json_object, "structured_outputs": regex}
     check(served.complete(**both), "structured_outputs", "both given")
-    check(served.complete(structured_outputs=regex, min_tokens=1), "min_tokens", "form of")
+    check(served.complete(structured_outputs=regex, min_tokens=1), "min_tokens", "a constraint")
     check(served.complete(min_tokens=3, max_tokens=2), None, "more than max_new_tokens")
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    check(served.chat(tools=tools, response_format=json_object), "response_format", "no tool")
+    check(
+        served.chat(tools=tools, response_format=json_object),
+        "response_format",
+        "A constrained answer",
+    )
 
 
 def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
@@ -155,9 +159,9 @@ def test_a_missing_field_and_another_model_are_told(served: Served) -> None:
 
 def test_bodies_that_are_no_objects_are_refused(served: Served) -> None:
     path = "/v1/completions"
-    check(served.ask(path, b"{"), None, "The body is no JSON")
-    check(served.ask(path, b"\xff"), None, "The body is no JSON")
-    check(served.ask(path, b"[" * 100_000), None, "The body is no JSON")
+    check(served.ask(path, b"{"), None, "The body is not valid JSON")
+    check(served.ask(path, b"\xff"), None, "The body is not valid JSON")
+    check(served.ask(path, b"[" * 100_000), None, "The body is not valid JSON")
     check(served.ask(path, []), None, "The body is a list; allowed is an object")
     plain = served.ask(path, b"{}", content_type="text/plain")
     assert (plain.status, "allowed is 'application/json'" in plain.error["message"]) == (415, True)

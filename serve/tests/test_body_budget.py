@@ -1,4 +1,4 @@
-"""Whatever stands in a field, the server answers, within a budget for each request."""
+"""The server answers any value in any field, within a budget of time and memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 from serve.tests.conftest import NAME, STDLIB, Answer, Served
-from tests.processes import served as started
+from tests.processes import served as serve_in_process
 
 from interposer_models import LanguageModel
 from interposer_serve._requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
-# Generous for a machine without AVX-512 that does something else besides.
-MOST_PROCESSOR_SECONDS = 2.0
-MOST_BYTES = 128 * 2**20  # of which constraints are kept for later requests
-KNOWN = {200, 400, 404, 413, 429, 503, 504}
+# Generous for a busy machine without AVX-512.
+MAX_PROCESSOR_SECONDS = 2.0
+MAX_GROWN_BYTES = 128 * 2**20  # includes cached constraints
+STATUSES = {200, 400, 404, 413, 429, 503, 504}
 DEEP: Any = []
 for _ in range(60):
     DEEP = [DEEP]
@@ -66,7 +66,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type":
 
 
 def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield bodies of all endpoints, each with one odd value in one place."""
+    """Yield the paths and bodies of requests, each with one unusual value in one field."""
     bases: list[tuple[str, dict[str, Any], Any]] = [
         ("/v1/completions", {"prompt": "import os", "max_tokens": 2}, CompletionBody),
         ("/v1/chat/completions", {"messages": [MESSAGE], "max_tokens": 2}, ChatBody),
@@ -74,14 +74,14 @@ def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
         ("/detokenize", {"tokens": [1]}, DetokenizeBody),
     ]
     for value in VALUES:
-        for path, base, kind in bases:
-            for name in [*kind.model_fields, "best_of", "user", "unknown"]:
-                if (name, value) != ("max_tokens", None):  # which asks for a long answer
+        for path, base, body_type in bases:
+            for name in [*body_type.model_fields, "best_of", "user", "unknown"]:
+                if (name, value) != ("max_tokens", None):  # null requests a long answer
                     yield path, {**base, name: value}
             yield path, {**base, "model": NAME, json.dumps(value)[:50_000]: value}
         for kind in ("json", "regex", "choice", "grammar", "other"):
-            form = {"structured_outputs": {kind: value}, "max_tokens": 2}
-            yield "/v1/completions", {"prompt": "a", **form}
+            fields = {"structured_outputs": {kind: value}, "max_tokens": 2}
+            yield "/v1/completions", {"prompt": "a", **fields}
         chat = {"messages": [MESSAGE], "max_tokens": 2}
         for messages in ([value], [{**MESSAGE, "content": value}], [{**MESSAGE, "role": value}]):
             yield "/v1/chat/completions", {**chat, "messages": messages}
@@ -93,32 +93,32 @@ def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
             yield "/v1/chat/completions", {**chat, "tools": [tool], "tool_choice": "required"}
         tool = {**TOOL, "function": {"name": "f", "parameters": value}}
         yield "/v1/chat/completions", {**chat, "tools": [tool], "tool_choice": "required"}
-        described = {**SCHEMA, "json_schema": {"name": "a", "schema": value}}
-        yield "/v1/chat/completions", {**chat, "response_format": described}
+        response_format = {**SCHEMA, "json_schema": {"name": "a", "schema": value}}
+        yield "/v1/chat/completions", {**chat, "response_format": response_format}
 
 
 def ask(served: Served, path: str, body: dict[str, Any]) -> Answer:
     answer = served.ask(path, {"model": NAME, **body})
-    assert answer.status in KNOWN, (path, json.dumps(body)[:300], answer.body)
+    assert answer.status in STATUSES, (path, json.dumps(body)[:300], answer.body)
     if answer.status != 200:
         assert len(json.dumps(answer.body)) < 20_000
     return answer
 
 
 def test_every_body_is_answered(served: Served) -> None:
-    """A part of all; ``test-all`` has the others, with what each one costs."""
+    """A sample of the bodies. ``make test-all`` sends all of them and measures their cost."""
     for path, body in [*bodies()][::29]:
         ask(served, path, body)
     assert served.complete(max_tokens=1).status == 200
 
 
-def spent(pid: int) -> float:
-    """Return the seconds of processor time of a process, without those it started."""
+def processor_seconds(pid: int) -> float:
+    """Return the processor time of a process without its children, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def resident(pid: int) -> int:
+def resident_bytes(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith("VmRSS")]
     return 1024 * int(line.split()[1])
@@ -128,14 +128,14 @@ def resident(pid: int) -> int:
 @pytest.mark.skipif("not os.path.isdir('/proc/self')", reason="needs /proc")
 def test_no_body_costs_more_than_its_budget(offline: LanguageModel) -> None:
     command = [sys.executable, "-m", "interposer_tools", "serve", str(STDLIB), "--port=0"]
-    with started([*command, "--dtype=float32"]) as (url, process):
+    with serve_in_process([*command, "--dtype=float32"]) as (url, process):
         served = Served(int(url.rpartition(":")[2]), offline)
         for path, body in [*bodies()][::40]:
-            ask(served, path, body)  # what first uses leave in memory is no body's
-        before = resident(process.pid)
+            ask(served, path, body)  # memory allocated at first use does not count
+        bytes_before = resident_bytes(process.pid)
         for path, body in bodies():
-            began = spent(process.pid)
+            seconds_before = processor_seconds(process.pid)
             ask(served, path, body)
-            seconds = spent(process.pid) - began
-            assert seconds < MOST_PROCESSOR_SECONDS, (path, json.dumps(body)[:300])
-        assert resident(process.pid) - before < MOST_BYTES
+            seconds = processor_seconds(process.pid) - seconds_before
+            assert seconds < MAX_PROCESSOR_SECONDS, (path, json.dumps(body)[:300])
+        assert resident_bytes(process.pid) - bytes_before < MAX_GROWN_BYTES

@@ -227,7 +227,7 @@ def test_bodies_and_prompts_have_a_size(lm: LanguageModel) -> None:
     with serving(lm, limits=Limits(body_bytes=2000, prompt_tokens=100)) as served:
         long = served.complete(prompt="x" * 2000)
         assert (long.status, long.error["code"]) == (413, "body_too_large")
-        assert "more than the 2000 bytes" in long.error["message"]
+        assert "more than the allowed 2000 bytes" in long.error["message"]
         answer = served.complete(prompt="x " * 200)
         assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
         assert answer.error["message"].endswith("allowed are 100")

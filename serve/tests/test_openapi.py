@@ -1,4 +1,4 @@
-"""The description of the endpoints says what they take."""
+"""The OpenAPI document describes which bodies the endpoints accept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
 
 def validator(document: dict[str, Any], path: str) -> Any:
-    """Return what checks a body of an endpoint."""
+    """Return a JSON schema validator for the bodies of an endpoint."""
     (content,) = document["paths"][path]["post"]["requestBody"]["content"].values()
     schema = {**content["schema"], "components": document["components"]}
     return jsonschema.Draft202012Validator(schema)
@@ -31,21 +31,21 @@ def document(served: Served) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["completions", "chat/completions"])
 def test_each_field_is_described(document: dict[str, Any], kind: str) -> None:
-    asked: dict[str, Any] = {"model": NAME, "prompt": "a"}
+    base: dict[str, Any] = {"model": NAME, "prompt": "a"}
     effects = COMPLETION
     if kind == "chat/completions":
-        asked = {"model": NAME, "messages": [{"role": "user", "content": "a"}]}
+        base = {"model": NAME, "messages": [{"role": "user", "content": "a"}]}
         effects = CHAT
     check = validator(document, f"/v1/{kind}")
-    check.validate(asked)
+    check.validate(base)
     for field, (both, value) in effects.items():
-        named = {"the second token": [3]}
-        others = {name: named.get(str(each), each) for name, each in both.items()}
-        check.validate({**asked, **others, field: named.get(str(value), value)})
-        assert not check.is_valid({**asked, field: {"of": "no type"}}) or isinstance(value, dict)
+        token_ids = {"the second token": [3]}
+        others = {name: token_ids.get(str(other), other) for name, other in both.items()}
+        check.validate({**base, **others, field: token_ids.get(str(value), value)})
+        assert not check.is_valid({**base, field: {"of": "no type"}}) or isinstance(value, dict)
 
 
-def test_what_asks_for_nothing_is_valid_and_what_is_not_honoured_is_none(
+def test_the_document_accepts_the_same_values_as_the_server(
     served: Served, document: dict[str, Any]
 ) -> None:
     check = validator(document, "/v1/completions")
@@ -63,18 +63,16 @@ def test_what_asks_for_nothing_is_valid_and_what_is_not_honoured_is_none(
         assert served.ask("/v1/completions", body).status == (200 if is_valid else 400)
 
 
-def test_refusals_are_of_the_form_that_is_described(
-    served: Served, document: dict[str, Any]
-) -> None:
+def test_errors_match_their_description(served: Served, document: dict[str, Any]) -> None:
     error = jsonschema.Draft202012Validator(document["components"]["schemas"]["Error"])
     answers = [served.complete(n=0), served.complete(model="other"), served.ask("/nothing")]
     for answer in answers:
         error.validate(answer.body)
-        described = document["paths"]["/v1/completions"]["post"]["responses"]
-        assert str(answer.status) in described
+        statuses = document["paths"]["/v1/completions"]["post"]["responses"]
+        assert str(answer.status) in statuses
 
 
-def test_a_key_is_described_where_one_is_asked_for(lm: LanguageModel) -> None:
+def test_the_document_states_that_a_key_is_required(lm: LanguageModel) -> None:
     with serving(lm, keys=["secret"]) as served:
         assert served.ask("/openapi.json").status == 401
         document = served.ask("/openapi.json", authorization="Bearer secret").body
@@ -85,10 +83,10 @@ def test_a_key_is_described_where_one_is_asked_for(lm: LanguageModel) -> None:
 
 
 @pytest.mark.slow
-def test_no_request_that_is_made_of_the_description_ends_in_a_failure(
+def test_no_request_generated_from_the_document_causes_a_server_error(
     served: Served, document: dict[str, Any]
 ) -> None:
-    """Schemathesis makes valid and wrong requests of the description."""
+    """Schemathesis generates valid and invalid requests from the document."""
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, given, settings
 
@@ -98,7 +96,7 @@ def test_no_request_that_is_made_of_the_description_ends_in_a_failure(
 
     modes = schemathesis.GenerationMode
     for operation in schema.get_all_operations():
-        # What takes no body cannot be asked for wrongly.
+        # An operation without a body has no invalid requests.
         for mode in (modes.POSITIVE, *([modes.NEGATIVE] if operation.ok().body else [])):
 
             @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,4 +1,4 @@
-"""What is kept of prompts is shared with the same client alone."""
+"""Only requests of the same client share the prefix cache."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 PROMPT = "import os\nimport sys\n" * 12
 
 
-def shared(served: Served, key: str, **fields: str) -> float:
-    """Return how many tokens of its prompt a request finds computed."""
+def num_shared_tokens(served: Served, key: str, **fields: str) -> float:
+    """Send a request, and return how many tokens of its prompt the prefix cache had."""
     name, headers = "interposer_shared_prompt_tokens", {"authorization": f"Bearer {key}"}
     before = metric(served, name, key)
     body = {"model": "stdlib-lm", "prompt": PROMPT, "max_tokens": 1, **fields}
@@ -29,22 +29,22 @@ def metric(served: Served, name: str, key: str) -> float:
     return float(line.split()[1])
 
 
-def test_another_client_cannot_find_out_what_was_asked(chat_folder: Path) -> None:
+def test_clients_with_different_keys_or_salts_share_no_prefix(chat_folder: Path) -> None:
     lm = load(chat_folder, "float32", cache_tokens=4096, prefix_cache=True)
     with serving(lm, keys=["first", "second"]) as served:
-        assert shared(served, "first") == 0
-        again = shared(served, "first")
-        assert again > 50
-        assert shared(served, "second") == 0
-        assert shared(served, "second") == again
-        assert shared(served, "first", cache_salt="a") == 0
-        assert shared(served, "first", cache_salt="a") == again
-        assert shared(served, "first", cache_salt="b") == 0
+        assert num_shared_tokens(served, "first") == 0
+        repeated = num_shared_tokens(served, "first")
+        assert repeated > 50
+        assert num_shared_tokens(served, "second") == 0
+        assert num_shared_tokens(served, "second") == repeated
+        assert num_shared_tokens(served, "first", cache_salt="a") == 0
+        assert num_shared_tokens(served, "first", cache_salt="a") == repeated
+        assert num_shared_tokens(served, "first", cache_salt="b") == 0
 
 
-def test_without_keys_all_share_but_who_asks_for_a_salt(chat_folder: Path) -> None:
+def test_without_keys_only_a_salt_keeps_requests_apart(chat_folder: Path) -> None:
     lm = load(chat_folder, "float32", cache_tokens=4096, prefix_cache=True)
     with serving(lm) as served:
-        assert shared(served, "any") == 0
-        assert shared(served, "other") > 50
-        assert shared(served, "any", cache_salt="mine") == 0
+        assert num_shared_tokens(served, "any") == 0
+        assert num_shared_tokens(served, "other") > 50
+        assert num_shared_tokens(served, "any", cache_salt="mine") == 0

@@ -217,7 +217,7 @@ class MissingTokenizer(TextTokenizer):
     def serialized(self) -> str:
         """Raise RequestError."""
         raise RequestError(
-            f"{self._path} holds no tokenizer, so that no constraint can be held. Try: {self._mend}"
+            f"{self._path} holds no tokenizer, which constraints need. Try: {self._mend}"
         )
 
     @property

@@ -23,7 +23,7 @@ from interposer_serve._errors import ApiError, check_model, respond
 from interposer_serve._guard import LOOPBACK, Guard, check_keys
 from interposer_serve._limits import Limits
 from interposer_serve._metrics import Metrics
-from interposer_serve._openapi import description
+from interposer_serve._openapi import openapi_document
 from interposer_serve._text import TextEndpoints
 from interposer_serve._vectors import VectorEndpoints
 
@@ -42,18 +42,18 @@ def application(
     keys: Collection[str] = (),
     hosts: Collection[str] | None = LOOPBACK,
 ) -> Starlette:
-    """Return the application that serves a model; any ASGI server runs it.
+    """Return the ASGI application that serves a model.
 
-    The model belongs to it from its start on: nobody else may run its engine.
+    Once the application has started, only the application may run the model's engine.
 
     Args:
-        model: writes text, or makes vectors; endpoints differ accordingly.
-        name: by which clients ask for it. They ask for an adapter of it by the adapter's name.
-        limits: bounds on requests.
-        keys: one of which every request has to bear; none asks for none.
-        hosts: names by which clients may call the server; None allows all.
-    Raises: ConfigError: keys are no list, one is empty or no ASCII, or an adapter has the name of
-        the model.
+        model: Language model or encoder. It decides which endpoints there are.
+        name: Name of the model for clients. Adapters keep their own names.
+        limits: Limits on requests; None for the defaults of ``Limits``.
+        keys: API keys. Each request must have one of them. If there are none, no key is needed.
+        hosts: Allowed names in the Host header; None allows all.
+    Raises: ConfigError: ``keys`` is not a list, a key cannot be sent in a header, or an adapter has
+        the name of the model.
     """
     checked_keys = check_keys(keys)
     limits, metrics, created = limits or Limits(), Metrics(), int(time.time())
@@ -90,38 +90,39 @@ def application(
         await endpoints.stop()
 
     async def health(_request: Request) -> Response:
-        """Say that the process lives."""
+        """Report that the process is running."""
         return JSONResponse({"status": "ok"})
 
     async def ready(_request: Request) -> Response:
-        """Say whether requests would be answered."""
+        """Report whether the server can answer requests."""
         trouble = endpoints.trouble if running else "the server starts or stops"
         if trouble:
             raise ApiError(503, f"Not ready: {trouble}", code="not_ready")
         return JSONResponse({"status": "ok"})
 
     async def figures(_request: Request) -> Response:
-        """Tell the figures for Prometheus."""
+        """Return the metrics in Prometheus' format."""
         return metrics.response()
 
     async def models(_request: Request) -> Response:
-        """Tell the names by which clients ask for the model and its adapters."""
-        entries = [entry(each) for each in endpoints.names]
+        """List the model and its adapters."""
+        entries = [entry(model_name) for model_name in endpoints.names]
         return JSONResponse({"object": "list", "data": entries})
 
     async def one_model(request: Request) -> Response:
-        """Tell of one of them."""
-        asked = request.path_params["name"]
-        check_model(asked, endpoints.names)
-        return JSONResponse(entry(asked))
+        """Describe the model or one of its adapters."""
+        model_name = request.path_params["name"]
+        check_model(model_name, endpoints.names)
+        return JSONResponse(entry(model_name))
 
     async def explanation(_request: Request) -> Response:
-        """Tell what the model runs on, and why."""
+        """Explain which kernels the model runs on, and why."""
         return JSONResponse(await endpoints.explanation())
 
     async def openapi(_request: Request) -> Response:
         """Describe the endpoints as OpenAPI."""
-        return JSONResponse(description(routes, endpoints.bodies, has_keys=bool(checked_keys)))
+        document = openapi_document(routes, endpoints.bodies, has_keys=bool(checked_keys))
+        return JSONResponse(document)
 
     routes = [
         *endpoints.routes,

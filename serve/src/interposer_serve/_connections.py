@@ -1,13 +1,14 @@
-"""Connections that end: bounds on what one may cost before it is a request, and after it was one.
+"""HTTP connections with limits on number, header size and idle time.
 
-uvicorn's own protocol waits for a first byte, for the end of a header and for a client that reads
-nothing as long as the connection stands.
+uvicorn's own protocol has no timeout for the first byte, for the end of a header, or for a client
+that does not read its response.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -17,11 +18,12 @@ from interposer_serve._errors import ApiError
 from interposer_serve._limits import ConnectionLimits
 
 _UNKNOWN = "unknown"
-_THROWN_AWAY = 64 * 2**20  # bytes of a body that was refused, so that its client reads the answer
+# Bytes of a refused body to read and discard. Some clients read the response only after that.
+_MAX_DISCARDED_BYTES = 64 * 2**20
 
 
 def protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
-    """Return the protocol of a server whose connections have these bounds together."""
+    """Return a protocol class for uvicorn whose connections share these limits."""
     counts: Counter[str] = Counter()
     return type("Connection", (_Connection,), {"limits": limits, "counts": counts})
 
@@ -30,8 +32,8 @@ class _Connection(HttpToolsProtocol):
     """One connection.
 
     Attributes:
-        limits: of all connections of the server.
-        counts: open connections by address.
+        limits: Limits of the server.
+        counts: Number of open connections of the server, by client address.
     """
 
     limits: ConnectionLimits
@@ -42,30 +44,36 @@ class _Connection(HttpToolsProtocol):
         self.timeout_keep_alive: float = self.limits.idle_seconds  # type: ignore[assignment]
         self._address = _UNKNOWN
         self._is_counted = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._stalled: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
         self._header_bytes = 0
-        self._in_body = False
-        self._is_ending = False
-        self._is_unwanted = False
-        self._thrown_away = 0
+        self._is_in_body = False
+        self._is_closing = False
+        self._discards_body = False
+        self._discarded_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._address = self.client[0] if self.client else _UNKNOWN
         limits, counts = self.limits, self.counts
         if counts.total() >= limits.connections:
-            reason = f"The server has its {limits.connections} connections. Try: again later"
+            reason = (
+                f"The server has reached its limit of {limits.connections} connections. "
+                "Try: again later"
+            )
         elif counts[self._address] >= limits.connections_per_address:
             allowed = limits.connections_per_address
-            reason = f"The address {self._address} has its {allowed} connections. Try: fewer"
+            reason = (
+                f"The address {self._address} has reached its limit of {allowed} connections. "
+                "Try: close some, or use them for several requests"
+            )
         else:
             counts[self._address] += 1
             self._is_counted = True
-            self._wait(limits.header_seconds, self._late)
+            self._set_timer(limits.header_seconds, self._on_timeout)
             return
-        self._is_ending = True
-        self._answer(ApiError(503, reason, code="too_many_connections"))
+        self._is_closing = True
+        self._write_error(ApiError(503, reason, code="too_many_connections"))
         transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -74,109 +82,113 @@ class _Connection(HttpToolsProtocol):
             self.counts[self._address] -= 1
             if not self.counts[self._address]:
                 del self.counts[self._address]
-        self._wait(None, None)
-        if self._stalled is not None:
-            self._stalled.cancel()
+        self._cancel_timer()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_ending or self._is_unwanted:
-            self._thrown_away += len(data)
-            if self._thrown_away > _THROWN_AWAY:
+        if self._is_closing or self._discards_body:
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > _MAX_DISCARDED_BYTES:
                 self.transport.abort()
                 return
-        if self._is_ending or self.transport.is_closing():
+        if self._is_closing or self.transport.is_closing():
             return
-        most = self.limits.header_bytes
-        while data and not self._in_body:
-            # No more at once than a header may have, as the parser keeps what is not whole.
-            part, data = data[:most], data[most:]
+        max_bytes = self.limits.header_bytes
+        while data and not self._is_in_body:
+            # The parser buffers an incomplete header, so never feed it more than the limit at once.
+            chunk, data = data[:max_bytes], data[max_bytes:]
             if not self._header_bytes:
-                self._wait(self.limits.header_seconds, self._late)
-            self._header_bytes += len(part)
-            super().data_received(part)
-            if self._is_ending or self.transport.is_closing():
+                self._set_timer(self.limits.header_seconds, self._on_timeout)
+            self._header_bytes += len(chunk)
+            super().data_received(chunk)
+            if self._is_closing or self.transport.is_closing():
                 return
-            if self._header_bytes > most:
-                self._refuse(431, f"The header has more than {most} bytes")
+            if self._header_bytes > max_bytes:
+                self._refuse(431, f"The header has more than {max_bytes} bytes")
                 return
         if data:
             super().data_received(data)
 
     def on_headers_complete(self) -> None:
-        self._in_body = True
+        self._is_in_body = True
         self._header_bytes = 0
-        self._wait(None, None)
+        self._cancel_timer()
         super().on_headers_complete()
-        self.cycle.transport = _Responses(self)  # type: ignore[assignment]
+        self.cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]
 
     def on_message_complete(self) -> None:
-        self._in_body = False
+        self._is_in_body = False
         super().on_message_complete()
-        if self._is_unwanted:
-            self._is_unwanted = False
-            self._wait(self.limits.idle_seconds, self._late)
+        if self._discards_body:
+            self._discards_body = False
+            self._set_timer(self.limits.idle_seconds, self._on_timeout)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._in_body and not self._is_ending:
-            # What is left of the body is thrown away, so that another request can follow.
-            self._is_unwanted = True
-            self._wait(self.limits.header_seconds, self.transport.close)
+        if self._is_in_body and not self._is_closing:
+            # Discard the remaining body, so that the connection can carry another request.
+            self._discards_body = True
+            self._set_timer(self.limits.header_seconds, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
 
     def close(self) -> None:
-        """End after what was written.
+        """Close the connection after the response was sent.
 
-        A client that sends all of its body before it reads finds its connection reset in place of
-        the answer, unless the body is read.
+        The remaining body is read first. Closing with unread data would reset the connection, and a
+        client that sends its whole body before it reads would lose the response.
         """
-        if self._in_body:
-            self._linger()
+        if self._is_in_body:
+            self._close_after_reading()
         else:
             self.transport.close()
 
     def shutdown(self) -> None:
-        if self._in_body and self.cycle is not None and not self.cycle.response_started:
-            error = ApiError(503, "The server ends, and the body is not whole", code="ending")
-            self._answer(error)
+        if self._is_in_body and self.cycle is not None and not self.cycle.response_started:
+            message = "The server stops before it has received the whole body"
+            self._write_error(ApiError(503, message, code="ending"))
             self.transport.close()
             return
         super().shutdown()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._stalled is None:
-            self._stalled = self.loop.call_later(self.limits.idle_seconds, self.transport.abort)
+        if self._write_timer is None:
+            seconds = self.limits.idle_seconds
+            self._write_timer = self.loop.call_later(seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
-    def _wait(self, seconds: float | None, then: Any) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if seconds is not None:
-            self._timer = self.loop.call_later(seconds, then)
+    def _set_timer(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Replace the timer for data that the client has to send."""
+        self._cancel_timer()
+        self._read_timer = self.loop.call_later(seconds, callback)
 
-    def _late(self) -> None:
+    def _cancel_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _on_timeout(self) -> None:
         if self._header_bytes:
             seconds = self.limits.header_seconds
-            self._refuse(408, f"The header was not whole after {seconds:g} s")
+            self._refuse(408, f"The header was incomplete after {seconds:g} s")
         else:
-            self.transport.close()  # nothing was asked
+            self.transport.close()  # no request was begun, so there is nothing to respond to
 
     def _refuse(self, status: int, reason: str) -> None:
-        self._answer(ApiError(status, reason))
-        self._linger()
+        self._write_error(ApiError(status, reason))
+        self._close_after_reading()
 
-    def _answer(self, error: ApiError) -> None:
-        """Write a response that no application made."""
+    def _write_error(self, error: ApiError) -> None:
+        """Write an error response without the application."""
         content = error.content
         head = (
             f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
@@ -185,16 +197,16 @@ class _Connection(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + content)
 
-    def _linger(self) -> None:
-        """End the connection when its client has taken what was sent, or after a while."""
-        self._is_ending = True
+    def _close_after_reading(self) -> None:
+        """Close for writing, discard further input, and close after ``header_seconds``."""
+        self._is_closing = True
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._wait(self.limits.header_seconds, self.transport.close)
+        self._set_timer(self.limits.header_seconds, self.transport.close)
 
 
-class _Responses:
-    """What a response is written to: the transport of a connection, which ends with care."""
+class _ResponseTransport:
+    """Transport that the response is written to; ``close`` reads the remaining body first."""
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
@@ -202,5 +214,5 @@ class _Responses:
         self.is_closing = connection.transport.is_closing
 
     def close(self) -> None:
-        """End the connection after what was written."""
+        """Close the connection after the response was sent."""
         self._connection.close()

@@ -1,4 +1,4 @@
-"""Errors as clients of OpenAI's interface read them."""
+"""Errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A refusal of a request, or a failure of it.
+    """Error response to a request.
 
     Attributes:
-        status: of HTTP.
-        param: the field that is at fault.
-        code: a word for programs.
-        headers: of the response, besides the usual ones.
+        status: HTTP status.
+        param: Name of the wrong field; None if the error concerns no single field.
+        code: Machine-readable name of the error.
+        headers: Additional headers of the response.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The object that clients get."""
+        """Body of the error response."""
         error = {
             "message": str(self),
             "type": _TYPES.get(self.status, "invalid_request_error"),
@@ -60,43 +60,48 @@ class ApiError(Exception):
 
     @property
     def content(self) -> bytes:
-        """The same as JSON; a value that is told may hold half of a surrogate pair, escaped."""
+        """Body of the error response as ASCII JSON; half of a surrogate pair is escaped."""
         return json.dumps(self.body, separators=(",", ":")).encode()
 
     def event(self) -> bytes:
-        """Return the error as the last event of a stream, whose status was sent already."""
+        """Return the error as the last event of a stream, whose status has been sent already."""
         return b"data: " + self.content + b"\n\n"
 
 
 class Gone(Exception):
-    """The client left."""
+    """The client disconnected."""
 
 
 def api_error(error: Exception) -> ApiError:
-    """Return ``error`` as clients get it: what the SDK refuses is wrong usage."""
+    """Convert an exception to an error response; the SDK's own errors become status 400."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InterposerError) and isinstance(error, ArithmeticError):
         return ApiError(500, str(error), code="not_finite")
     if isinstance(error, InterposerError):
         return ApiError(400, str(error))
-    return ApiError(500, "The server failed at this request; its log says why", code="failed")
+    return ApiError(
+        500, "The server failed to process this request; its log has the reason", code="failed"
+    )
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of a value as Python writes it, however long the value is."""
+    """Return the repr of a value, cut after 200 characters."""
     return f"{value[:200] if isinstance(value, list | str) else value!r:.200}"
 
 
-def check_model(asked: str, names: Collection[str]) -> None:
-    """Raise ApiError where nothing that is served has the name that a client asks for."""
-    if asked not in names:
-        message = f"model is {asked!r:.100}; allowed is {' or '.join(map(repr, names))}"
+def check_model(name: str, names: Collection[str]) -> None:
+    """Check that a requested model is one of the served names.
+
+    Raises: ApiError: no served model or adapter has the name.
+    """
+    if name not in names:
+        message = f"model is {name!r:.100}; allowed is {' or '.join(map(repr, names))}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
 async def respond(request: Request, error: Exception) -> Response:
-    """Return the response that tells an error, without the folder of the model."""
+    """Convert an exception to a response, and replace the path of the model by its name."""
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, error.detail, headers=error.headers)
     refusal = api_error(error)

@@ -1,4 +1,4 @@
-"""The gate of every request: it checks who may ask, and counts answers."""
+"""Middleware that checks the API key and the host of each request, and counts responses."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from interposer_serve._errors import ApiError, respond
 from interposer_serve._metrics import Metrics
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-# Nothing of these tells anything about requests or the model.
-_OPEN = frozenset({"/", "/health", "/ready", "/page.css", "/page.js"})
+# These paths reveal nothing about requests or the model, and need no key.
+_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/page.css", "/page.js"})
 
 
 class Guard:
-    """Lets requests in that name one of the keys; without keys, those that this machine made.
+    """Refuses requests without a valid API key or with a wrong host name.
 
     Args:
-        keys: any of them is enough; none asks for none.
-        hosts: names by which clients may call the server; None allows all. A page of another
-            origin can have its own name lead here, and would then read answers.
+        app: Application that gets the other requests.
+        metrics: Counts the responses.
+        keys: Valid API keys. If there are none, requests need no key.
+        hosts: Allowed names in the Host header; None allows all. The check prevents DNS rebinding:
+            a web page can point its own domain name to this server and read the answers.
     """
 
     def __init__(
@@ -39,19 +41,18 @@ class Guard:
     ) -> None:
         self._app = app
         self._metrics = metrics
-        # Programs write a key that is no ASCII in one of two ways.
-        spelled = {spelling for key in keys for spelling in _spellings(key)}
-        self._keys = {_digest(spelling): key for spelling, key in spelled}
+        # HTTP libraries encode a key that is not ASCII either as UTF-8 or as Latin-1.
+        self._keys = {_digest(encoded): key for key in keys for encoded in _encodings(key)}
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or let the application answer."""
+        """Pass the request to the application, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         scope.setdefault("state", {}).update(received=steady_time_ns(), client="")
 
-        async def counted(message: Message) -> None:
+        async def count_and_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 name = getattr(scope.get("endpoint"), "__name__", "none")
                 self._metrics.responses.labels(name, message["status"]).inc()
@@ -59,28 +60,28 @@ class Guard:
 
         refusal = self._refusal(scope)
         if refusal is None:
-            await self._app(scope, receive, counted)
+            await self._app(scope, receive, count_and_send)
         else:
             response = await respond(Request(scope), refusal)
-            await response(scope, receive, counted)
+            await response(scope, receive, count_and_send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         path, headers = scope["path"], Headers(scope=scope)
         host = headers.get("host", "")
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if self._hosts is not None and name.lower() not in self._hosts:
-            known = ", ".join(sorted(self._hosts))
-            return ApiError(403, f"host is {name!r:.100}; allowed are {known}", code="wrong_host")
-        if not self._keys or path in _OPEN:
+            allowed = ", ".join(sorted(self._hosts))
+            return ApiError(403, f"host is {name!r:.100}; allowed are {allowed}", code="wrong_host")
+        if not self._keys or path in _OPEN_PATHS:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        # As it came: headers are read as Latin-1, whatever they are.
-        given = _digest(key.strip().encode("latin-1") if scheme.lower() == "bearer" else b"")
-        # All are compared, so that the time tells nothing.
-        found = [key for known, key in self._keys.items() if hmac.compare_digest(given, known)]
-        if found:
-            # The key is nobody's but its own client's, so that it keeps clients apart.
-            scope["state"]["client"] = _digest(found[0].encode()).hex()
+        # Starlette decodes headers as Latin-1: encode again to get the bytes that the client sent.
+        digest = _digest(key.strip().encode("latin-1") if scheme.lower() == "bearer" else b"")
+        # Compare with every key, so that the time does not reveal which key is similar.
+        matches = [key for valid, key in self._keys.items() if hmac.compare_digest(digest, valid)]
+        if matches:
+            # Each client has its own key, so the key identifies the client in the prefix cache.
+            scope["state"]["client"] = _digest(matches[0].encode()).hex()
             return None
         return ApiError(
             401,
@@ -91,10 +92,10 @@ class Guard:
 
 
 def check_keys(keys: object) -> frozenset[str]:
-    """Return keys that clients can send.
+    """Return the API keys as a set, after checking that clients can send them.
 
-    Raises: ConfigError: they are no collection of texts, or one is empty or holds what no header
-        can carry.
+    Raises: ConfigError: ``keys`` is not a collection of texts, or a key is empty, has spaces around
+        it or holds a control character.
     """
     if isinstance(keys, str | bytes) or not isinstance(keys, Collection):
         raise ConfigError(f"keys is a {type(keys).__name__}, must be a list. Try: ['a-long-key']")
@@ -105,17 +106,17 @@ def check_keys(keys: object) -> frozenset[str]:
             raise ConfigError("An API key is empty. Try: leave it out")
         if key != key.strip() or not key.isprintable():
             raise ConfigError(
-                f"An API key is {key[:2]!r}..., with a space around it or a control character in "
-                "it, which no header carries. Try: the output of "
+                f"The API key {key[:2]!r}... has a space around it or a control character in it, "
+                "which an HTTP header cannot carry. Try: the output of "
                 "python -c 'import secrets; print(secrets.token_urlsafe())'"
             )
     return frozenset(keys)
 
 
-def _spellings(key: str) -> Iterator[tuple[bytes, str]]:
-    yield key.encode(), key
+def _encodings(key: str) -> Iterator[bytes]:
+    yield key.encode()
     with suppress(UnicodeEncodeError):
-        yield key.encode("latin-1"), key
+        yield key.encode("latin-1")
 
 
 def _digest(key: bytes) -> bytes:

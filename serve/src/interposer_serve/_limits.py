@@ -1,4 +1,4 @@
-"""The bounds of what clients may ask for."""
+"""Limits on requests and connections."""
 
 from __future__ import annotations
 
@@ -9,33 +9,35 @@ from interposer_models import ConstraintLimits
 
 
 class _Checked:
-    """A dataclass of numbers that are positive."""
+    """Base of dataclasses whose numbers must be positive."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, each.name)
-            least = 0 if each.name == "queue" else 1
-            if isinstance(value, int) and value < least:
-                raise ConfigError(f"{each.name} is {value!r}, must be at least {least}")
+        for name in (item.name for item in fields(self)):  # type: ignore[arg-type]
+            value = getattr(self, name)
+            minimum = 0 if name == "queue" else 1
+            if isinstance(value, int) and value < minimum:
+                raise ConfigError(f"{name} is {value!r}, must be at least {minimum}")
             if isinstance(value, float) and not value > 0:
-                raise ConfigError(f"{each.name} is {value!r}, must be positive")
+                raise ConfigError(f"{name} is {value!r}, must be positive")
 
 
 @dataclass(frozen=True)
 class Limits(_Checked):
-    """Bounds on requests.
+    """Limits on requests.
 
     Attributes:
-        queue: sequences that may wait besides those that run; further ones get 429.
-        deadline_seconds: after which a request is ended with an error, whatever it waits for.
-        body_bytes: of a request.
-        prompt_tokens: of one prompt; None leaves it to the model's context.
-        body_seconds: in which a body has to come.
-        all_bodies_bytes: of bodies that are being read at once; further ones get 503.
-        template_seconds: that writing a chat as a prompt may take.
-        constraints: bounds on forms of answers, which a process of its own compiles first; None
-            compiles them in this process alone, for clients that are trusted with its life.
-    Raises: ConfigError: one of them is not positive.
+        queue: Number of answers that may wait in the queue. Further requests get status 429.
+        deadline_seconds: Time of a whole request, in seconds. A longer request ends with an error.
+        body_bytes: Size of one request body, in bytes.
+        prompt_tokens: Tokens of one prompt. None allows the model's whole context.
+        body_seconds: Time to receive a request body, in seconds.
+        total_body_bytes: Size of all bodies that are being read, in bytes. Further requests get
+            status 503.
+        template_seconds: Time to render a chat template, in seconds.
+        constraints: Limits on constraints of answers, which a child process compiles first. None
+            compiles them in the server process only. A constraint can then crash the server, so
+            use None only if you trust all clients.
+    Raises: ConfigError: a limit is not positive.
     """
 
     queue: int = 256
@@ -43,24 +45,25 @@ class Limits(_Checked):
     body_bytes: int = 4 * 2**20
     prompt_tokens: int | None = None
     body_seconds: float = 60.0
-    all_bodies_bytes: int = 256 * 2**20
+    total_body_bytes: int = 256 * 2**20
     template_seconds: float = 10.0
     constraints: ConstraintLimits | None = field(default_factory=ConstraintLimits)
 
 
 @dataclass(frozen=True)
 class ConnectionLimits(_Checked):
-    """Bounds on connections, whoever makes them.
+    """Limits on connections.
 
     Attributes:
-        connections: that are open at once; further ones are closed at once.
-        connections_per_address: of these, from one address.
-        header_bytes: of a request before its body.
-        header_seconds: in which they have to come, from when the connection or the request began;
-            and for which a body that nobody wants any more is thrown away before the end.
-        idle_seconds: that a connection may wait for its next request, or for its client to take
-            what was sent.
-    Raises: ConfigError: one of them is not positive.
+        connections: Number of open connections. Further connections get status 503.
+        connections_per_address: Number of open connections from one client address.
+        header_bytes: Size of a request header, in bytes.
+        header_seconds: Time to receive a header, in seconds, from the start of the connection or
+            from the first byte of a later request. Also the time for which the server reads and
+            discards the rest of a refused body before it closes the connection.
+        idle_seconds: Time in seconds that a connection may wait for its next request, or for its
+            client to read the response.
+    Raises: ConfigError: a limit is not positive.
     """
 
     connections: int = 1024

@@ -1,4 +1,4 @@
-"""The description of the endpoints as OpenAPI, made of the bodies that they read."""
+"""Describe the endpoints as OpenAPI, from the pydantic models of their bodies."""
 
 from __future__ import annotations
 
@@ -29,38 +29,39 @@ _ERROR = {
     },
 }
 _STATUSES = {
-    "400": "A field is unknown, malformed, out of range or not honoured; the text names it.",
+    "400": "A field is unknown, malformed, out of range or not supported; the message names it.",
     "401": "The API key is missing or unknown.",
-    "403": "The name of the host is not one by which clients may call the server.",
-    "404": "There is no such model or endpoint.",
-    "405": "The endpoint takes another method.",
-    "408": "The header or the body did not come in time.",
+    "403": "The Host header is not one of the names allowed for this server.",
+    "404": "The model or endpoint does not exist.",
+    "405": "The endpoint does not support the method.",
+    "408": "The header or the body did not arrive in time.",
     "413": "The body is too large.",
     "415": "The body is not application/json.",
-    "429": "As many answers as are allowed run or wait.",
-    "500": "The server failed at this request.",
-    "503": "The server starts, ends, or has no memory or connection for the request now.",
+    "429": "The queue is full.",
+    "500": "The server failed to process the request.",
+    "503": "The server is starting or stopping, or has no memory or connection to spare now.",
     "504": "The answer took longer than the deadline.",
 }
 
 
-def description(
+def openapi_document(
     routes: Sequence[Route], bodies: Mapping[str, type[Body]], *, has_keys: bool
 ) -> dict[str, Any]:
-    """Return the document of OpenAPI 3.1 for routes.
+    """Return the OpenAPI 3.1 document of some routes.
 
     Args:
-        bodies: by the paths of endpoints that read one.
-        has_keys: whether requests have to bear a key.
+        routes: Routes of all endpoints.
+        bodies: Pydantic models of the request bodies, by path.
+        has_keys: Whether requests need an API key.
     """
-    kinds = sorted(set(bodies.values()), key=lambda kind: kind.__name__)
-    named, schemas = models_json_schema(
-        [(kind, "validation") for kind in kinds], ref_template=_REFERENCE
+    body_types = sorted(set(bodies.values()), key=lambda body_type: body_type.__name__)
+    references, schemas = models_json_schema(
+        [(body_type, "validation") for body_type in body_types], ref_template=_REFERENCE
     )
     definitions = {"Error": _ERROR, **schemas.get("$defs", {})}
-    for kind in kinds:
-        name = named[kind, "validation"]["$ref"].rpartition("/")[2]
-        definitions[name] = _as_read(definitions[name])
+    for body_type in body_types:
+        name = references[body_type, "validation"]["$ref"].rpartition("/")[2]
+        definitions[name] = _with_ignored_fields(definitions[name])
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "interposer serve", "version": version("interposer-serve")},
@@ -74,12 +75,16 @@ def description(
     return document
 
 
-def _as_read(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a body with the fields that are taken where they ask for nothing."""
+def _with_ignored_fields(schema: dict[str, Any]) -> dict[str, Any]:
+    """Extend the schema of a body by the values that the server accepts and ignores.
+
+    Every optional field accepts null. Fields of OpenAI's API that the server does not support
+    accept the values that request nothing.
+    """
     fields: dict[str, Any] = schema["properties"]
     required = schema.get("required", [])
     for name, field in fields.items():
-        if name not in required and not _takes_null(field):
+        if name not in required and not _accepts_null(field):
             fields[name] = {"anyOf": [field, {"type": "null"}]}
     for name, values in accepted_values().items():
         if name not in fields:
@@ -87,17 +92,17 @@ def _as_read(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _takes_null(field: dict[str, Any]) -> bool:
+def _accepts_null(field: dict[str, Any]) -> bool:
     return {"type": "null"} in field.get("anyOf", [])
 
 
 def _path(route: Route, bodies: Mapping[str, type[Body]]) -> dict[str, Any]:
     body = bodies.get(route.path)
     operation: dict[str, Any] = {
-        "summary": _text(route.endpoint),
+        "summary": _summary(route.endpoint),
         "responses": {
-            "200": {"description": "What was asked for."},
-            **{status: _refusal(text) for status, text in _STATUSES.items()},
+            "200": {"description": "The result."},
+            **{status: _error_response(text) for status, text in _STATUSES.items()},
         },
     }
     if "{name" in route.path:
@@ -113,10 +118,11 @@ def _path(route: Route, bodies: Mapping[str, type[Body]]) -> dict[str, Any]:
     return {"post": operation}
 
 
-def _refusal(text: str) -> dict[str, Any]:
+def _error_response(text: str) -> dict[str, Any]:
     reference = {"$ref": _REFERENCE.format(model="Error")}
     return {"description": text, "content": {"application/json": {"schema": reference}}}
 
 
-def _text(described: Any) -> str:
-    return (described.__doc__ or "").partition("\n")[0].strip("`")
+def _summary(endpoint: Any) -> str:
+    """Return the first line of an endpoint's docstring."""
+    return (endpoint.__doc__ or "").partition("\n")[0].strip("`")

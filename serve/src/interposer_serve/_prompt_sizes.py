@@ -1,4 +1,4 @@
-"""Sizes of prompts that are refused before any work grows with them."""
+"""Limits on the size of prompts, checked before tokenizing or validating them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from interposer_serve._errors import ApiError
 
 
 class PromptSizes:
-    """The largest prompts that a model can take.
+    """Largest prompts that a model accepts.
 
     Attributes:
-        num_tokens: of one prompt.
-        num_characters: of its text. None of the tokens has more characters than the longest one of
-            the vocabulary, so that a longer text has too many tokens; None where that is unknown.
-        num_prompts: of one request.
+        num_tokens: Tokens of one prompt.
+        num_characters: Characters of one prompt: ``num_tokens`` times the length of the longest
+            token. A longer text always has too many tokens. None if the vocabulary is unknown.
+        num_prompts: Prompts of one request.
     """
 
     def __init__(self, num_tokens: int, num_prompts: int, vocabulary: Collection[str]) -> None:
@@ -26,7 +26,7 @@ class PromptSizes:
         self.num_characters = num_tokens * longest or None
 
     def check(self, body: dict[str, Any]) -> None:
-        """Refuse a body with more than can be taken, whatever else it holds.
+        """Check the sizes of the prompts in a body that has not been validated yet.
 
         Raises: ApiError: there are too many prompts, tokens or characters.
         """
@@ -55,14 +55,14 @@ class PromptSizes:
                 param=name,
                 code="too_many_items",
             )
-        for each in value:
-            if isinstance(each, str):
-                self._check_text(name, each)
-            elif isinstance(each, list):
-                self._check_tokens(name, each)
+        for prompt in value:
+            if isinstance(prompt, str):
+                self._check_text(name, prompt)
+            elif isinstance(prompt, list):
+                self._check_tokens(name, prompt)
 
     def _check_tokens(self, name: str, value: list[Any]) -> None:
-        # Whatever is nearly right has an error that says more.
+        # Leave slightly long prompts to a later check, whose message has more detail.
         if len(value) > 2 * self.num_tokens:
             raise ApiError(
                 400,
@@ -78,23 +78,23 @@ class PromptSizes:
         if self.num_characters is not None and count > self.num_characters:
             raise ApiError(
                 400,
-                f"{name} has {count} characters, and {self.num_tokens} tokens, which are allowed, "
-                f"have {self.num_characters} at most",
+                f"{name} has {count} characters; the allowed {self.num_tokens} tokens have at most "
+                f"{self.num_characters} characters",
                 param=name,
                 code="context_length_exceeded",
             )
 
 
 def _num_characters(value: list[Any]) -> int:
-    """Return the characters of all texts in a JSON value but for names of fields."""
+    """Return the number of characters of all texts in a JSON value, without names of fields."""
     count = 0
     level: list[Any] = [value]
     while level:
         values = [*chain.from_iterable(v.values() if type(v) is dict else v for v in level)]
-        # What is numbers alone is looked at by the interpreter, not by a loop.
-        kinds = set(map(type, values))
-        if str in kinds:
-            count += sum(len(each) for each in values if type(each) is str)
-        has_more = not kinds.isdisjoint((dict, list))
-        level = [each for each in values if type(each) in (dict, list)] if has_more else []
+        # set(map(type, ...)) runs in C: skip the slow Python loops for a long list of numbers.
+        types = set(map(type, values))
+        if str in types:
+            count += sum(len(v) for v in values if type(v) is str)
+        has_containers = not types.isdisjoint((dict, list))
+        level = [v for v in values if type(v) in (dict, list)] if has_containers else []
     return count

@@ -1,4 +1,4 @@
-"""Bodies of requests, up to a size."""
+"""Read JSON bodies of requests within limits on size, time and nesting."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from starlette.requests import ClientDisconnect, Request
 from interposer_serve._errors import ApiError
 from interposer_serve._limits import Limits
 
-_MOST_CONTAINERS = 50_000
-_MOST_LEVELS = 128
-_LARGE = 100_000  # characters
+_MAX_CONTAINERS = 50_000
+_MAX_DEPTH = 128
+_LARGE_CHARACTERS = 100_000
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-class Bodies:
-    """Reads the bodies of requests, as many at once as fit into the memory for them."""
+class BodyReader:
+    """Reads request bodies, and limits the memory of all bodies that are being read."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -29,85 +29,87 @@ class Bodies:
         self._num_bytes = 0
 
     async def read_object(self, request: Request) -> dict[str, Any]:
-        """Return the JSON object that a request carries.
+        """Read the JSON object in the body of a request.
 
-        Raises: ApiError: it is no JSON object, is too large, comes too slowly, or there is no
-            memory for it now.
+        Raises: ApiError: the body is not a JSON object, is too large or arrives too slowly, or the
+            bodies of other requests leave no memory for it.
         """
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            # A page of another origin may send other types without being asked first.
-            raise ApiError(415, f"content-type is {kind!r:.100}; allowed is 'application/json'")
-        parts: list[bytes] = []
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            # Browsers send some other types from any web page without a CORS preflight.
+            message = f"content-type is {media_type!r:.100}; allowed is 'application/json'"
+            raise ApiError(415, message)
+        chunks: list[bytes] = []
         num_bytes = 0
         try:
             async with asyncio.timeout(self._seconds):
-                async for part in request.stream():
-                    num_bytes += len(part)
-                    self._num_bytes += len(part)
-                    self._check(request, num_bytes)
-                    parts.append(part)
+                async for chunk in request.stream():
+                    num_bytes += len(chunk)
+                    self._num_bytes += len(chunk)
+                    self._check_sizes(request, num_bytes)
+                    chunks.append(chunk)
         except ClientDisconnect:
-            raise ApiError(400, "The client left before its body was whole") from None
+            raise ApiError(400, "The client disconnected before it had sent the body") from None
         except TimeoutError:
             raise ApiError(
                 408,
-                f"The body was not whole after {self._seconds:g} s",
+                f"The body was incomplete after {self._seconds:g} s",
                 code="body_too_slow",
                 headers={"connection": "close"},
             ) from None
         finally:
             self._num_bytes -= num_bytes
-        return parsed(b"".join(parts))
+        return parse_object(b"".join(chunks))
 
-    def _check(self, request: Request, num_bytes: int) -> None:
-        most = self._limits.body_bytes
+    def _check_sizes(self, request: Request, num_bytes: int) -> None:
+        max_bytes = self._limits.body_bytes
         length = request.headers.get("content-length", "")
-        # A length of more digits than that is refused by its size alone.
-        announced = int(length[:19]) if length.isdecimal() else 0
-        if max(num_bytes, announced) > most:
+        # 19 digits exceed any limit, and int() of a very long text is slow.
+        content_length = int(length[:19]) if length.isdecimal() else 0
+        if max(num_bytes, content_length) > max_bytes:
             raise ApiError(
                 413,
-                f"The body has more than the {most} bytes that are allowed",
+                f"The body has more than the allowed {max_bytes} bytes",
                 code="body_too_large",
             )
-        if self._num_bytes > self._limits.all_bodies_bytes:
+        if self._num_bytes > self._limits.total_body_bytes:
             raise ApiError(
                 503,
-                "The bodies of other requests take the memory for them. Try: again later",
+                "The bodies of other requests take all memory for bodies. Try: again later",
                 code="bodies_full",
                 headers={"retry-after": "1"},
             )
 
 
-def parsed(content: bytes) -> dict[str, Any]:
-    """Return the object that JSON holds.
+def parse_object(content: bytes) -> dict[str, Any]:
+    """Parse a JSON object.
 
-    Raises: ApiError: it holds none, or a text that is no Unicode.
+    Raises: ApiError: the content is not a JSON object, is nested too deeply, or holds a text that
+        is not valid Unicode.
     """
     try:
-        body = _loaded(content.decode())
+        body = _parse(content.decode())
         if _SURROGATE.search(content):
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        message = f"The body holds the half {half!r} of a surrogate pair, which is no character"
+        message = f"The body holds {half!r}, one half of a surrogate pair and not a character"
         raise ApiError(400, message) from None
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"The body is no JSON: {error}") from None
+        raise ApiError(400, f"The body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise ApiError(400, f"The body is a {type(body).__name__}; allowed is an object")
     _check_shape(body)
     return body
 
 
-def _loaded(text: str) -> Any:
-    """Return what JSON holds.
+def _parse(text: str) -> Any:
+    """Parse JSON, with the garbage collector turned off for large texts.
 
-    A million small lists are looked at by the collector of garbage several times while they are
-    made, which takes longer than making them.
+    While a million small lists are created, the garbage collector scans them several times. That
+    takes longer than creating them.
     """
-    if len(text) < _LARGE or not gc.isenabled():
+    if len(text) < _LARGE_CHARACTERS or not gc.isenabled():
         return json.loads(text)
     gc.disable()
     try:
@@ -117,22 +119,22 @@ def _loaded(text: str) -> Any:
 
 
 def _check_shape(body: dict[str, Any]) -> None:
-    """Refuse what would cost more to look at than to read.
+    """Refuse a body with too many or too deeply nested objects and lists.
 
-    Raises: ApiError: objects and lists nest too deeply, or there are too many.
+    Raises: ApiError: there are more than 50,000, or more than 128 levels.
     """
     level: list[Any] = [body]
     num_containers, depth = 1, 1
     while level:
         values = [*chain.from_iterable(v.values() if type(v) is dict else v for v in level)]
-        # A million numbers are looked at one by one only where something else is among them.
-        has_more = not {dict, list}.isdisjoint(set(map(type, values)))
-        level = [value for value in values if type(value) in (dict, list)] if has_more else []
+        # set(map(type, ...)) runs in C: skip the slow Python loop for a long list of numbers.
+        has_containers = not {dict, list}.isdisjoint(set(map(type, values)))
+        level = [v for v in values if type(v) in (dict, list)] if has_containers else []
         num_containers += len(level)
         depth += bool(level)
-        if num_containers > _MOST_CONTAINERS:
-            message = f"The body has more than {_MOST_CONTAINERS} objects and lists"
+        if num_containers > _MAX_CONTAINERS:
+            message = f"The body has more than {_MAX_CONTAINERS} objects and lists"
             raise ApiError(400, message, code="body_too_complex")
-        if depth > _MOST_LEVELS:
-            message = f"Objects and lists of the body nest more than {_MOST_LEVELS} levels deep"
+        if depth > _MAX_DEPTH:
+            message = f"Objects and lists of the body nest more than {_MAX_DEPTH} levels deep"
             raise ApiError(400, message, code="body_too_complex")

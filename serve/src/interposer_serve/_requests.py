@@ -1,4 +1,4 @@
-"""The bodies of requests. A field that is not honoured is refused, unless it asks for nothing."""
+"""Bodies of requests. Unsupported fields are refused, unless their value requests nothing."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from interposer_models import Constraint, SamplingParams
 from interposer_serve._constraints import of_response_format, of_structured_outputs
 from interposer_serve._errors import ApiError, shown
 
-_MOST_STOPS = 16
-_LONGEST_STOP = 4096
-_MOST_TOKENS = 4096
-_MOST_DIGITS = 18
+_MAX_STOPS = 16
+_MAX_STOP_CHARACTERS = 4096
+_MAX_TOKEN_IDS = 4096
+_MAX_DIGITS = 18
 _INT64_MAX = 2**63 - 1
 
-# Fields of OpenAI's interface that ask for what no engine here does, with the values that ask for
-# nothing; null is one everywhere.
+# Unsupported fields of OpenAI's API, with the values that request nothing and so are accepted. null
+# is always accepted.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -41,15 +41,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-# Who asks changes nothing of an answer.
+# Fields that identify the user. They do not change the answer, so any text is accepted.
 _LABELS = ("prompt_cache_key", "safety_identifier", "user")
 _HINTS = {
     "functions": "tools",
     "function_call": "tools",
     "suffix": "a prompt that holds both parts",
     "top_logprobs": "logprobs, which is the number of likely tokens here",
-    "echo": "a message with what the answer begins with",
-    "dimensions": "leave it out, and cut the vectors where the model was trained for that",
+    "echo": "a last message of the assistant that holds the start of the answer",
+    "dimensions": "leave it out, and truncate the vectors if the model was trained for that",
 }
 
 
@@ -60,43 +60,46 @@ def _as_tuple(value: object) -> object:
 
 
 def _with_integers(value: object) -> object:
-    """Return an object whose keys are the integers that JSON writes as texts.
+    """Convert the keys of a JSON object, which are texts, to token ids.
 
-    Raises: ValueError: a key or a value is none, at the first one.
+    Raises: ValueError: a key is not a token id, or a value is not a bias.
     """
     if not isinstance(value, dict):
         return value
-    found: dict[int, object] = {}
+    biases: dict[int, object] = {}
     for key, bias in value.items():
-        # Many long integers could be chosen so that a dict has them all in one place.
-        if not (key.isascii() and key.isdecimal() and len(key) <= _MOST_DIGITS):
-            raise ValueError(f"{key!r:.100} is no token id")
+        # Python hashes an integer modulo 2^61 - 1. With more digits, a client could choose many
+        # integers of equal hash, which makes the dict quadratically slow.
+        if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_DIGITS):
+            raise ValueError(f"{key!r:.100} is not a token id")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise ValueError(f"{bias!r:.100} is no bias")
-        found[int(key)] = float(bias)
-    return found
+            raise ValueError(f"{bias!r:.100} is not a bias")
+        biases[int(key)] = float(bias)
+    return biases
 
 
-# Each description says in an error what is allowed.
+# The description of a field becomes part of the error message: "n is 0; allowed is <description>".
 _Text = Annotated[str, Field(min_length=1)]
-# Each token is compared with all of them.
-_Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+# Each new token is compared with all stop texts, so their number and length are limited.
+_Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARACTERS)]
 _TextOrTexts = BeforeValidator(
     _as_tuple,
-    json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=_MOST_STOPS)],
+    json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=_MAX_STOPS)],
 )
 _List = BeforeValidator(_as_tuple, json_schema_input_type=list[int])
 _Flag = Annotated[bool, Field(description="true or false")]
 _TokenId = Annotated[int, Field(ge=0, le=_INT64_MAX)]
-# Of a million wrong items, the first one is enough.
-_FIRST_WRONG: Any = Field(fail_fast=True)
-_Objects = Annotated[list[dict[str, Any]], _FIRST_WRONG]
-_TokenIds = Annotated[list[_TokenId], _FIRST_WRONG]
+# Stop validating a list at its first wrong item: a million errors would take minutes.
+_FAIL_FAST: Any = Field(fail_fast=True)
+_Objects = Annotated[list[dict[str, Any]], _FAIL_FAST]
+_TokenIds = Annotated[list[_TokenId], _FAIL_FAST]
 _Texts = Annotated[
     tuple[_Stop, ...],
-    Field(max_length=_MOST_STOPS, fail_fast=True),
+    Field(max_length=_MAX_STOPS, fail_fast=True),
     _TextOrTexts,
-    Field(description=f"a text or up to {_MOST_STOPS} texts of 1 to {_LONGEST_STOP} characters"),
+    Field(
+        description=f"a text or up to {_MAX_STOPS} texts of 1 to {_MAX_STOP_CHARACTERS} characters"
+    ),
 ]
 _Positive = Annotated[int, Field(ge=1, le=_INT64_MAX, description="an integer of at least 1")]
 _Count = Annotated[int, Field(ge=1, le=128, description="an integer from 1 to 128")]
@@ -105,7 +108,7 @@ _Fraction = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1
 _Likely = Annotated[int, Field(ge=0, le=20, description="an integer from 0 to 20")]
 _Bias = Annotated[
     dict[Annotated[int, Field(ge=0, le=_INT64_MAX)], Annotated[float, Field(ge=-100, le=100)]],
-    Field(max_length=_MOST_TOKENS),
+    Field(max_length=_MAX_TOKEN_IDS),
     BeforeValidator(_with_integers, json_schema_input_type=dict[str, float]),
 ]
 _Some: Any = Field(min_length=1, fail_fast=True)
@@ -119,16 +122,13 @@ _Prompt = Annotated[
 
 
 def accepted_values() -> dict[str, list[Any] | None]:
-    """Return the values that ask for nothing, by fields that are not honoured.
-
-    None stands for any text.
-    """
+    """Return the accepted values of unsupported fields, by field name; None for any text."""
     neutral = {name: [*values, None] for name, values in _NEUTRAL.items()}
     return {**neutral, **dict.fromkeys(_LABELS)}
 
 
 class Body(BaseModel):
-    """A body in which every field is known and honoured."""
+    """Base of the request bodies. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -136,51 +136,50 @@ class Body(BaseModel):
 
     @classmethod
     def read(cls, body: dict[str, Any]) -> Self:
-        """Return the request that a body holds.
+        """Validate a parsed JSON object.
 
-        Raises: ApiError: a field is unknown, not honoured, or out of range; the text names it, its
-            value and what is allowed.
+        Raises: ApiError: a field is unknown, unsupported or out of range. The message names the
+            field, its value and the allowed values.
         """
-        known = cls.model_fields
-        asked = {name: value for name, value in body.items() if value is not None}
-        for name, value in [*asked.items()]:
-            if name in known:
+        fields = {name: value for name, value in body.items() if value is not None}
+        for name, value in [*fields.items()]:
+            if name in cls.model_fields:
                 continue
             if name in _LABELS and isinstance(value, str):
-                del asked[name]
+                del fields[name]
             elif name in _NEUTRAL:
                 if not any(value == allowed for allowed in _NEUTRAL[name]):
-                    raise _not_honoured(name, value)
-                del asked[name]
+                    raise _unsupported(name, value)
+                del fields[name]
             else:
-                unknown = UnknownNameError("field", name, known)
+                unknown = UnknownNameError("field", name, cls.model_fields)
                 raise ApiError(400, str(unknown), param=name[:100], code="unknown_field")
         try:
-            return cls(**asked)
+            return cls(**fields)
         except ValidationError as error:
-            raise _reason(cls, error, asked) from None
+            raise _invalid(cls, error, fields) from None
 
 
-def _not_honoured(name: str, value: Any) -> ApiError:
-    allowed = " or ".join(repr(one) for one in (*_NEUTRAL[name], None))
+def _unsupported(name: str, value: Any) -> ApiError:
+    allowed = " or ".join(map(repr, (*_NEUTRAL[name], None)))
     hint = f". Try: {_HINTS[name]}" if name in _HINTS else ""
     message = f"{name} is {shown(value)}, which is not honoured here; allowed is {allowed}{hint}"
     return ApiError(400, message, param=name, code="not_honoured")
 
 
-def _reason(cls: type[Body], error: ValidationError, asked: dict[str, Any]) -> ApiError:
+def _invalid(cls: type[Body], error: ValidationError, fields: dict[str, Any]) -> ApiError:
     first = error.errors()[0]
     name = str(first["loc"][0])
     if first["type"] == "missing":
-        needed = ", ".join(n for n, field in cls.model_fields.items() if field.is_required())
-        return ApiError(400, f"{name} is missing; needed are {needed}", param=name)
+        required = ", ".join(n for n, field in cls.model_fields.items() if field.is_required())
+        return ApiError(400, f"{name} is missing; needed are {required}", param=name)
     allowed = cls.model_fields[name].description
-    message = f"{name} is {shown(asked[name])}; allowed is {allowed}"
+    message = f"{name} is {shown(fields[name])}; allowed is {allowed}"
     return ApiError(400, message, param=name, code="invalid_value")
 
 
 class StreamOptions(BaseModel):
-    """The options of a stream besides its text."""
+    """Field ``stream_options``."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -188,7 +187,7 @@ class StreamOptions(BaseModel):
 
 
 class SampledBody(Body):
-    """The fields by which tokens are sampled, and how they are told."""
+    """Base of the bodies that request generated text: sampling, output form and streaming."""
 
     n: _Count = 1
     max_tokens: _Positive | None = Field(None, description="an integer of at least 1")
@@ -205,13 +204,13 @@ class SampledBody(Body):
     frequency_penalty: _Penalty = 0.0
     seed: int | None = Field(None, ge=0, le=_INT64_MAX, description="an integer from 0 to 2^63 - 1")
     stop: _Texts = ()
-    stop_token_ids: Annotated[tuple[_TokenId, ...], _FIRST_WRONG, _List] = Field(
-        (), max_length=_MOST_TOKENS, description=f"a list of up to {_MOST_TOKENS} token ids"
+    stop_token_ids: Annotated[tuple[_TokenId, ...], _FAIL_FAST, _List] = Field(
+        (), max_length=_MAX_TOKEN_IDS, description=f"a list of up to {_MAX_TOKEN_IDS} token ids"
     )
     ignore_eos: _Flag = False
     min_tokens: int = Field(0, ge=0, le=_INT64_MAX, description="an integer of at least 0")
     logit_bias: _Bias = Field(
-        {}, description=f"up to {_MOST_TOKENS} token ids with numbers from -100 to 100"
+        {}, description=f"up to {_MAX_TOKEN_IDS} token ids with numbers from -100 to 100"
     )
     prompt_logprobs: _Likely | None = Field(None, description="an integer from 0 to 20")
     response_format: dict[str, Any] | None = Field(None, description="an object with a type")
@@ -226,49 +225,49 @@ class SampledBody(Body):
 
     @cached_property
     def constraint(self) -> Constraint | None:
-        """The form of the answer; None for any text.
+        """Constraint on the text of the answer; None for any text.
 
-        Raises: ApiError: it is malformed, or two are given.
+        Raises: ApiError: the constraint is malformed, or both fields have one.
         """
-        given = self.response_format
-        asked = None if given is None else of_response_format(given)
+        constraint = None
+        if self.response_format is not None:
+            constraint = of_response_format(self.response_format)
         if self.structured_outputs is None:
-            return asked
-        if asked is not None:
+            return constraint
+        if constraint is not None:
             message = "response_format and structured_outputs are both given. Try: one of them"
             raise ApiError(400, message, param="structured_outputs")
         return of_structured_outputs(self.structured_outputs)
 
     @property
-    def form_field(self) -> str:
-        """The field that asks for the form of the answer."""
+    def constraint_field(self) -> str:
+        """Name of the field that has the constraint."""
         return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     @property
     def num_likely(self) -> int:
-        """The number of likeliest tokens that are told at each position."""
+        """Number of most likely tokens to report for each position of the answer."""
         return 0
 
     @property
     def num_prompt_likely(self) -> int | None:
-        """The same for each token of the prompt; None where nothing is told of it."""
+        """Number of most likely tokens to report for each position of the prompt; None for none."""
         return self.prompt_logprobs
 
     def params(
         self, suggested: dict[str, Any], max_new_tokens: int, constraint: Constraint | None
     ) -> SamplingParams:
-        """Return the settings of the first of the ``n`` answers.
+        """Return the sampling parameters of the first of the ``n`` answers.
 
         Args:
-            suggested: settings of the checkpoint and of the client, for what the request leaves
-                out.
-            max_new_tokens: where the request names no limit.
-            constraint: the form of the answers.
+            suggested: Defaults for fields that the request leaves out.
+            max_new_tokens: Default limit on new tokens.
+            constraint: Constraint on the answers.
         """
-        named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        said = {name: value for name in named if (value := getattr(self, name)) is not None}
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        requested = {name: value for name in names if (value := getattr(self, name)) is not None}
         return SamplingParams(
-            **{**suggested, **said},
+            **{**suggested, **requested},
             max_new_tokens=self.max_tokens or max_new_tokens,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
@@ -285,11 +284,11 @@ class SampledBody(Body):
 
     @property
     def tells_usage(self) -> bool:
-        """Say whether a stream ends with the usage."""
+        """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def check(self) -> None:
-        """Raise ApiError where two fields contradict each other."""
+        """Raise ApiError if two fields contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(
                 400, 'stream_options is given without "stream": true', param="stream_options"
@@ -298,7 +297,7 @@ class SampledBody(Body):
             message = 'prompt_logprobs is given with "stream": true. Try: one of them'
             raise ApiError(400, message, param="prompt_logprobs")
         if self.min_tokens and self.constraint is not None:
-            message = "min_tokens is given with a form of the answer. Try: leave min_tokens out"
+            message = "min_tokens cannot be combined with a constraint. Try: leave min_tokens out"
             raise ApiError(400, message, param="min_tokens")
 
 
@@ -311,24 +310,24 @@ class CompletionBody(SampledBody):
 
     @property
     def num_likely(self) -> int:
-        """The number of likeliest tokens that are told at each position."""
+        """Number of most likely tokens to report for each position of the answer."""
         return self.logprobs or 0
 
     @property
     def num_prompt_likely(self) -> int | None:
-        """The same for each token of the prompt; None where nothing is told of it."""
-        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((count for count in asked if count is not None), default=None)
+        """Number of most likely tokens to report for each position of the prompt; None for none."""
+        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in counts if count is not None), default=None)
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """One text or one list of token ids for each prompt."""
+        """Text or token ids of each prompt."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
 class FunctionName(BaseModel):
-    """The name of a function."""
+    """Name of a function."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -336,7 +335,7 @@ class FunctionName(BaseModel):
 
 
 class NamedFunction(BaseModel):
-    """The function that an answer has to call."""
+    """Function that the answer must call."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -359,7 +358,7 @@ class ChatBody(SampledBody):
     chat_template_kwargs: dict[str, Any] = Field({}, description="an object")
 
     def check(self) -> None:
-        """Raise ApiError where two fields contradict each other."""
+        """Raise ApiError if two fields contradict each other."""
         super().check()
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ApiError(
@@ -373,7 +372,7 @@ class ChatBody(SampledBody):
         if self.offered and self.constraint is not None:
             raise ApiError(
                 400,
-                "An answer of a form that is given can call no tool, and tools are offered. "
+                "A constrained answer cannot call the offered tools. "
                 "Try: tool_choice 'none', or leave response_format out",
                 param="response_format",
             )
@@ -382,19 +381,19 @@ class ChatBody(SampledBody):
 
     @property
     def num_likely(self) -> int:
-        """The number of likeliest tokens that are told at each position."""
+        """Number of most likely tokens to report for each position of the answer."""
         return self.top_logprobs
 
     @property
     def offered(self) -> list[dict[str, Any]] | None:
-        """The tools that the model is told of."""
+        """Tools that the prompt offers to the model; None for none."""
         return None if self.tool_choice == "none" or not self.tools else self.tools
 
     @property
     def required(self) -> list[dict[str, Any]] | None:
-        """The tools of which the answer has to call one; None where it need not.
+        """Tools of which the answer must call one; None if it need not call any.
 
-        Raises: ApiError: the function that is named is not among the tools.
+        Raises: ApiError: ``tool_choice`` names a function that is not among the tools.
         """
         if isinstance(self.tool_choice, str):
             return self.tools if self.tool_choice == "required" else None
@@ -411,7 +410,7 @@ class ChatBody(SampledBody):
     def params(
         self, suggested: dict[str, Any], max_new_tokens: int, constraint: Constraint | None
     ) -> SamplingParams:
-        """Return the settings of the first of the ``n`` answers."""
+        """Return the sampling parameters of the first of the ``n`` answers."""
         return super().params(suggested, self.max_completion_tokens or max_new_tokens, constraint)
 
 

@@ -31,7 +31,7 @@ from interposer_serve._limits import Limits
 from interposer_serve._messages import written
 from interposer_serve._metrics import Metrics
 from interposer_serve._prompt_sizes import PromptSizes
-from interposer_serve._reading import Bodies
+from interposer_serve._reading import BodyReader
 from interposer_serve._requests import (
     Body,
     ChatBody,
@@ -44,13 +44,13 @@ from interposer_serve._room import Room
 from interposer_serve._streams import DONE, EventStream, watched
 from interposer_serve._tracing import record
 
-_LEFT = 499  # nobody reads it
-_SHORT = 16  # OpenAI's default for completions
+_CLIENT_CLOSED_REQUEST = 499  # only for the metrics: the client has disconnected
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
 B = TypeVar("B", bound=Body)
 
 
 class TextEndpoints:
-    """Chats, completions and tokens of one model."""
+    """Endpoints for chats, completions and tokens of one model."""
 
     def __init__(self, lm: LanguageModel, name: str, limits: Limits, metrics: Metrics) -> None:
         self.name = name
@@ -61,7 +61,7 @@ class TextEndpoints:
         self._suggested = lm.suggested
         self._generations: set[Generation] = set()
         metrics.watch(lm.engine)
-        self._bodies = Bodies(limits)
+        self._bodies = BodyReader(limits)
         self._sizes: PromptSizes
         self._model: AsyncLanguageModel
         self._room: Room
@@ -75,7 +75,7 @@ class TextEndpoints:
 
     @property
     def routes(self) -> list[Route]:
-        """The endpoints."""
+        """Routes of the endpoints."""
         return [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
@@ -84,7 +84,7 @@ class TextEndpoints:
         ]
 
     async def start(self) -> None:
-        """Prepare for the first request, which would wait for what is loaded on first use."""
+        """Start the model's threads, and load everything that the first request needs."""
         limits = self._limits
         self._model = AsyncLanguageModel(
             self._lm,
@@ -99,18 +99,20 @@ class TextEndpoints:
         num_tokens = min(context, limits.prompt_tokens or context)
         self._sizes = PromptSizes(num_tokens, self._model.capacity or 1, vocabulary)
         try:
-            await self._model.prepare_chats()
+            await self._model.load_chat_template()
         except InterposerError:
-            return  # prompts can be token ids, and whoever sends messages is told
+            return  # completions work without a chat template; each chat gets this error
 
     @property
     def num_unfinished(self) -> int:
-        """The answers that run or wait."""
+        """Number of answers that run or wait."""
         return self._model.num_unfinished
 
     def end_answers(self) -> None:
-        """End every answer with an error that says that the server ends."""
-        error = ApiError(503, "The server ends before the answer does", code="server_ends")
+        """End every unfinished answer with an error."""
+        error = ApiError(
+            503, "The server stopped before the answer was complete", code="server_ends"
+        )
         for generation in [*self._generations]:
             generation.fail(error)
 
@@ -120,20 +122,21 @@ class TextEndpoints:
 
     @property
     def trouble(self) -> str:
-        """The reason why requests would fail; empty where they would not."""
+        """Why requests would fail; "" if no reason is known."""
         return self._model.trouble
 
     async def explanation(self) -> dict[str, Any]:
-        """Return what the model was built from, and why.
+        """Return which kernels the model uses, and why.
 
-        Where several processes compute it, that is of the first one, with ``ranks`` of them all.
+        With several ranks, the result is that of rank 0, with the field ``ranks`` for all of them.
         """
-        found = await self._model.call(self._lm.explanations)
-        return {**found[0], "ranks": found} if len(found) > 1 else found[0]
+        explanations = await self._model.call(self._lm.explanations)
+        first = explanations[0]
+        return {**first, "ranks": explanations} if len(explanations) > 1 else first
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that requests can have for the model, with each of its adapters."""
+        """Names of the model and of its adapters."""
         return self.name, *self._lm.adapters
 
     async def chat(self, request: Request) -> Response:
@@ -145,14 +148,14 @@ class TextEndpoints:
             constraint = body.constraint
             if required is not None:
                 constraint = await self._call_constraint(required)
-            field = body.form_field if required is None else "tools"
-            form = await self._compiled(constraint, field)
+            field = body.constraint_field if required is None else "tools"
+            compiled = await self._compiled(constraint, field)
             parse = None
             if tools is not None:
-                chat = await self._model.write_answer(lambda tokenizer: tokenizer.chat)
+                chat = await self._model.format_answer(lambda tokenizer: tokenizer.chat)
                 parse = partial(chat.parsed, prompt=prompt, tools=tools)
-        told = ChatFormat(body.model, self._spell, body.logprobs, parse)
-        return await self._answer(request, body, [prompt], self.context, told, form)
+        formatter = ChatFormat(body.model, self._spell, body.logprobs, parse)
+        return await self._answer(request, body, [prompt], self.context, formatter, compiled)
 
     async def complete(self, request: Request) -> Response:
         """``/v1/completions``."""
@@ -162,19 +165,20 @@ class TextEndpoints:
                 await self._encoded(prompt) if isinstance(prompt, str) else prompt
                 for prompt in body.prompts
             ]
-            form = await self._compiled(body.constraint, body.form_field)
+            compiled = await self._compiled(body.constraint, body.constraint_field)
             echoes: list[Echo] = []
             for prompt, token_ids in zip(body.prompts, prompts, strict=True):
                 if body.echo:
                     echoes.append(await self._echo(prompt, token_ids))
-        told = CompletionFormat(
+        formatter = CompletionFormat(
             body.model,
             self._spell,
             body.logprobs,
             [echo for echo in echoes for _ in range(body.n)],
             body.prompt_logprobs is not None,
         )
-        return await self._answer(request, body, prompts, _SHORT, told, form)
+        max_new_tokens = _DEFAULT_COMPLETION_TOKENS
+        return await self._answer(request, body, prompts, max_new_tokens, formatter, compiled)
 
     async def tokenize(self, request: Request) -> Response:
         """``/tokenize``: the token ids of a text, or of the prompt of a chat."""
@@ -188,43 +192,43 @@ class TextEndpoints:
                 )
             else:
                 tokens = await self._encoded(body.prompt or "")
-        told = {"count": len(tokens), "max_model_len": self.context, "tokens": tokens}
-        return JSONResponse(told)
+        content = {"count": len(tokens), "max_model_len": self.context, "tokens": tokens}
+        return JSONResponse(content)
 
     async def detokenize(self, request: Request) -> Response:
         """``/detokenize``: the text of token ids."""
         body = await self._read(request, DetokenizeBody)
         tokens = self._lm.engine.checked_tokens(body.tokens)
         async with self._preparing(request, 1):
-            text = await self._model.write_answer(lambda tokenizer: tokenizer.decode(tokens))
+            text = await self._model.format_answer(lambda tokenizer: tokenizer.decode(tokens))
         return JSONResponse({"prompt": text})
 
     @asynccontextmanager
     async def _preparing(self, request: Request, num_answers: int) -> AsyncIterator[None]:
-        """Count answers whose prompts are prepared, within the deadline of their request.
+        """Reserve places in the queue while prompts are prepared, within the request's deadline.
 
-        Raises: ApiError: there is no room for them, or the deadline is over.
+        Raises: ApiError: the queue has no room for the answers, or the deadline has passed.
         """
         with self._room.prepared(num_answers):
             try:
                 async with asyncio.timeout(self._seconds_left(request)):
                     yield
             except TimeoutError:
-                raise self._late from None
+                raise self._deadline_error from None
 
     def _seconds_left(self, request: Request) -> float:
-        spent = (steady_time_ns() - int(request.state.received)) / 1e9
-        return self._limits.deadline_seconds - spent
+        elapsed = (steady_time_ns() - int(request.state.received)) / 1e9
+        return self._limits.deadline_seconds - elapsed
 
     @property
-    def _late(self) -> ApiError:
+    def _deadline_error(self) -> ApiError:
         seconds = self._limits.deadline_seconds
         return ApiError(504, f"The answer took longer than {seconds:g} s", code="deadline_exceeded")
 
-    async def _read(self, request: Request, kind: type[B]) -> B:
+    async def _read(self, request: Request, body_type: type[B]) -> B:
         content = await self._bodies.read_object(request)
         self._sizes.check(content)
-        body = kind.read(content)
+        body = body_type.read(content)
         if body.model:
             check_model(body.model, self.names)
         if isinstance(body, SampledBody):
@@ -235,8 +239,8 @@ class TextEndpoints:
         return self._lm.tokenizer.decode([token_id])
 
     async def _encoded(self, text: str) -> list[int]:
-        # An empty text is no prompt, though a tokenizer may put a special token in front.
-        return await self._model.tokenize(lambda own: own.encode(text) if text else [])
+        # Refuse an empty prompt later, even if the tokenizer would add a special token to it.
+        return await self._model.tokenize(lambda tokenizer: tokenizer.encode(text) if text else [])
 
     async def _chat_prompt(
         self,
@@ -247,30 +251,32 @@ class TextEndpoints:
         def token_ids(tokenizer: TextTokenizer) -> list[int]:
             return tokenizer.chat.token_ids(written(messages, tokenizer), tools, None, options)
 
-        return await self._model.write_chat(token_ids)
+        return await self._model.render_chat(token_ids)
 
     async def _echo(self, prompt: str | list[int], token_ids: list[int]) -> Echo:
         tokens = self._lm.engine.checked_tokens(token_ids)
-        pieces = await self._model.write_answer(lambda tokenizer: tokenizer.pieces(tokens))
+        pieces = await self._model.format_answer(lambda tokenizer: tokenizer.pieces(tokens))
         return Echo(prompt if isinstance(prompt, str) else "".join(pieces), tokens, pieces)
 
     async def _call_constraint(self, tools: list[dict[str, Any]]) -> Constraint:
         try:
-            return await self._model.write_answer(lambda own: own.chat.call_constraint(tools))
+            return await self._model.format_answer(
+                lambda tokenizer: tokenizer.chat.call_constraint(tools)
+            )
         except RequestError as error:
             raise ApiError(400, str(error), param="tool_choice", code="not_honoured") from None
 
     async def _compiled(self, constraint: Constraint | None, param: str) -> Compiled | None:
-        """Return what a field asks for, compiled, which takes longer than the event loop may wait.
+        """Compile the constraint of a field in a thread, so that the event loop does not wait.
 
-        Raises: ApiError: it is malformed, or takes more than the limits allow.
+        Raises: ApiError: the constraint is malformed, or exceeds a limit.
         """
         if constraint is None:
             return None
         try:
-            return await self._model.compile(constraint)
+            return await self._model.compile_constraint(constraint)
         except RequestError as error:
-            message = f"{param} asks for a form that cannot be held: {error}"
+            message = f"{param} has a constraint that cannot be used: {error}"
             raise ApiError(400, message, param=param, code="invalid_value") from None
 
     async def _answer(
@@ -278,14 +284,14 @@ class TextEndpoints:
         request: Request,
         body: SampledBody,
         prompts: Sequence[list[int]],
-        most_new_tokens: int,
-        told: Format,
-        form: Compiled | None,
+        max_new_tokens: int,
+        formatter: Format,
+        compiled: Compiled | None,
     ) -> Response:
-        constraint = None if form is None else form.constraint
+        constraint = None if compiled is None else compiled.constraint
         salt = "\0".join((request.state.client, body.cache_salt))
         rows = [
-            (prompt, self._params(body, prompt, most_new_tokens, constraint, salt))
+            (prompt, self._params(body, prompt, max_new_tokens, constraint, salt))
             for prompt in prompts
         ]
         num_prompt_tokens = sum(map(len, prompts))
@@ -303,13 +309,14 @@ class TextEndpoints:
             rows, body.n, streams=body.stream, received=received, on_end=on_end
         )
         self._generations.add(generation)
-        left = self._seconds_left(request)
-        deadline = asyncio.get_running_loop().call_later(left, generation.fail, self._late)
+        deadline = asyncio.get_running_loop().call_later(
+            self._seconds_left(request), generation.fail, self._deadline_error
+        )
         self._metrics.opened(num_prompt_tokens)
         answers = [Answer(index) for index in range(generation.num_answers)]
         if body.stream:
             events = self._stream(
-                request, generation, told, answers, num_prompt_tokens, body.tells_usage
+                request, generation, formatter, answers, num_prompt_tokens, body.tells_usage
             )
             return EventStream(events, generation)
         async with watched(request, generation):
@@ -318,18 +325,18 @@ class TextEndpoints:
                     for delta in deltas:
                         answers[delta.index].add(delta)
             except Gone:
-                return Response(status_code=_LEFT)
+                return Response(status_code=_CLIENT_CLOSED_REQUEST)
             for answer in answers:
-                # The first answer to a prompt alone is told of it.
+                # Only the first of a prompt's n answers gets the prompt's log probabilities.
                 answer.prompt_logprobs = answers[answer.index // body.n * body.n].prompt_logprobs
-            # Each choice by itself: no other thread runs while one value is made to JSON.
-            choices = [await self._json(partial(told.choice, answer)) for answer in answers]
+            # One choice at a time: the JSON encoder holds the GIL until a value is complete.
+            choices = [await self._json(partial(formatter.choice, answer)) for answer in answers]
             parts = {"choices": "[" + ",".join(choices) + "]"}
             if isinstance(body, ChatBody) and body.prompt_logprobs is not None:
                 parts["prompt_logprobs"] = await self._json(
-                    partial(told.prompt_logprobs, answers[0])
+                    partial(formatter.prompt_logprobs, answers[0])
                 )
-        response = told.response([], usage(num_prompt_tokens, generation.num_tokens))
+        response = formatter.response([], usage(num_prompt_tokens, generation.num_tokens))
         content = with_parts(response, parts)
         return Response(content.encode(), media_type="application/json")
 
@@ -337,7 +344,7 @@ class TextEndpoints:
         self,
         body: SampledBody,
         prompt: list[int],
-        most_new_tokens: int,
+        max_new_tokens: int,
         constraint: Constraint | None,
         salt: str,
     ) -> SamplingParams:
@@ -348,16 +355,16 @@ class TextEndpoints:
         room = self._lm.room(prompt)
         adapter = None if body.model == self.name else body.model
         suggested = {**self._suggested, "adapter": adapter, "cache_salt": salt}
-        return body.params(suggested, max(1, min(most_new_tokens, room)), constraint)
+        return body.params(suggested, max(1, min(max_new_tokens, room)), constraint)
 
     async def _json(self, make: Callable[[], Any]) -> str:
-        return await self._model.write_answer(lambda _: compact_json(make()))
+        return await self._model.format_answer(lambda _: compact_json(make()))
 
     async def _stream(
         self,
         request: Request,
         generation: Generation,
-        told: Format,
+        formatter: Format,
         answers: Sequence[Answer],
         num_prompt_tokens: int,
         tells_usage: bool,
@@ -368,8 +375,8 @@ class TextEndpoints:
                 for delta in deltas:
                     answer = answers[delta.index]
                     answer.add(delta)
-                    parts.append(told.events(answer))
+                    parts.append(formatter.events(answer))
                 if content := "".join(parts):
                     yield content.encode()
-        spent = usage(num_prompt_tokens, generation.num_tokens)
-        yield (told.event([], spent) if tells_usage else "").encode() + DONE
+        num_tokens = usage(num_prompt_tokens, generation.num_tokens)
+        yield (formatter.event([], num_tokens) if tells_usage else "").encode() + DONE

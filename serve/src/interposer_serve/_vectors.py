@@ -18,7 +18,7 @@ from interposer_models import Encoder
 from interposer_serve._errors import ApiError, check_model
 from interposer_serve._limits import Limits
 from interposer_serve._prompt_sizes import PromptSizes
-from interposer_serve._reading import Bodies
+from interposer_serve._reading import BodyReader
 from interposer_serve._requests import Body, EmbeddingBody
 
 _MOST_TEXTS = 2048  # as of OpenAI's interface
@@ -34,7 +34,7 @@ class VectorEndpoints:
         self._encoder = encoder
         self._limits = limits
         self._waiting = 0
-        self._bodies = Bodies(limits)
+        self._bodies = BodyReader(limits)
         self._sizes = PromptSizes(self.context, _MOST_TEXTS, encoder.tokenizer.get_vocab())
         self._thread = ThreadPoolExecutor(1, "interposer-encoder")
 

@@ -1,4 +1,4 @@
-"""The asynchronous front door: requests of any event loop, stepped by one thread."""
+"""Asynchronous interface of a language model: one thread runs the requests of all event loops."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ from interposer_models._tokenizer import TextTokenizer
 from interposer_models._transfer.receiver import WeightsFrom
 
 T = TypeVar("T")
-# A thread that the program never ended computes at most one step more when it exits.
-_END_SECONDS = 10.0
-_MORE_STACK = 2**20  # than the process has that compiled the same before
-_STACK_SIZE = threading.Lock()
+# Time for the step thread to complete its present step when the model is closed.
+_STOP_SECONDS = 10.0
+# More stack than the child process has, so that what compiles there compiles here too.
+_EXTRA_STACK_BYTES = 2**20
+_STACK_SIZE_LOCK = threading.Lock()  # threading.stack_size is a setting of the whole process
 
 
 class AsyncLanguageModel:
-    """A model for any number of coroutines, in one event loop or in those of several threads.
+    """Language model for coroutines of any number of event loops.
 
-    One thread steps the engine; others read prompts, write chats as prompts, compile constraints
-    and make texts of answers, so that none of these holds up another. Methods of ``model`` may be
-    called meanwhile. A coroutine that is cancelled, and an ``async for`` that is left, cancel
-    their request.
+    One thread runs the steps of the engine. Four others tokenize prompts, render chat templates,
+    compile constraints and format answers, so that none of this work delays the others. You may
+    call methods of ``model`` at the same time. Cancelling a coroutine, or leaving an
+    ``async for``, cancels its request.
     """
 
     def __init__(
@@ -57,55 +58,57 @@ class AsyncLanguageModel:
         """Start the threads.
 
         Args:
-            max_waiting: answers that may wait besides those that run. Requests beyond are refused,
-                with ``QueueFullError``; None takes all.
-            constraint_limits: bounds on each constraint, where requests come from clients that
-                nobody vouches for. A process of its own compiles it first.
-            template_seconds: that writing a chat as a prompt may take; None bounds it not.
+            model: Model to run.
+            max_waiting: Number of answers that may wait in the queue. Further requests raise
+                ``QueueFullError``. None for no limit.
+            constraint_limits: Limits on constraints of untrusted clients, which a child process
+                then compiles first. None for no limits.
+            template_seconds: Time to render a chat template, in seconds; None for no limit.
         Raises:
             RequestError: ``max_waiting`` is negative.
-            CheckpointError: the tokenizer is not valid.
+            CheckpointError: The tokenizer is not valid.
         """
         if max_waiting is not None and max_waiting < 0:
             raise RequestError(f"max_waiting is {max_waiting}, must be None or at least 0")
-        model.tokenizer.read()  # no request is to wait for that
+        model.tokenizer.read()  # now, so that the first request need not wait for it
         self.model = model
         self._steps = StepThread(model, max_waiting)
         self._constraints = model.engine.constraints
         if self._constraints is not None:
             self._constraints.limit(constraint_limits)
-        self._texts = ThreadPoolExecutor(1, "interposer-texts")
-        self._answers = ThreadPoolExecutor(1, "interposer-answers")
-        self._forms = _deep_executor("interposer-constraints")
+        self._prompt_executor = ThreadPoolExecutor(1, "interposer-texts")
+        self._answer_executor = ThreadPoolExecutor(1, "interposer-answers")
+        self._constraint_executor = _large_stack_executor("interposer-constraints")
         self._template_seconds = template_seconds
-        self._chats = TimedCalls("interposer-chats", template_seconds)
-        ends = [partial(each.shutdown, wait=False, cancel_futures=True) for each in self._executors]
+        self._template_calls = TimedCalls("interposer-chats", template_seconds)
+        executors = (self._prompt_executor, self._answer_executor, self._constraint_executor)
+        stops = [partial(ex.shutdown, wait=False, cancel_futures=True) for ex in executors]
         if self._constraints is not None:
-            ends.append(partial(self._constraints.limit, None))
-        self._end = weakref.finalize(self, _end, self._steps, ends)
+            stops.append(partial(self._constraints.limit, None))
+        self._stop = weakref.finalize(self, _stop, self._steps, stops)
 
     async def __aenter__(self) -> Self:
-        """Return itself."""
+        """Return this model."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Do as ``aclose``."""
+        """Call ``aclose``."""
         await self.aclose()
 
     def close(self) -> None:
-        """Cancel what is unfinished and end the threads, after the step that runs.
+        """Cancel unfinished requests, and end the threads after the present step.
 
-        Unfinished requests raise RequestError where they are awaited, and so do later ones.
+        Unfinished and later requests raise RequestError where they are awaited.
         """
-        self._end()
+        self._stop()
 
     async def aclose(self) -> None:
-        """Do as ``close`` without holding up the event loop."""
+        """Call ``close`` in a thread, so that the event loop does not wait."""
         await asyncio.to_thread(self.close)
 
     @property
     def trouble(self) -> str:
-        """The reason why requests would fail; empty where none is known."""
+        """Why requests would fail; "" if no reason is known."""
         if not self._steps.alive:
             return "the engine does not run"
         if trouble := self.model.engine.trouble:
@@ -114,12 +117,12 @@ class AsyncLanguageModel:
 
     @property
     def num_unfinished(self) -> int:
-        """The answers that run or wait."""
+        """Number of answers that run or wait."""
         return self._steps.num_unfinished
 
     @property
     def capacity(self) -> int | None:
-        """The answers that may run or wait; None where they are not bounded."""
+        """Number of answers that may run or wait; None for no limit."""
         return self._steps.capacity
 
     async def generate(
@@ -133,11 +136,11 @@ class AsyncLanguageModel:
         """Return the completion of each prompt, in order; see ``LanguageModel.generate``.
 
         Raises:
-            RequestError: a prompt or parameter is unusable, or the model was closed.
-            QueueFullError: there is no room for so many answers.
-            Exception: that a step of the engine raised.
+            RequestError: A prompt or parameter is unusable, or the model was closed.
+            QueueFullError: The queue has no room for so many answers.
+            Exception: An error of an engine step.
         """
-        generation = await self._opened(prompts, params, settings, n, streams=False)
+        generation = await self._prepare(prompts, params, settings, n, streams=False)
         try:
             return await generation.completions()
         finally:
@@ -148,11 +151,11 @@ class AsyncLanguageModel:
     ) -> AsyncGenerator[Delta, None]:
         """Yield the completion of ``prompt`` token by token; see ``LanguageModel.stream``.
 
-        Tokens between the first one and the last one may wait for up to 40 ms, and come together.
+        Tokens between the first and the last may be delayed by up to 40 ms, and then come together.
 
         Raises: as ``generate``, with the first token.
         """
-        generation = await self._opened([prompt], params, settings, n, streams=True)
+        generation = await self._prepare([prompt], params, settings, n, streams=True)
         try:
             async for deltas in generation:
                 for delta in deltas:
@@ -175,8 +178,8 @@ class AsyncLanguageModel:
         Raises: as ``generate``.
         """
         prompt = await self.chat_prompt(messages, tools=tools, template=template, options=options)
-        ((_, own),) = requests([prompt], params, settings, 1)  # settings cannot hold n
-        return (await self.generate([prompt], own))[0]
+        ((_, merged),) = requests([prompt], params, settings, 1)  # refuses n in settings
+        return (await self.generate([prompt], merged))[0]
 
     async def chat_prompt(
         self,
@@ -186,87 +189,94 @@ class AsyncLanguageModel:
         template: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids by which ``chat`` asks for the next message, for ``stream`` too.
+        """Return the token ids of the prompt that ``chat`` uses, for example for ``stream``.
 
         Raises: RequestError: a message is unusable, or there is no template.
         """
-        return await self.write_chat(
+        return await self.render_chat(
             lambda tokenizer: tokenizer.chat.token_ids(messages, tools, template, options or {})
         )
 
     async def call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
         """Call a function between two steps in the step thread, and return its result.
 
-        For what changes the model, or runs it by itself, such as ``call(model.logits, ids)``.
-        Requests wait meanwhile.
+        Use this for functions that change or run the model, such as ``call(model.logits, ids)``.
+        All requests wait until the function returns.
 
-        Raises: RequestError: the model was closed. And what the function raises.
+        Raises:
+            RequestError: The model was closed.
+            Exception: An error of the function.
         """
         return await asyncio.wrap_future(self._steps.call(lambda: function(*args, **options)))
 
     async def tokenize(self, function: Callable[[TextTokenizer], T]) -> T:
-        """Return what a function makes of a tokenizer, in the thread that reads prompts.
+        """Call a function with a tokenizer in the thread that tokenizes prompts.
 
-        A long text then holds up neither the event loop nor the engine.
+        A long text then delays neither the event loop nor the engine.
 
-        Raises: RequestError: the model was closed. And what the function raises.
+        Raises:
+            RequestError: The model was closed.
+            Exception: An error of the function.
         """
-        return await self._run(self._texts, lambda: function(self._tokenizer))
+        return await self._run(self._prompt_executor, lambda: function(self._tokenizer))
 
-    async def write_chat(self, function: Callable[[TextTokenizer], T]) -> T:
-        """Return what a function makes of a tokenizer, in the thread that writes chats as prompts.
+    async def render_chat(self, function: Callable[[TextTokenizer], T]) -> T:
+        """Call a function with a tokenizer in the thread that renders chat templates.
 
-        A template is a program, which may take any time: beyond ``template_seconds`` it is ended.
+        A chat template is a program that can loop forever. A function that runs longer than
+        ``template_seconds`` is interrupted.
 
-        Raises: RequestError: the model was closed, or the time is over. And what the function
-            raises.
+        Raises:
+            RequestError: The model was closed, or the function took too long.
+            Exception: An error of the function.
         """
         self._steps.check_room(0)
         try:
-            return await self._chats.run(lambda: function(self._chat_tokenizer))
+            return await self._template_calls.run(lambda: function(self._chat_tokenizer))
         except TimeoutError:
             raise RequestError(
-                "Writing the chat as a prompt took longer than the "
-                f"{self._template_seconds:g} s that the chat template has. "
-                "Try: fewer messages, or another template"
+                "Rendering the chat template took longer than the allowed "
+                f"{self._template_seconds:g} s. Try: fewer messages, or another template"
             ) from None
 
-    async def prepare_chats(self) -> None:
-        """Read what chats need, so that the first one need not wait for it.
+    async def load_chat_template(self) -> None:
+        """Load the chat template now, so that the first chat need not wait for it.
 
-        Raises: InterposerError: chats cannot be written.
+        Raises: InterposerError: the model has no usable chat template.
         """
         await asyncio.gather(
-            self._run(self._texts, lambda: self._chat_tokenizer.chat),
-            self._run(self._answers, lambda: self.model.tokenizer.chat),
+            self._run(self._prompt_executor, lambda: self._chat_tokenizer.chat),
+            self._run(self._answer_executor, lambda: self.model.tokenizer.chat),
         )
 
-    async def write_answer(self, function: Callable[[TextTokenizer], T]) -> T:
-        """Return what a function makes of a tokenizer, in the thread that makes texts of answers.
+    async def format_answer(self, function: Callable[[TextTokenizer], T]) -> T:
+        """Call a function with a tokenizer in the thread that formats answers.
 
-        The tokenizer is that of the model, for decoding alone.
+        The function gets the model's own tokenizer and must only decode with it.
 
-        Raises: RequestError: the model was closed. And what the function raises.
+        Raises:
+            RequestError: The model was closed.
+            Exception: An error of the function.
         """
-        return await self._run(self._answers, lambda: function(self.model.tokenizer))
+        return await self._run(self._answer_executor, lambda: function(self.model.tokenizer))
 
-    async def compile(self, constraint: Constraint) -> Compiled:
-        """Return a constraint that stays compiled for as long as somebody has what is returned.
+    async def compile_constraint(self, constraint: Constraint) -> Compiled:
+        """Compile a constraint in a thread; it stays compiled while you keep the result.
 
-        Raises: RequestError: it cannot be held, takes more than the limits allow, or the model was
-            closed.
+        Raises: RequestError: the constraint cannot be compiled or exceeds ``constraint_limits``,
+            or the model was closed.
         """
         constraints = self._constraints
         if constraints is None:
             raise RequestError("A constraint is over texts, and this engine has no tokenizer")
-        return await self._run(self._forms, lambda: constraints.compiled(constraint))
+        return await self._run(self._constraint_executor, lambda: constraints.compiled(constraint))
 
     async def load_adapter(self, name: str, path: str | Path) -> None:
         """Load a LoRA adapter between two steps; see ``LanguageModel.load_adapter``."""
         await self.call(self.model.load_adapter, name, path)
 
     async def remove_adapter(self, name: str) -> None:
-        """Forget an adapter between two steps; see ``LanguageModel.remove_adapter``."""
+        """Remove an adapter between two steps; see ``LanguageModel.remove_adapter``."""
         await self.call(self.model.remove_adapter, name)
 
     async def update_weights(
@@ -274,7 +284,7 @@ class AsyncLanguageModel:
     ) -> tuple[str, ...]:
         """Exchange weights while no request is unfinished; see ``LanguageModel.update_weights``.
 
-        Later requests wait until the exchange has ended, also for a trainer that is late.
+        Later requests wait for the end of the exchange, even if the trainer is late.
         """
         return await self.call(self.model.update_weights, tensors)
 
@@ -287,29 +297,29 @@ class AsyncLanguageModel:
         received: int | None = None,
         on_end: Callable[[Generation], None] | None = None,
     ) -> Generation:
-        """Queue a request of the event loop that runs, and return what its tokens come from.
+        """Queue a request of the running event loop, and return the generation of its tokens.
 
-        For servers: ``generate`` and ``stream`` do the same with prompts that may be texts.
+        This is for servers. ``generate`` and ``stream`` also take prompts that are texts.
 
         Args:
-            prompts: token ids, each with its parameters.
-            n: answers to each.
-            streams: whether tokens are to come when they are there, or later and together.
-            received: when the request was, in nanoseconds since the epoch.
-            on_end: called with the generation when it has ended, for whatever reason.
+            prompts: Token ids of each prompt, with its sampling parameters.
+            n: Number of answers to each prompt.
+            streams: True delivers tokens soon after each step, False later and together.
+            received: Time at which the request arrived, in nanoseconds since the epoch.
+            on_end: Called with the generation when it ends, for any reason.
         Raises:
-            RequestError: the model cannot take a prompt, or was closed.
-            QueueFullError: there is no room for so many answers.
+            RequestError: The model cannot take a prompt, or was closed.
+            QueueFullError: The queue has no room for so many answers.
         """
         checked = [(self.model.check(tokens, params), params) for tokens, params in prompts]
         generation = self._steps.open(checked, n, streams=streams, received=received, on_end=on_end)
         if self._constraints is not None:
-            # Whoever compiled them lets them go now; the engine takes them a moment later.
-            asked = {own.constraint for _, own in prompts if own.constraint is not None}
-            generation.held = [self._constraints.compiled(each) for each in asked]
+            # The caller may drop its compiled constraints before the engine takes them.
+            constraints = {params.constraint for _, params in prompts if params.constraint}
+            generation.held = [self._constraints.compiled(constraint) for constraint in constraints]
         return generation
 
-    async def _opened(
+    async def _prepare(
         self,
         prompts: str | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
@@ -318,57 +328,59 @@ class AsyncLanguageModel:
         *,
         streams: bool,
     ) -> Generation:
-        asked = requests(prompts, params, settings, n)
-        self._steps.check_room(n * len(asked))  # before anything is prepared in vain
-        forms = [await self.compile(own.constraint) for _, own in asked if own.constraint]
-        if any(isinstance(prompt, str) for prompt, _ in asked):
-            checked = await self.tokenize(lambda tokenizer: self._checked(asked, tokenizer))
+        """Compile the constraints and tokenize the prompts of a request, and open the request."""
+        rows = requests(prompts, params, settings, n)
+        self._steps.check_room(n * len(rows))  # refuse before preparing anything
+        # These references keep the constraints compiled until the generation has its own.
+        compiled = [
+            await self.compile_constraint(row_params.constraint)
+            for _, row_params in rows
+            if row_params.constraint
+        ]
+        if any(isinstance(prompt, str) for prompt, _ in rows):
+            checked = await self.tokenize(lambda tokenizer: self._checked(rows, tokenizer))
         else:
-            checked = self._checked(asked, self.model.tokenizer)
+            checked = self._checked(rows, self.model.tokenizer)
         generation = self.open(checked, n, streams=streams)
-        del forms  # which the generation has now
+        del compiled
         return generation
 
     async def _run(self, executor: Executor, function: Callable[[], T]) -> T:
         self._steps.check_room(0)
         return await asyncio.get_running_loop().run_in_executor(executor, function)
 
-    @property
-    def _executors(self) -> tuple[ThreadPoolExecutor, ...]:
-        return self._texts, self._answers, self._forms
-
     def _checked(
-        self, asked: Sequence[tuple[Prompt, SamplingParams]], tokenizer: TextTokenizer
+        self, rows: Sequence[tuple[Prompt, SamplingParams]], tokenizer: TextTokenizer
     ) -> list[tuple[list[int], SamplingParams]]:
         return [
             (self.model.check(token_ids_of(prompt, tokenizer), params), params)
-            for prompt, params in asked
+            for prompt, params in rows
         ]
 
     @cached_property
     def _tokenizer(self) -> TextTokenizer:
-        """The tokenizer of the thread of prompts: some may be used by one thread at a time."""
+        """Tokenizer of the thread that tokenizes prompts; some tokenizers are not thread-safe."""
         return copy.deepcopy(self.model.tokenizer)
 
     @cached_property
     def _chat_tokenizer(self) -> TextTokenizer:
-        """The tokenizer of the thread of chats."""
+        """Tokenizer of the thread that renders chat templates."""
         return copy.deepcopy(self.model.tokenizer)
 
 
-def _deep_executor(name: str) -> ThreadPoolExecutor:
-    """Return one with a thread whose stack is as large as where constraints are compiled first."""
+def _large_stack_executor(name: str) -> ThreadPoolExecutor:
+    """Return an executor of one thread, whose stack is larger than the child process's."""
     executor = ThreadPoolExecutor(1, name)
-    with _STACK_SIZE:
-        before = threading.stack_size(STACK_BYTES + _MORE_STACK)
+    with _STACK_SIZE_LOCK:
+        default_bytes = threading.stack_size(STACK_BYTES + _EXTRA_STACK_BYTES)
         try:
-            executor.submit(int)  # which starts the thread
+            executor.submit(int)  # starts the thread while the stack size is set
         finally:
-            threading.stack_size(before)
+            threading.stack_size(default_bytes)
     return executor
 
 
-def _end(steps: StepThread, ends: Sequence[Callable[[], None]]) -> None:
-    steps.stop(_END_SECONDS)
-    for end in ends:
-        end()
+def _stop(steps: StepThread, stops: Sequence[Callable[[], None]]) -> None:
+    steps.stop(_STOP_SECONDS)
+    for stop in stops:
+        stop()

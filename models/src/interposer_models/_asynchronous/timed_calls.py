@@ -1,4 +1,4 @@
-"""Calls in threads of their own that end after their time."""
+"""Run Python functions in threads, with a time limit that interrupts the function."""
 
 from __future__ import annotations
 
@@ -13,66 +13,79 @@ T = TypeVar("T")
 
 
 class Expired(BaseException):
-    """The time of a call is over; raised in the midst of it."""
+    """Raised inside a function whose time is over or whose caller has gone."""
 
 
 class TimedCalls:
-    """One call after the other, each of which ends after its time, whatever it does in Python."""
+    """Runs functions one after the other, each in a new thread and with a time limit.
+
+    A function that exceeds the limit is interrupted by an exception, which Python raises between
+    two bytecode instructions. A function inside a C call is interrupted after that call.
+    """
 
     def __init__(self, name: str, seconds: float | None) -> None:
-        """Start nothing yet.
+        """Set the time limit.
 
         Args:
-            name: of the threads.
-            seconds: from when a call begins; None bounds it not.
+            name: Name of the threads.
+            seconds: Wall time of one call, from the start of its function; None for no limit.
         """
         self._name = name
         self._seconds = seconds
         self._turn = threading.Lock()
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Return what a function returns, after the calls that were there first.
+        """Run a function after all earlier calls, and return its result.
 
-        Raises: TimeoutError: its time is over. And what the function raises.
+        If the awaiting task is cancelled, the function is interrupted or does not start.
+
+        Raises:
+            TimeoutError: The function exceeded the time limit.
+            Exception: An error of the function.
         """
         call = _Call(function, self._turn, asyncio.get_running_loop())
         threading.Thread(target=call.run, name=self._name, daemon=True).start()
         try:
-            await asyncio.shield(call.begun)
+            await asyncio.shield(call.started)
             return await asyncio.wait_for(asyncio.shield(call.result), self._seconds)
         finally:
             call.end()
 
 
 class _Call(Generic[T]):
-    """A function that a thread calls for an event loop."""
+    """One function that a thread runs for an event loop.
+
+    Attributes:
+        started: Done when the function starts.
+        result: Result or error of the function.
+    """
 
     def __init__(
         self, function: Callable[[], T], turn: threading.Lock, loop: asyncio.AbstractEventLoop
     ) -> None:
-        self.begun: asyncio.Future[None] = loop.create_future()
+        self.started: asyncio.Future[None] = loop.create_future()
         self.result: asyncio.Future[T] = loop.create_future()
         self._function = function
         self._turn = turn
         self._loop = loop
         self._lock = threading.Lock()
-        self._thread: int | None = None  # while the function runs
+        self._thread: int | None = None  # identifier of the thread while the function runs
         self._ended = False
 
     def run(self) -> None:
-        """Call the function, and tell the event loop."""
+        """Run the function, and send its result to the event loop."""
         try:
             with self._turn:
-                self._tell(self.begun.set_result, None)
-                result = self._called()
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-            self._tell(self.begun.cancel)
+                self._call_in_loop(self.started.set_result, None)
+                result = self._run_function()
+        except BaseException as error:  # noqa: BLE001 - raised in the awaiting task
+            self._call_in_loop(self.started.cancel)
             if not isinstance(error, Expired):
-                self._tell(self._set_error, error)
+                self._call_in_loop(self._set_error, error)
         else:
-            self._tell(self._set_result, result)
+            self._call_in_loop(self._set_result, result)
 
-    def _called(self) -> T:
+    def _run_function(self) -> T:
         with self._lock:
             if self._ended:
                 raise Expired
@@ -84,14 +97,14 @@ class _Call(Generic[T]):
                 self._thread = None
 
     def end(self) -> None:
-        """Raise in the midst of the function, or before it begins; nothing where it has ended."""
+        """Interrupt the function, or keep it from starting; do nothing after it has returned."""
         with self._lock:
             self._ended = True
             if self._thread is not None:
-                number = ctypes.c_ulong(self._thread)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(Expired))
+                thread = ctypes.c_ulong(self._thread)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(Expired))
 
-    def _tell(self, function: Callable[..., Any], *arguments: Any) -> None:
+    def _call_in_loop(self, function: Callable[..., Any], *arguments: Any) -> None:
         with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 

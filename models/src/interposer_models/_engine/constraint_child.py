@@ -1,8 +1,8 @@
-"""The process that compiles constraints before the server does.
+"""Entry point of the child process that compiles constraints before the server does.
 
-It reads requests from its standard input and writes answers to its standard output, each a length
-of four bytes and JSON. It ends where its limits of memory or of processor time are passed, and
-with its input.
+The child reads requests from standard input and writes responses to standard output. Each message
+is a big-endian length of four bytes, then JSON. The operating system ends the child when it exceeds
+its memory or processor time; the child exits by itself when standard input closes.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from interposer_models._engine.constraint_grammar import (
     heap_bytes,
 )
 
-_NICE = 10  # answers of others go first
+_NICE = 10  # lower priority than the server, so that compiling does not slow other requests
 
 
 def main() -> None:
-    """Serve until the input ends.
+    """Compile constraints until standard input closes.
 
-    Arguments: the descriptor of the tokenizer, its size, the size of the vocabulary, the seconds
-    of processor time and the bytes of memory that a constraint may take, and those of the stack.
+    Command line: file descriptor of the tokenizer.json, its size in bytes, vocabulary size,
+    processor seconds for one constraint, bytes of memory on top of the tokenizer's, bytes of stack.
     """
-    descriptor, size, vocab_size, seconds, num_bytes, stack = map(float, sys.argv[1:])
+    descriptor, size, vocab_size, seconds, num_bytes, stack_bytes = map(float, sys.argv[1:])
     with suppress(OSError):
         os.nice(_NICE)
     serialized = os.pread(int(descriptor), int(size), 0).decode()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    threading.stack_size(int(stack))
-    arguments = (requests, answers, serialized, int(vocab_size), seconds, int(num_bytes))
+    requests, responses = sys.stdin.buffer, sys.stdout.buffer
+    threading.stack_size(int(stack_bytes))
+    arguments = (requests, responses, serialized, int(vocab_size), seconds, int(num_bytes))
     thread = threading.Thread(target=_serve, args=arguments)
     thread.start()
     thread.join()
@@ -50,7 +50,7 @@ def main() -> None:
 
 def _serve(
     requests: BinaryIO,
-    answers: BinaryIO,
+    responses: BinaryIO,
     serialized: str,
     vocab_size: int,
     seconds: float,
@@ -59,55 +59,58 @@ def _serve(
     try:
         tokenizer, _ = grammar_tokenizer(serialized, vocab_size)
     except RequestError as error:
-        answer: dict[str, Any] = {"error": str(error)}
+        response: dict[str, Any] = {"error": str(error)}
         while read(requests) is not None:
-            write(answers, answer)
+            write(responses, response)
         return
     _limit_memory(num_bytes)
-    while (asked := read(requests)) is not None:
+    while (fields := read(requests)) is not None:
         _limit_time(seconds)
-        before = heap_bytes()
+        heap_before = heap_bytes()
         try:
-            matcher = compile_constraint(tokenizer, Constraint(**asked), bounded=True)
-            answer = {"bytes": max(0, heap_bytes() - before)}
+            matcher = compile_constraint(tokenizer, Constraint(**fields), bounded=True)
+            response = {"bytes": max(0, heap_bytes() - heap_before)}
             del matcher
         except RequestError as error:
-            answer = {"error": str(error)}
-        write(answers, answer)
+            response = {"error": str(error)}
+        write(responses, response)
 
 
 def read(stream: BinaryIO) -> Any:
-    """Return the next message of a stream; None at its end."""
-    head = stream.read(4)
-    if len(head) < 4:
+    """Read the next message of a stream; return None at the end of the stream."""
+    header = stream.read(4)
+    if len(header) < 4:
         return None
-    (size,) = struct.unpack(">I", head)
+    (size,) = struct.unpack(">I", header)
     content = stream.read(size)
     return json.loads(content) if len(content) == size else None
 
 
 def write(stream: BinaryIO, message: Any) -> None:
-    """Write a message at once."""
+    """Write a message to a stream, and flush the stream."""
     content = json.dumps(message).encode()
     stream.write(struct.pack(">I", len(content)) + content)
     stream.flush()
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Let the process have so many bytes more than it has."""
+    """Limit the process's address space to its present size plus ``num_bytes``."""
     with suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * os.sysconf("SC_PAGE_SIZE") + num_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        limit = pages * os.sysconf("SC_PAGE_SIZE") + num_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _limit_time(seconds: float) -> None:
-    """Let the process have so much more processor time, in whole seconds."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    most = math.ceil(used.ru_utime + used.ru_stime + seconds)
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    """Limit the process's processor time to the time spent so far plus ``seconds``.
+
+    The sum is rounded up, as the operating system takes whole seconds only.
+    """
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    limit = math.ceil(usage.ru_utime + usage.ru_stime + seconds)
+    hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
     with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_CPU, (most, hard))
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, hard_limit))
 
 
 if __name__ == "__main__":

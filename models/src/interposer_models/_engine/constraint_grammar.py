@@ -1,6 +1,6 @@
-"""Constraints as llguidance compiles them.
+"""Compile constraints with the library llguidance.
 
-Nothing here imports torch, so that the process that compiles first starts at once.
+This module must not import torch, so that the child process which imports it starts quickly.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from interposer_models._constraint import Constraint
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Where any white space is allowed, a weak model writes it for ever: each token of it is right.
+# If any white space were allowed, a weak model could write white space without end.
 _JSON = {"whitespace_pattern": r"(?: |\n[ \t]{0,24})"}
 _END = "<|interposer-constraint-end|>"
-# Each state takes 1 to 2 KB (llguidance's own figure), and comes as a text is followed.
-_MOST_STATES = 50_000
+NO_FIRST_TOKEN = "no token of the vocabulary can start a matching text"
+# llguidance adds lexer states while it follows a text. Each takes 1 to 2 KB by its documentation.
+_MAX_LEXER_STATES = 50_000
 
 
 def library() -> Any:
-    """Return the module llguidance.
+    """Import and return the module llguidance.
 
-    Raises: RequestError: it is not installed.
+    Raises: RequestError: llguidance is not installed.
     """
     try:
         import llguidance
@@ -42,22 +43,25 @@ def library() -> Any:
 
 
 def grammar_tokenizer(serialized: str, vocab_size: int) -> tuple[LLTokenizer, int]:
-    """Return a tokenizer as the library holds it, and a token of its own that ends a text.
+    """Convert a tokenizer to llguidance's, and add an end token that no model produces.
 
-    What ends a request differs from request to request, and some models have no such token.
+    llguidance requires one end token for all requests. The model's own end tokens cannot serve:
+    each request may have others, and some models have none.
 
     Args:
-        serialized: the content of a tokenizer.json.
-    Raises: RequestError: its tokens have no bytes.
+        serialized: Content of a tokenizer.json.
+        vocab_size: Number of logits of the model.
+    Returns: The tokenizer of llguidance, and the id of the added end token.
+    Raises: RequestError: the tokenizer's tokens do not map to bytes.
     """
-    held = library()
-    own = Tokenizer.from_str(serialized)
-    own.add_special_tokens([_END])
-    end = own.token_to_id(_END)
+    llguidance = library()
+    tokenizer = Tokenizer.from_str(serialized)
+    tokenizer.add_special_tokens([_END])
+    end = tokenizer.token_to_id(_END)
     assert end is not None
-    size = max(vocab_size, own.get_vocab_size(), end + 1)
+    size = max(vocab_size, tokenizer.get_vocab_size(), end + 1)
     try:
-        return held.LLTokenizer(own.to_str(), n_vocab=size, eos_token=end), end
+        return llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=end), end
     except ValueError as error:
         raise RequestError(
             f"Texts cannot be constrained with this tokenizer: {error}. Try: a model whose "
@@ -68,63 +72,66 @@ def grammar_tokenizer(serialized: str, vocab_size: int) -> tuple[LLTokenizer, in
 def compile_constraint(
     tokenizer: LLTokenizer, constraint: Constraint, *, bounded: bool
 ) -> LLMatcher:
-    """Return the matcher of a constraint, at the empty text, with the first bit mask computed.
+    """Compile a constraint to a matcher at the empty text, and compute its first bit mask.
 
     Args:
-        bounded: whether its automaton may have a limited number of states only.
+        tokenizer: Result of ``grammar_tokenizer``.
+        bounded: Whether to limit the number of lexer states.
     Raises: RequestError: the constraint is malformed or too large.
     """
-    held = library()
+    llguidance = library()
     try:
-        grammar = _grammar(held.LLMatcher, constraint)
-    except Exception as error:  # the converter of grammars raises bare Exception
+        grammar = _grammar(llguidance.LLMatcher, constraint)
+    except Exception as error:  # llguidance's grammar converter raises bare Exception
         raise malformed(constraint, str(error)) from error
-    limits = held.LLParserLimits(max_lexer_states=_MOST_STATES) if bounded else None
-    matcher: LLMatcher = held.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES) if bounded else None
+    matcher: LLMatcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise malformed(constraint, matcher.get_error())
-    # Copies share what this finds out, but not an error that it ends in.
-    first = matcher.deep_copy()
-    first.compute_bitmask()
-    if first.is_error():
-        reason = first.get_error()
+    # Copies share computed lexer states but no error: use a copy, so the matcher stays usable.
+    probe = matcher.deep_copy()
+    probe.compute_bitmask()
+    if probe.is_error():
+        reason = probe.get_error()
         if reason.startswith("NoExtensionBias"):
-            reason = "no token of the vocabulary begins such a text"
+            reason = NO_FIRST_TOKEN
         raise malformed(constraint, reason)
     return matcher
 
 
-def _grammar(matchers: Any, constraint: Constraint) -> str:
-    """Return a constraint as the library reads it."""
+def _grammar(matcher_class: Any, constraint: Constraint) -> str:
+    """Convert a constraint to the grammar format of llguidance."""
     text = constraint.text
     if constraint.kind == "JSON schema":
-        return str(matchers.grammar_from_json_schema(text, _JSON))
+        return str(matcher_class.grammar_from_json_schema(text, _JSON))
     if constraint.kind == "regex":
-        return str(matchers.grammar_from_regex(text))
+        return str(matcher_class.grammar_from_regex(text))
     if constraint.kind == "choice":
         text = "start: " + " | ".join(map(json.dumps, json.loads(text)))
     elif "::=" in text:
         from llguidance.gbnf_to_lark import gbnf_to_lark
 
         text = gbnf_to_lark(text)
-    return str(matchers.grammar_from_lark(text))
+    return str(matcher_class.grammar_from_lark(text))
 
 
 def malformed(constraint: Constraint, reason: str) -> RequestError:
-    """Return the error of a constraint that cannot be compiled."""
-    reason = reason.partition("<state>")[0]  # what the parser was doing helps nobody else
+    """Return the error for a constraint that cannot be compiled."""
+    # llguidance appends a dump of its parser's state, which does not help users.
+    reason = reason.partition("<state>")[0]
     return RequestError(
-        f"The {constraint.kind} {constraint.text!r:.200} cannot be held: {reason.strip():.1000}"
+        f"The {constraint.kind} {constraint.text!r:.200} cannot be compiled: {reason.strip():.1000}"
     )
 
 
 def heap_bytes() -> int:
-    """Return the bytes that the allocator has given out in this process.
+    """Return the heap memory that this process has allocated, in bytes.
 
-    Where the C library does not say, the resident memory stands in; 0 where that is unknown too.
+    Uses mallinfo2 of glibc. On other C libraries returns the resident memory, or 0 where
+    /proc is missing.
     """
-    if (read := _mallinfo()) is not None:
-        info = read()
+    if (mallinfo2 := _mallinfo2()) is not None:
+        info = mallinfo2()
         return int(info.uordblks + info.hblkhd)
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -153,7 +160,8 @@ class _MallInfo(ctypes.Structure):
 
 
 @cache
-def _mallinfo() -> Any:
+def _mallinfo2() -> Any:
+    """Return glibc's function mallinfo2, or None where the C library has none."""
     try:
         function = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError, TypeError):

@@ -1,4 +1,4 @@
-"""A process in which a constraint is compiled before this process does so."""
+"""Child process that compiles untrusted constraints before the server does."""
 
 from __future__ import annotations
 
@@ -24,127 +24,145 @@ from interposer_models._engine.constraint_grammar import malformed
 from interposer_models._engine.constraint_limits import ConstraintLimits
 
 STACK_BYTES = 8 * 2**20
-# A process that others keep from running has had less processor time than has passed.
-_PATIENCE = 4
-_STARTING_SECONDS = 60.0
-_MOST_ANSWER = 64 * 2**10
+# On a busy machine the child gets only part of a core, so that wall time exceeds processor time.
+_WALL_PER_PROCESSOR_SECOND = 4
+_START_SECONDS = 60.0
+_MAX_RESPONSE_BYTES = 64 * 2**10
+# The child's heap while it compiles, as a multiple of the limit on the compiled constraint.
+_MEMORY_TO_COMPILE = 4
 _MODULE = "interposer_models._engine.constraint_child"
 
 
 class ConstraintProcess:
-    """Compiles constraints of which this process knows nothing yet, and says what they take.
+    """Compiles constraints in a child process, and returns the memory that each takes.
 
-    The process starts with this object and again after each constraint that ended it, so that the
-    next one need not wait for it. Any thread may ask; one constraint is compiled at a time.
+    The child starts with this object. It starts again as soon as a constraint has ended it, so that
+    the next constraint need not wait for the start. Any thread may call the methods; one constraint
+    is compiled at a time.
     """
 
     def __init__(self, serialized: str, vocab_size: int, limits: ConstraintLimits) -> None:
-        """Start it.
+        """Start the child process.
 
         Args:
-            serialized: the content of the tokenizer.json.
+            serialized: Content of the tokenizer.json.
+            vocab_size: Number of logits of the model.
+            limits: Limits on constraints.
         """
         content = serialized.encode()
         self._file = tempfile.TemporaryFile(prefix="interposer-")  # noqa: SIM115 - kept open
         self._file.write(content)
         self._file.flush()
         self._limits = limits
-        self._arguments = (len(content), vocab_size, limits.seconds, 4 * limits.each_bytes)
+        self._arguments = (
+            len(content),
+            vocab_size,
+            limits.compile_seconds,
+            _MEMORY_TO_COMPILE * limits.compiled_bytes,
+        )
         self._lock = Lock()
         self._closed = False
         self._start()
 
     def _start(self) -> None:
-        number = self._file.fileno()
+        descriptor = self._file.fileno()
+        arguments = map(str, (descriptor, *self._arguments, STACK_BYTES))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", _MODULE, *map(str, (number, *self._arguments, STACK_BYTES))],
+            [sys.executable, "-m", _MODULE, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            pass_fds=[number],
-            # A Ctrl-C at the terminal is for the server alone.
+            pass_fds=[descriptor],
+            # In a session of its own the child does not get the Ctrl-C of the terminal.
             start_new_session=True,
             env=child_environment(PYTHONSAFEPATH="1", MALLOC_ARENA_MAX="2"),
         )
-        self._end = weakref.finalize(self, _end, self._process)
-        self._fresh = True
+        self._stop = weakref.finalize(self, _stop, self._process)
+        self._is_starting = True
 
     def close(self) -> None:
-        """End the process, also while it compiles for another thread."""
+        """End the child process, even while it compiles. Later calls raise RequestError."""
         self._closed = True
-        self._end()
+        self._stop()
         self._file.close()
 
     def num_bytes(self, constraint: Constraint) -> int:
-        """Return the bytes that a constraint takes once it is compiled.
+        """Compile a constraint in the child process, and return its compiled size in bytes.
 
-        Raises: RequestError: it is malformed, or compiling it takes more than the limits allow.
+        Raises: RequestError: the constraint is malformed, or exceeds a limit on time or memory.
         """
         with self._lock:
             try:
-                answer = self._ask(json.dumps(asdict(constraint)).encode())
+                response = self._exchange(json.dumps(asdict(constraint)).encode())
             except (OSError, EOFError, TimeoutError, ValueError) as error:
                 if self._closed:
                     raise RequestError("The model was closed. Try: a new one") from None
-                reason = self._ending(error)
+                reason = self._stop_reason(error)
                 self._start()
                 raise malformed(constraint, reason) from None
-        if "error" in answer:
-            raise RequestError(str(answer["error"]))
-        if answer["bytes"] > self._limits.each_bytes:
-            reason = (
-                f"compiled, it takes {answer['bytes']} bytes; allowed are {self._limits.each_bytes}"
-            )
+        if "error" in response:
+            raise RequestError(str(response["error"]))
+        num_bytes = int(response["bytes"])
+        allowed = self._limits.compiled_bytes
+        if num_bytes > allowed:
+            reason = f"the compiled constraint has {num_bytes} bytes; allowed are {allowed}"
             raise malformed(constraint, reason)
-        return int(answer["bytes"])
+        return num_bytes
 
-    def _ask(self, content: bytes) -> dict[str, Any]:
+    def _exchange(self, content: bytes) -> dict[str, Any]:
+        """Send a request to the child, and return its response.
+
+        Raises: OSError, EOFError: the child has ended. TimeoutError: it did not respond in time.
+        """
         assert self._process.stdin is not None
-        seconds = _PATIENCE * (self._limits.seconds + 1)
-        until = time.monotonic() + seconds + (_STARTING_SECONDS if self._fresh else 0)
+        # The child's limit has whole seconds, so that it may take up to one second longer.
+        seconds = _WALL_PER_PROCESSOR_SECOND * (self._limits.compile_seconds + 1)
+        deadline = time.monotonic() + seconds + (_START_SECONDS if self._is_starting else 0)
         self._process.stdin.write(struct.pack(">I", len(content)) + content)
         self._process.stdin.flush()
-        (size,) = struct.unpack(">I", self._read(4, until))
-        if size > _MOST_ANSWER:
+        (size,) = struct.unpack(">I", self._read(4, deadline))
+        if size > _MAX_RESPONSE_BYTES:
             raise EOFError
-        answer: dict[str, Any] = json.loads(self._read(size, until))
-        self._fresh = False
-        return answer
+        response: dict[str, Any] = json.loads(self._read(size, deadline))
+        self._is_starting = False
+        return response
 
-    def _read(self, size: int, until: float) -> bytes:
+    def _read(self, size: int, deadline: float) -> bytes:
         assert self._process.stdout is not None
-        number, content = self._process.stdout.fileno(), b""
+        descriptor, content = self._process.stdout.fileno(), b""
         while len(content) < size:
-            ready, _, _ = select.select([number], [], [], max(0.0, until - time.monotonic()))
+            seconds = max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([descriptor], [], [], seconds)
             if not ready:
                 raise TimeoutError
-            part = os.read(number, size - len(content))
-            if not part:
+            chunk = os.read(descriptor, size - len(content))
+            if not chunk:
                 raise EOFError
-            content += part
+            content += chunk
         return content
 
-    def _ending(self, error: Exception) -> str:
-        """End the process, and return why it could not answer."""
+    def _stop_reason(self, error: Exception) -> str:
+        """Wait for the child to end, and return the reason for users."""
         if isinstance(error, TimeoutError):
             self._process.kill()
         code = self._process.wait()
-        self._end()
+        self._stop()
         if isinstance(error, TimeoutError) or code == -signal.SIGXCPU:
-            return f"compiling it takes longer than the {self._limits.seconds:g} s that are allowed"
+            seconds = self._limits.compile_seconds
+            return f"compiling takes longer than the allowed {seconds:g} s"
         if code == -signal.SIGSEGV:
-            return "it nests deeper than can be compiled"
+            return "it is nested too deeply for the compiler's stack"
         return (
-            "compiling it takes more memory than is allowed, or fails in the library "
-            f"(its process ended with {_name(code)})"
+            "compiling takes more memory than allowed, or the compiler fails "
+            f"(its process ended with {_exit_name(code)})"
         )
 
 
-def _name(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"the exit code {code}"
+def _exit_name(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):

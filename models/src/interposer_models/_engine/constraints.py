@@ -1,4 +1,4 @@
-"""Constrained output: which tokens may come next, by a grammar over the bytes of tokens.
+"""Constrained output: compute the tokens that a grammar over bytes allows next.
 
 Dimensions: V vocabulary.
 """
@@ -19,6 +19,7 @@ import torch
 from interposer.errors import RequestError
 from interposer_models._constraint import Constraint
 from interposer_models._engine.constraint_grammar import (
+    NO_FIRST_TOKEN,
     compile_constraint,
     grammar_tokenizer,
     heap_bytes,
@@ -33,21 +34,21 @@ from interposer_models._tokenizer import TextTokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_WORD = 32  # tokens in a word of a bit mask
-_MOST_REFUSALS = 1024
-_KEPT = ConstraintLimits()
+_WORD = 32  # tokens in one int32 of a bit mask
+_MAX_REFUSALS = 1024
+_DEFAULT_LIMITS = ConstraintLimits()
 
 End = Literal["stop", "constraint"]
 
 
 @dataclass(eq=False)
 class Compiled:
-    """A constraint that requests may share.
+    """A compiled constraint, shared by the requests that use it.
 
     Attributes:
-        constraint: as it was given.
-        matcher: at the empty text; copies of it advance.
-        num_bytes: of memory that it takes.
+        constraint: Source of the compiled constraint.
+        matcher: Matcher at the empty text. Requests advance copies of it.
+        num_bytes: Memory of the compiled constraint, in bytes.
     """
 
     constraint: Constraint
@@ -56,109 +57,124 @@ class Compiled:
 
 
 class Matcher:
-    """The tokens that one request may produce next, and whether its text is complete.
+    """Follows the text of one request, and computes the tokens that its constraint allows next.
 
     Attributes:
-        fault: why no token can follow though the text is incomplete; empty while one can.
+        fault: Why the request cannot continue although its text is incomplete; "" while it can.
     """
 
     def __init__(
         self,
         compiled: Compiled,
-        stops: frozenset[int],
+        stop_tokens: frozenset[int],
         end: int,
         on_fault: Callable[[Constraint], None],
     ) -> None:
-        """Begin with the empty text.
+        """Start at the empty text.
 
         Args:
-            stops: tokens that end the request.
-            end: the token of the matcher's own end, which no model produces.
-            on_fault: called with the constraint when a fault is found.
+            compiled: Compiled constraint.
+            stop_tokens: Tokens that end the request.
+            end: End token of llguidance, which no model produces.
+            on_fault: Called with the constraint when the request cannot continue.
         """
         self.fault = ""
-        self._compiled = compiled  # which is in use for as long as the request is
-        self._held = compiled.matcher.deep_copy()
-        self._stops = stops
+        self._compiled = compiled  # this reference counts the constraint as in use
+        self._matcher = compiled.matcher.deep_copy()
+        self._stop_tokens = stop_tokens
         self._end = end
         self._on_fault = on_fault
 
     def compute(self) -> bytes:
-        """Return the bits of the tokens that may come next, as the library has them."""
-        return self._held.compute_bitmask()
+        """Return the bit mask of the allowed next tokens in llguidance's format."""
+        return self._matcher.compute_bitmask()
 
     def fill(self, row: torch.Tensor, bits: bytes | None) -> None:
-        """Write the bits of the tokens that may come next.
+        """Write the bit mask of the allowed next tokens to ``row``.
 
-        A stop token may where the text is complete. Where nothing may come, ``fault`` says why,
-        and a stop token, or any token if there is none, is left to end the request with.
+        Stop tokens are allowed when the text is complete. If no token is allowed, ``fault`` is set,
+        and ``row`` allows the stop tokens, or every token if there are none, so that the request
+        can end.
 
         Args:
-            row: ``[ceil(V / 32)]`` int32 of host memory, as ``apply_token_bitmask`` reads it.
-            bits: what ``compute`` returned; None where that takes too long.
+            row: ``[ceil(V / 32)]``, int32, in host memory, as ``apply_token_bitmask`` reads it.
+            bits: Result of ``compute``; None if computing was abandoned.
         """
-        stops = [token for token in self._stops if token < _WORD * len(row)]
+        stop_tokens = [token for token in self._stop_tokens if token < _WORD * len(row)]
         row.zero_()
         if bits is None and not self.fault:
-            # Another thread still has the matcher, so that nothing can be asked of it.
-            self._end_with("finding the tokens that may come next takes too long")
+            # The abandoned thread still runs the matcher, so do not call the matcher here.
+            self._fail("computing the allowed next tokens takes too long")
         elif bits is not None:
             allowed = torch.frombuffer(bytearray(bits), dtype=torch.int32)
-            words = min(len(row), len(allowed))
-            row[:words] = allowed[:words]
-            complete = self._held.is_accepting() and not self._held.is_error()
+            num_words = min(len(row), len(allowed))
+            row[:num_words] = allowed[:num_words]
+            is_complete = self._matcher.is_accepting() and not self._matcher.is_error()
             if self._end < _WORD * len(row):
-                _set(row, self._end, False)
-            for token in stops:
-                _set(row, token, complete)
+                _set_bit(row, self._end, False)
+            for token in stop_tokens:
+                _set_bit(row, token, is_complete)
             if not row.any():
-                self._end_with(_first_line(self._held.get_error()) or "no token can follow")
+                self._fail(_first_line(self._matcher.get_error()) or "no token can follow")
         if self.fault:
-            for token in stops:
-                _set(row, token, True)
-            if not stops:
+            for token in stop_tokens:
+                _set_bit(row, token, True)
+            if not stop_tokens:
                 row.fill_(-1)
 
     def advance(self, token: int) -> End | None:
-        """Take the request's next token; return why the request ends with it, if it does."""
+        """Append the request's next token, and return the finish reason if the request ends."""
         if self.fault:
             return "constraint"
-        if token in self._stops:
+        if token in self._stop_tokens:
             return "stop"
-        self._held.consume_token(token)
-        if self._held.is_error():
-            self._end_with(_first_line(self._held.get_error()))
+        self._matcher.consume_token(token)
+        if self._matcher.is_error():
+            self._fail(_first_line(self._matcher.get_error()))
             return "constraint"
-        # Nothing but the end can follow, so that no step need be taken for it.
-        return "stop" if self._held.is_stopped() else None
+        # Only the end can follow: end now, without another step of the model.
+        return "stop" if self._matcher.is_stopped() else None
 
-    def _end_with(self, fault: str) -> None:
+    def _fail(self, fault: str) -> None:
         self.fault = fault
         self._on_fault(self._compiled.constraint)
 
 
 class Constraints:
-    """Compiles the constraints of requests for one tokenizer. Any thread may ask."""
+    """Compiles constraints for one tokenizer, and caches them. Any thread may call the methods.
+
+    Without limits, constraints are compiled in this process only. With limits, a child process
+    compiles each one first, and one thread at a time compiles.
+    """
 
     def __init__(self, tokenizer: TextTokenizer, vocab_size: int) -> None:
-        """Read nothing yet: the tokenizer is prepared for the first constraint, for a second."""
+        """Create an empty cache.
+
+        The first constraint converts the tokenizer for llguidance, which takes about a second.
+
+        Args:
+            tokenizer: Tokenizer of the model.
+            vocab_size: Number of logits of the model.
+        """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._limits: ConstraintLimits | None = None
         self._process: ConstraintProcess | None = None
         self._masks: MaskThread | None = None
-        # Those that are kept, oldest first; and all that are in use by anybody.
-        self._kept: OrderedDict[Constraint, Compiled] = OrderedDict()
-        self._used: WeakValueDictionary[Constraint, Compiled] = WeakValueDictionary()
-        self._refused: OrderedDict[bytes, str] = OrderedDict()
+        # The cache, least recently used first.
+        self._cache: OrderedDict[Constraint, Compiled] = OrderedDict()
+        # Every compiled constraint that the cache or a request refers to.
+        self._alive: WeakValueDictionary[Constraint, Compiled] = WeakValueDictionary()
+        # Messages of refused constraints, by the SHA-256 of the constraint.
+        self._refusals: OrderedDict[bytes, str] = OrderedDict()
         self._lock = Lock()
         self._compiling = Lock()
 
     def limit(self, limits: ConstraintLimits | None) -> None:
-        """Take constraints from now on as those of clients that nobody vouches for, or no longer.
+        """Set or remove the limits on constraints, and clear the cache.
 
         Args:
-            limits: of each; None for none. What was compiled before is forgotten.
+            limits: Limits for constraints of untrusted clients; None removes the limits.
         """
         if (process := self._process) is not None:
             process.close()  # which ends what it compiles now
@@ -167,45 +183,51 @@ class Constraints:
                 self._masks.close()
             self._limits, self._process = limits, None
             self._masks = None if limits is None else MaskThread(limits.mask_seconds)
-            self._kept.clear()
-            self._used = WeakValueDictionary()
-            self._refused.clear()
+            self._cache.clear()
+            self._alive = WeakValueDictionary()
+            self._refusals.clear()
 
     def compiled(self, constraint: Constraint) -> Compiled:
-        """Return a constraint that is compiled for as long as somebody has what is returned.
+        """Return a compiled constraint from the cache, or compile it.
 
-        Raises: RequestError: the constraint is malformed or too large, holds for no text of this
-            vocabulary, or cannot be compiled for want of a package or of a tokenizer; or others
-            that are in use leave it no memory.
+        The constraint stays compiled while the caller keeps the result, even if the cache drops it.
+
+        Raises: RequestError: the constraint is malformed, exceeds a limit or matches no text of
+            this vocabulary; llguidance is missing or does not support the tokenizer; or the
+            constraints in use leave no memory for it.
         """
-        found = self._find(constraint)
-        if found is not None:
-            return found
+        if (compiled := self._find(constraint)) is not None:
+            return compiled
         if self._limits is None:
-            # Without the lock, so that a large grammar holds up nobody else's.
-            return self._keep(self._compile(constraint, 0))
+            # Compile outside the lock, so that a large grammar does not delay other requests.
+            return self._store(self._compile(constraint, 0))
         with self._compiling:
-            found = self._find(constraint)
-            return self._keep(self._examined(constraint)) if found is None else found
+            if (compiled := self._find(constraint)) is not None:
+                return compiled
+            return self._store(self._compile_limited(constraint))
 
-    def matcher(self, constraint: Constraint, stops: frozenset[int]) -> Matcher:
-        """Return a matcher of the empty text.
+    def matcher(self, constraint: Constraint, stop_tokens: frozenset[int]) -> Matcher:
+        """Return a matcher at the empty text for one request.
 
+        Args:
+            constraint: Constraint of the request.
+            stop_tokens: Tokens that end the request.
         Raises: RequestError: as ``compiled``.
         """
-        found = self.compiled(constraint)
-        return Matcher(found, stops, self._prepared[1], self._forget)
+        compiled = self.compiled(constraint)
+        _, end = self._tokenizer_and_end
+        return Matcher(compiled, stop_tokens, end, self._forget)
 
     def fill(self, rows: Sequence[tuple[Matcher, torch.Tensor]]) -> None:
-        """Write the bits of the tokens that may come next for each matcher, see its ``fill``."""
+        """Write the bit mask of each matcher to its row; see ``Matcher.fill``."""
         if self._masks is None:
             for matcher, row in rows:
                 matcher.fill(row, matcher.compute())
             return
-        # One with a fault may still be computed by a thread that was left alone.
-        sound = [(matcher, row) for matcher, row in rows if not matcher.fault]
-        found = self._masks.compute([matcher.compute for matcher, _ in sound])
-        for (matcher, row), bits in zip(sound, found, strict=True):
+        # An abandoned thread may still run a matcher that has a fault, so do not compute its mask.
+        running = [(matcher, row) for matcher, row in rows if not matcher.fault]
+        masks = self._masks.compute([matcher.compute for matcher, _ in running])
+        for (matcher, row), bits in zip(running, masks, strict=True):
             matcher.fill(row, bits)
         for matcher, row in rows:
             if matcher.fault:
@@ -213,20 +235,20 @@ class Constraints:
 
     def _find(self, constraint: Constraint) -> Compiled | None:
         with self._lock:
-            found = self._used.get(constraint)
-            if found is not None and constraint in self._kept:
-                self._kept.move_to_end(constraint)
-            return found
+            compiled = self._alive.get(constraint)
+            if compiled is not None and constraint in self._cache:
+                self._cache.move_to_end(constraint)
+            return compiled
 
-    def _examined(self, constraint: Constraint) -> Compiled:
-        """Compile a constraint once more after another process could.
+    def _compile_limited(self, constraint: Constraint) -> Compiled:
+        """Compile a constraint in the child process, and then in this process.
 
         Raises: RequestError: as ``compiled``.
         """
         assert self._limits is not None
         key = hashlib.sha256(f"{constraint.kind}\0{constraint.text}".encode()).digest()
-        if (reason := self._refused.get(key)) is not None:
-            self._refused.move_to_end(key)
+        if (reason := self._refusals.get(key)) is not None:
+            self._refusals.move_to_end(key)
             raise RequestError(reason)
         try:
             self._limits.check(constraint)
@@ -237,69 +259,82 @@ class Constraints:
                 )
             num_bytes = self._process.num_bytes(constraint) + len(constraint.text)
         except RequestError as error:
-            self._refused[key] = str(error)
-            if len(self._refused) > _MOST_REFUSALS:
-                self._refused.popitem(last=False)
+            self._refusals[key] = str(error)
+            if len(self._refusals) > _MAX_REFUSALS:
+                self._refusals.popitem(last=False)
             raise
-        self._make_room(num_bytes, self._limits.all_bytes)
+        self._make_room(num_bytes, self._limits.total_bytes)
         return self._compile(constraint, num_bytes)
 
     def _make_room(self, num_bytes: int, allowed: int) -> None:
-        """Give up what is kept and not used until so many bytes are free.
+        """Evict unused constraints from the cache until ``num_bytes`` fit into ``allowed`` bytes.
 
-        Raises: RequestError: others that are in use leave no room.
+        Raises: RequestError: the constraints in use take too much memory.
         """
         with self._lock:
-            given_up = []
-            while self._kept and self._num_bytes() + num_bytes > allowed:
-                given_up.append(self._kept.popitem(last=False)[0])
+            evicted = []
+            while self._cache and self._num_bytes() + num_bytes > allowed:
+                evicted.append(self._cache.popitem(last=False)[0])
             has_room = self._num_bytes() + num_bytes <= allowed
-            # Those that are in use take their memory anyway.
-            for constraint in reversed(given_up):
-                if (found := self._used.get(constraint)) is not None:
-                    self._kept[constraint] = found
-                    self._kept.move_to_end(constraint, last=False)
+            # A constraint that a request uses takes its memory anyway: put it back into the cache.
+            for constraint in reversed(evicted):
+                if (compiled := self._alive.get(constraint)) is not None:
+                    self._cache[constraint] = compiled
+                    self._cache.move_to_end(constraint, last=False)
         if not has_room:
             raise RequestError(
-                "The constraints of requests that run take the memory that is allowed for them, "
-                f"{allowed} bytes. Try: again later, or a simpler constraint"
+                f"The constraints of running requests take the {allowed} bytes allowed for all "
+                "constraints. Try: again later, or a simpler constraint"
             )
 
     def _num_bytes(self) -> int:
-        return sum(each.num_bytes for each in self._used.values())
+        return sum(compiled.num_bytes for compiled in self._alive.values())
 
     def _compile(self, constraint: Constraint, num_bytes: int) -> Compiled:
-        tokenizer, end = self._prepared
-        before = heap_bytes()
+        """Compile a constraint in this process.
+
+        Args:
+            constraint: Constraint to compile.
+            num_bytes: Its memory as the child process measured; measured here without limits.
+        Raises: RequestError: as ``compiled``.
+        """
+        tokenizer, end = self._tokenizer_and_end
+        heap_before = heap_bytes()
         matcher = compile_constraint(tokenizer, constraint, bounded=self._limits is not None)
         if self._limits is None:
-            num_bytes = max(len(constraint.text), heap_bytes() - before)
-        made = Compiled(constraint, matcher, num_bytes)
-        first = Matcher(made, frozenset(), end, lambda _: None)
-        first.fill(torch.empty(-(-self._vocab_size // _WORD), dtype=torch.int32), first.compute())
-        if first.fault and not matcher.is_accepting():
-            raise malformed(constraint, "no token of the vocabulary begins such a text")
-        return made
+            num_bytes = max(len(constraint.text), heap_bytes() - heap_before)
+        compiled = Compiled(constraint, matcher, num_bytes)
+        # llguidance's vocabulary may be larger than the model's: check the first mask within it.
+        probe = Matcher(compiled, frozenset(), end, lambda _: None)
+        probe.fill(torch.empty(-(-self._vocab_size // _WORD), dtype=torch.int32), probe.compute())
+        if probe.fault and not matcher.is_accepting():
+            raise malformed(constraint, NO_FIRST_TOKEN)
+        return compiled
 
-    def _keep(self, made: Compiled) -> Compiled:
+    def _store(self, compiled: Compiled) -> Compiled:
+        """Add a compiled constraint to the cache, or return the one that another thread added."""
+        constraint = compiled.constraint
         with self._lock:
-            if (found := self._used.get(made.constraint)) is not None:
-                return found  # another thread was first
-            self._used[made.constraint] = self._kept[made.constraint] = made
-            allowed = (self._limits or _KEPT).all_bytes
-            while len(self._kept) > 1 and sum(c.num_bytes for c in self._kept.values()) > allowed:
-                self._kept.popitem(last=False)
-            return made
+            if (other := self._alive.get(constraint)) is not None:
+                return other
+            self._alive[constraint] = self._cache[constraint] = compiled
+            allowed = (self._limits or _DEFAULT_LIMITS).total_bytes
+            while len(self._cache) > 1 and sum(c.num_bytes for c in self._cache.values()) > allowed:
+                self._cache.popitem(last=False)
+            return compiled
 
     def _forget(self, constraint: Constraint) -> None:
-        """Give up a constraint whose automaton has grown until it failed."""
+        """Drop a constraint after a request failed with it.
+
+        Copies of a matcher share lexer states, so that the states of the failed request remain.
+        """
         with self._lock:
-            self._kept.pop(constraint, None)
-            self._used.pop(constraint, None)
+            self._cache.pop(constraint, None)
+            self._alive.pop(constraint, None)
 
     @cached_property
-    def _prepared(self) -> tuple[LLTokenizer, int]:
-        """The tokenizer as the library holds it, and a token of its own that ends a text."""
+    def _tokenizer_and_end(self) -> tuple[LLTokenizer, int]:
+        """The tokenizer of llguidance, and its end token."""
         return grammar_tokenizer(self._tokenizer.serialized(), self._vocab_size)
 
 
@@ -307,7 +342,7 @@ def _first_line(text: str) -> str:
     return text.partition("\n")[0]
 
 
-def _set(row: torch.Tensor, token: int, allowed: bool) -> None:
+def _set_bit(row: torch.Tensor, token: int, allowed: bool) -> None:
     word, bit = divmod(token, _WORD)
     value = int(row[word]) & 0xFFFFFFFF
     value = value | 1 << bit if allowed else value & ~(1 << bit)

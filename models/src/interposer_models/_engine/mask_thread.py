@@ -1,4 +1,4 @@
-"""Bit masks computed in a thread of their own, so that one that takes too long is given up."""
+"""Compute bit masks of allowed tokens in another thread, with a time limit for each mask."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ Compute = Callable[[], bytes]
 
 
 class MaskThread:
-    """Computes the bit masks of a step.
+    """Computes the bit masks of one step, and abandons a mask that exceeds its time limit.
 
-    A mask that takes longer than its time is left to the thread that computes it, which ends
-    after it, and the others get a new one. The time is that of the processor, so that a busy
-    machine gives nothing up.
+    Python cannot stop a thread inside llguidance. So when a mask exceeds the limit, its thread is
+    abandoned: it ends after that mask, and a new thread computes the remaining masks. The limit is
+    on processor time, so that a busy machine causes no abandoned masks.
     """
 
     def __init__(self, seconds: float) -> None:
-        """Start nothing yet.
+        """Set the time limit. The thread starts with the first mask.
 
         Args:
-            seconds: of processor time for one mask.
+            seconds: Processor time for one mask, in seconds.
         """
         self._seconds = seconds
         self._worker: _Worker | None = None
 
     def compute(self, functions: Sequence[Compute]) -> list[bytes | None]:
-        """Return what each function returns, in order; None for one that was given up."""
+        """Call the functions in order, and return their masks; None for each abandoned mask.
+
+        Raises: Exception: an error of a function.
+        """
         results: list[bytes | None] = []
         while len(results) < len(functions):
             if self._worker is None:
@@ -43,40 +46,42 @@ class MaskThread:
                     break
             if batch.error is not None:
                 raise batch.error
-            # One that was given up may have come to its end since.
+            # A mask may be completed between the check of its time and this line.
             results.extend(list(batch.results))
             if self._worker is None and len(results) < len(functions):
                 results.append(None)
         return results
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread after the masks that it computes."""
         if self._worker is not None:
             self._worker.batches.put(None)
             self._worker = None
 
 
 class _Batch:
-    """Masks to be computed one after the other.
+    """Masks that a worker computes one after the other.
 
     Attributes:
-        results: those that are there.
-        error: that computing one raised.
-        begun: the worker's processor time at which the present one was begun.
-        abandoned: whether nobody waits for the rest.
+        functions: Functions that compute the masks.
+        results: Completed masks, in the order of the functions.
+        error: Error of a function; None if there was none.
+        started: Processor time of the worker when the current function started, in seconds.
+        abandoned: Whether the caller no longer waits for the remaining masks.
+        done: Set when all masks are completed or a function failed.
     """
 
     def __init__(self, functions: Sequence[Compute]) -> None:
         self.functions = functions
         self.results: list[bytes] = []
         self.error: Exception | None = None
-        self.begun: float | None = None
+        self.started: float | None = None
         self.abandoned = False
         self.done = threading.Event()
 
 
 class _Worker:
-    """A thread with its queue."""
+    """A thread that computes batches of masks from a queue; None in the queue ends the thread."""
 
     def __init__(self) -> None:
         self.batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
@@ -87,21 +92,21 @@ class _Worker:
         while (batch := self.batches.get()) is not None:
             try:
                 for function in batch.functions:
-                    batch.begun = time.thread_time()
+                    batch.started = time.thread_time()
                     batch.results.append(function())
                     if batch.abandoned:
                         return
-            except Exception as error:  # noqa: BLE001 - raised where the batch is waited for
+            except Exception as error:  # noqa: BLE001 - raised in the thread that waits for the batch
                 batch.error = error
             batch.done.set()
 
     def busy_seconds(self, batch: _Batch) -> float:
-        """Return the processor time that the present mask of a batch has taken."""
-        begun = batch.begun
-        if begun is None or self._thread.ident is None:
+        """Return the processor time of the mask that is being computed, in seconds."""
+        started = batch.started
+        if started is None or self._thread.ident is None:
             return 0.0
         try:
             clock = time.pthread_getcpuclockid(self._thread.ident)
-            return time.clock_gettime(clock) - begun
-        except (AttributeError, OSError):  # no such clock here: it has had all of the time
+            return time.clock_gettime(clock) - started
+        except (AttributeError, OSError):  # no such clock on this system: wall time counts
             return float("inf")

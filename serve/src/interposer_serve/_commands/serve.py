@@ -142,8 +142,8 @@ def serve(
         hosts = {*_LOOPBACK, host} if is_local and not keys else None
         app = application(model, named, limits=limits, keys=keys, hosts=hosts)
 
-        server = Server(app, listening, bounds, drain_seconds=drain, name=named, say=_say)
-        server.serve_until_ended()
+        server = Server(app, listening, bounds, drain_seconds=drain, name=named, print_line=_say)
+        server.serve_until_stopped()
     if server.is_forced:
         raise typer.Exit(130)  # as a shell tells of a program that Ctrl-C ended
 
