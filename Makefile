@@ -59,7 +59,7 @@ test-checkpoints: $(INSTALLED) ## Compare spellings of checkpoints with transfor
 	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/generation_files.py 0 1000 --keep .variants_cache/generation
 	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/quantized_files.py 0 1000 --keep .variants_cache/quantized
 
-test-load: $(INSTALLED) ## Ask a server for everything that could hurt others, and say what others noticed of it. Three minutes.
+test-load: $(INSTALLED) ## Send costly requests to a server, and measure how other clients are delayed. Three minutes.
 	$(BIN)/python serve/tests/load.py
 
 # It changes the sources while it runs and puts them back: have no work in this checkout meanwhile.
