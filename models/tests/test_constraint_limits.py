@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -109,7 +111,7 @@ def test_all_compiled_constraints_share_a_memory_limit(constraints: Constraints)
     in_use.clear()
     # No request uses them any more: the least recently used one is evicted.
     constraints.compiled(choices[2])
-    assert set(constraints._alive) == {choices[0], choices[2]}
+    assert set(constraints._shared) == {choices[0], choices[2]}
 
 
 @pytest.mark.parametrize(
@@ -278,3 +280,38 @@ def test_closing_ends_what_is_being_compiled(constraints: Constraints) -> None:
         constraints.limit(None)
         with pytest.raises(RequestError, match="The model was closed"):
             slow.result()
+
+
+@pytest.mark.process
+def test_a_child_that_others_killed_says_nothing_of_its_constraint(
+    constraints: Constraints,
+) -> None:
+    """The kernel kills processes when the machine has no memory."""
+    constraints.limit(ConstraintLimits(compile_seconds=3600, compiled_bytes=2**36))
+    assert constraints.compiled(FINE).num_bytes > 0
+    process = constraints._process
+    assert process is not None
+    with ThreadPoolExecutor(1) as thread:
+        for _ in range(2):  # the second time, the child process compiles the constraint again
+            slow = thread.submit(constraints.compiled, SLOW)
+            wait_until(process._lock.locked)
+            process._process.kill()
+            with pytest.raises(RequestError, match="SIGKILL"):
+                slow.result()
+    assert constraints.compiled(Constraint.choice(["maybe"])).num_bytes > 0
+
+
+@pytest.mark.process
+def test_constraints_are_compiled_beside_a_thousand_connections(constraints: Constraints) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        pytest.skip("the process may open fewer than 1,200 files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    descriptors = [os.dup(0) for _ in range(1050)]
+    try:
+        constraints.limit(ConstraintLimits())
+        assert constraints.compiled(FINE).num_bytes > 0
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -95,6 +96,13 @@ class TextTokenizer:
         self._path = path
         self._read = read
         self._settings = settings
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy for another thread, while threads may still use this tokenizer."""
+        clone = type(self).__new__(type(self))
+        # Another thread may add a cached attribute meanwhile: iterate over a copy of the dict.
+        vars(clone).update(copy.deepcopy(dict(vars(self)), memo))
+        return clone
 
     def read(self) -> None:
         """Read the files now if they were not read yet, before a copy or the start of a server.

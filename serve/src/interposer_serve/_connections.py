@@ -123,6 +123,7 @@ class _Connection(HttpToolsProtocol):
         super().on_message_complete()
         if self._discards_body:
             self._discards_body = False
+            self._discarded_bytes = 0
             self._set_timer(self.limits.idle_seconds, self._on_timeout)
 
     def on_response_complete(self) -> None:

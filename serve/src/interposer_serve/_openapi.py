@@ -125,4 +125,4 @@ def _error_response(text: str) -> dict[str, Any]:
 
 def _summary(endpoint: Any) -> str:
     """Return the first line of an endpoint's docstring."""
-    return (endpoint.__doc__ or "").partition("\n")[0].strip("`")
+    return (endpoint.__doc__ or "").partition("\n")[0].replace("``", "")

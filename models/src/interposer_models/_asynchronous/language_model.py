@@ -312,11 +312,13 @@ class AsyncLanguageModel:
             QueueFullError: The queue has no room for so many answers.
         """
         checked = [(self.model.check(tokens, params), params) for tokens, params in prompts]
-        generation = self._steps.open(checked, n, streams=streams, received=received, on_end=on_end)
+        compiled: list[Compiled] = []
         if self._constraints is not None:
             # The caller may drop its compiled constraints before the engine takes them.
             constraints = {params.constraint for _, params in prompts if params.constraint}
-            generation.held = [self._constraints.compiled(constraint) for constraint in constraints]
+            compiled = [self._constraints.compiled(constraint) for constraint in constraints]
+        generation = self._steps.open(checked, n, streams=streams, received=received, on_end=on_end)
+        generation.held = compiled
         return generation
 
     async def _prepare(

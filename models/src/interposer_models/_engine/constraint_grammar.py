@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,7 +135,7 @@ def heap_bytes() -> int:
         info = mallinfo2()
         return int(info.uordblks + info.hblkhd)
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
 

@@ -27,10 +27,15 @@ STACK_BYTES = 8 * 2**20
 # On a busy machine the child gets only part of a core, so that wall time exceeds processor time.
 _WALL_PER_PROCESSOR_SECOND = 4
 _START_SECONDS = 60.0
+_EXIT_SECONDS = 5.0  # from the end of the child's output to its exit
 _MAX_RESPONSE_BYTES = 64 * 2**10
 # The child's heap while it compiles, as a multiple of the limit on the compiled constraint.
 _MEMORY_TO_COMPILE = 4
 _MODULE = "interposer_models._engine.constraint_child"
+
+
+class TransientRequestError(RequestError):
+    """A constraint was not compiled this time; the same constraint may be compiled later."""
 
 
 class ConstraintProcess:
@@ -96,10 +101,11 @@ class ConstraintProcess:
                 response = self._exchange(json.dumps(asdict(constraint)).encode())
             except (OSError, EOFError, TimeoutError, ValueError) as error:
                 if self._closed:
-                    raise RequestError("The model was closed. Try: a new one") from None
-                reason = self._stop_reason(error)
+                    raise TransientRequestError("The model was closed. Try: a new one") from None
+                transient, reason = self._stop_reason(error)
                 self._start()
-                raise malformed(constraint, reason) from None
+                refusal = malformed(constraint, reason)
+                raise (TransientRequestError(str(refusal)) if transient else refusal) from None
         if "error" in response:
             raise RequestError(str(response["error"]))
         num_bytes = int(response["bytes"])
@@ -131,9 +137,11 @@ class ConstraintProcess:
         assert self._process.stdout is not None
         descriptor, content = self._process.stdout.fileno(), b""
         while len(content) < size:
-            seconds = max(0.0, deadline - time.monotonic())
-            ready, _, _ = select.select([descriptor], [], [], seconds)
-            if not ready:
+            milliseconds = max(0.0, 1e3 * (deadline - time.monotonic()))
+            # Unlike select, poll takes a descriptor above 1023, which a server reaches.
+            readable = select.poll()
+            readable.register(descriptor, select.POLLIN)
+            if not readable.poll(milliseconds):
                 raise TimeoutError
             chunk = os.read(descriptor, size - len(content))
             if not chunk:
@@ -141,21 +149,30 @@ class ConstraintProcess:
             content += chunk
         return content
 
-    def _stop_reason(self, error: Exception) -> str:
-        """Wait for the child to end, and return the reason for users."""
-        if isinstance(error, TimeoutError):
-            self._process.kill()
-        code = self._process.wait()
+    def _stop_reason(self, error: Exception) -> tuple[bool, str]:
+        """End the child, and return why it did not respond.
+
+        Returns: whether the same constraint may be compiled later, and the reason for users.
+        """
+        try:
+            code = self._process.wait(0 if isinstance(error, TimeoutError) else _EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
         self._stop()
-        if isinstance(error, TimeoutError) or code == -signal.SIGXCPU:
-            seconds = self._limits.compile_seconds
-            return f"compiling takes longer than the allowed {seconds:g} s"
+        seconds = self._limits.compile_seconds
+        if code is None:
+            # A busy machine may have kept the child from its processor time.
+            return True, f"compiling takes longer than the allowed {seconds:g} s"
+        if code == -signal.SIGXCPU:
+            return False, f"compiling takes longer than the allowed {seconds:g} s"
         if code == -signal.SIGSEGV:
-            return "it is nested too deeply for the compiler's stack"
-        return (
+            return False, "it is nested too deeply for the compiler's stack"
+        reason = (
             "compiling takes more memory than allowed, or the compiler fails "
             f"(its process ended with {_exit_name(code)})"
         )
+        # The kernel kills the child if the machine has no memory, whatever the constraint.
+        return code == -signal.SIGKILL, reason
 
 
 def _exit_name(code: int) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Literal
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
@@ -27,7 +27,7 @@ from interposer_models._engine.constraint_grammar import (
     malformed,
 )
 from interposer_models._engine.constraint_limits import ConstraintLimits
-from interposer_models._engine.constraint_process import ConstraintProcess
+from interposer_models._engine.constraint_process import ConstraintProcess, TransientRequestError
 from interposer_models._engine.mask_thread import MaskThread
 from interposer_models._tokenizer import TextTokenizer
 
@@ -163,8 +163,10 @@ class Constraints:
         self._masks: MaskThread | None = None
         # The cache, least recently used first.
         self._cache: OrderedDict[Constraint, Compiled] = OrderedDict()
-        # Every compiled constraint that the cache or a request refers to.
-        self._alive: WeakValueDictionary[Constraint, Compiled] = WeakValueDictionary()
+        # Every compiled constraint that the cache or a request refers to, failed ones included.
+        self._alive: WeakSet[Compiled] = WeakSet()
+        # The ones that new requests may share.
+        self._shared: WeakValueDictionary[Constraint, Compiled] = WeakValueDictionary()
         # Messages of refused constraints, by the SHA-256 of the constraint.
         self._refusals: OrderedDict[bytes, str] = OrderedDict()
         self._lock = Lock()
@@ -184,7 +186,8 @@ class Constraints:
             self._limits, self._process = limits, None
             self._masks = None if limits is None else MaskThread(limits.mask_seconds)
             self._cache.clear()
-            self._alive = WeakValueDictionary()
+            self._alive = WeakSet()
+            self._shared = WeakValueDictionary()
             self._refusals.clear()
 
     def compiled(self, constraint: Constraint) -> Compiled:
@@ -235,7 +238,7 @@ class Constraints:
 
     def _find(self, constraint: Constraint) -> Compiled | None:
         with self._lock:
-            compiled = self._alive.get(constraint)
+            compiled = self._shared.get(constraint)
             if compiled is not None and constraint in self._cache:
                 self._cache.move_to_end(constraint)
             return compiled
@@ -258,6 +261,8 @@ class Constraints:
                     self._tokenizer.serialized(), self._vocab_size, self._limits
                 )
             num_bytes = self._process.num_bytes(constraint) + len(constraint.text)
+        except TransientRequestError:
+            raise
         except RequestError as error:
             self._refusals[key] = str(error)
             if len(self._refusals) > _MAX_REFUSALS:
@@ -278,7 +283,7 @@ class Constraints:
             has_room = self._num_bytes() + num_bytes <= allowed
             # A constraint that a request uses takes its memory anyway: put it back into the cache.
             for constraint in reversed(evicted):
-                if (compiled := self._alive.get(constraint)) is not None:
+                if (compiled := self._shared.get(constraint)) is not None:
                     self._cache[constraint] = compiled
                     self._cache.move_to_end(constraint, last=False)
         if not has_room:
@@ -288,7 +293,7 @@ class Constraints:
             )
 
     def _num_bytes(self) -> int:
-        return sum(compiled.num_bytes for compiled in self._alive.values())
+        return sum(compiled.num_bytes for compiled in self._alive)
 
     def _compile(self, constraint: Constraint, num_bytes: int) -> Compiled:
         """Compile a constraint in this process.
@@ -315,9 +320,10 @@ class Constraints:
         """Add a compiled constraint to the cache, or return the one that another thread added."""
         constraint = compiled.constraint
         with self._lock:
-            if (other := self._alive.get(constraint)) is not None:
+            if (other := self._shared.get(constraint)) is not None:
                 return other
-            self._alive[constraint] = self._cache[constraint] = compiled
+            self._alive.add(compiled)
+            self._shared[constraint] = self._cache[constraint] = compiled
             allowed = (self._limits or _DEFAULT_LIMITS).total_bytes
             while len(self._cache) > 1 and sum(c.num_bytes for c in self._cache.values()) > allowed:
                 self._cache.popitem(last=False)
@@ -330,7 +336,7 @@ class Constraints:
         """
         with self._lock:
             self._cache.pop(constraint, None)
-            self._alive.pop(constraint, None)
+            self._shared.pop(constraint, None)
 
     @cached_property
     def _tokenizer_and_end(self) -> tuple[LLTokenizer, int]:
