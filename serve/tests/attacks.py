@@ -69,7 +69,7 @@ CONSTRAINTS: Mapping[str, tuple[dict[str, Any], str]] = {
     ),
     "repeated repeats": (
         structured_outputs("regex", "(a{1000}){1000}"),
-        "more memory than allowed",
+        "cannot be compiled: ",
     ),
     "a large multiple": (
         response_format({"type": "integer", "multipleOf": 9999991}),
