@@ -2,20 +2,18 @@
 
     python benchmarks/constraint_process.py MODEL [--rounds 60]
 
-Prints the medians of paired rounds in milliseconds. Each round compiles a schema that neither side
-has seen. ``child`` is the time of the child process alone, with the exchange.
+Prints the medians of paired rounds in milliseconds. Each round compiles a schema that neither model
+has compiled before.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
 
-from interposer_models import Constraint, ConstraintLimits, TextTokenizer
-from interposer_models._engine.constraints import Constraints
+from interposer_models import AsyncLanguageModel, Constraint, ConstraintLimits, load
 
 _NUM_PROPERTIES = 8
 
@@ -29,43 +27,39 @@ def schema(number: int) -> Constraint:
     )
 
 
-def timed(function: Callable[[Constraint], object], constraint: Constraint) -> float:
-    """Return the milliseconds of one call."""
-    began = time.perf_counter()
-    function(constraint)
-    return 1e3 * (time.perf_counter() - began)
+async def milliseconds(model: AsyncLanguageModel, constraint: Constraint) -> float:
+    """Return the time to compile a constraint."""
+    start = time.perf_counter()
+    await model.compile_constraint(constraint)
+    return 1e3 * (time.perf_counter() - start)
+
+
+async def measure(path: str, num_rounds: int) -> None:
+    """Measure paired rounds and print their medians."""
+    first, second = (load(path, cache_tokens=512) for _ in range(2))
+    async with (
+        AsyncLanguageModel(first) as alone,
+        AsyncLanguageModel(second, constraint_limits=ConstraintLimits()) as limited,
+    ):
+        for model in (alone, limited):
+            await model.compile_constraint(schema(-1))  # reads the vocabulary, starts the child
+        rows = [
+            (await milliseconds(alone, schema(number)), await milliseconds(limited, schema(number)))
+            for number in range(num_rounds)
+        ]
+    without, with_child = (statistics.median(column) for column in zip(*rows, strict=True))
+    more = statistics.median(limited - plain for plain, limited in rows)
+    print(f"without the child process {without:.2f} ms, with it {with_child:.2f} ms")
+    print(f"it costs {more:.2f} ms more (median of {num_rounds} differences)")
 
 
 def main() -> None:
-    """Measure paired rounds and print their medians."""
+    """Read the options and measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model")
     parser.add_argument("--rounds", type=int, default=60)
     options = parser.parse_args()
-    tokenizer = TextTokenizer(options.model)
-    vocab_size = len(tokenizer.vocabulary)
-    alone, checked = Constraints(tokenizer, vocab_size), Constraints(tokenizer, vocab_size)
-    checked.limit(ConstraintLimits())
-    for constraints in (alone, checked):
-        constraints.compiled(schema(-1))  # reads the vocabulary, and starts the child process
-    process = checked._process
-    assert process is not None
-    rows = []
-    for number in range(options.rounds):
-        first, second = schema(2 * number), schema(2 * number + 1)
-        rows.append(
-            (
-                timed(alone.compiled, first),
-                timed(checked.compiled, first),
-                timed(process.num_bytes, second),
-            )
-        )
-    checked.limit(None)
-    medians = [statistics.median(column) for column in zip(*rows, strict=True)]
-    later = statistics.median(row[1] - row[0] for row in rows)
-    names = ("here alone", "child first", "child")
-    print(", ".join(f"{name} {value:.2f} ms" for name, value in zip(names, medians, strict=True)))
-    print(f"the child process costs {later:.2f} ms more (median of {options.rounds} differences)")
+    asyncio.run(measure(options.model, options.rounds))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ RANGES = {
     "top_logprobs": "an integer from 0 to 20",
     "prompt_logprobs": "None or an integer from 0 to 20",
     "adapter": "None or the name of a loaded adapter",
+    "cache_salt": "a text",
 }
 INTEGERS = ("max_new_tokens", "top_k", "seed", "min_tokens", "top_logprobs")
 NUMBERS = (
@@ -69,6 +70,7 @@ def test_defaults_are_greedy_and_neutral() -> None:
         "top_logprobs": 0,
         "prompt_logprobs": None,
         "adapter": None,
+        "cache_salt": "",
     }
 
 
