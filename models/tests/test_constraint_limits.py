@@ -208,15 +208,23 @@ def test_an_error_while_computing_a_mask_is_raised_in_the_step() -> None:
     masks.close()
 
 
-def test_a_call_that_never_returns_is_interrupted() -> None:
-    ended = threading.Event()
+class Endless:
+    """A function that returns only if it is interrupted."""
 
-    def endless() -> None:
+    def __init__(self) -> None:
+        self.started, self.ended = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.started.set()
         try:
             while True:
                 pass
         finally:
-            ended.set()
+            self.ended.set()
+
+
+def test_a_call_that_never_returns_is_interrupted() -> None:
+    endless = Endless()
 
     async def ask() -> str:
         calls = TimedCalls("test", 0.05)
@@ -225,24 +233,16 @@ def test_a_call_that_never_returns_is_interrupted() -> None:
         return await calls.run(lambda: "next")
 
     assert asyncio.run(ask()) == "next"
-    assert ended.is_set()
+    assert endless.ended.is_set()
 
 
 def test_a_cancelled_call_is_interrupted_or_does_not_start() -> None:
-    started, ended, second = threading.Event(), threading.Event(), threading.Event()
-
-    def endless() -> None:
-        started.set()
-        try:
-            while True:
-                pass
-        finally:
-            ended.set()
+    endless, second = Endless(), threading.Event()
 
     async def ask() -> str:
         calls = TimedCalls("test", None)
         first = asyncio.create_task(calls.run(endless))
-        await asyncio.to_thread(started.wait)
+        await asyncio.to_thread(endless.started.wait)
         waiting = asyncio.create_task(calls.run(second.set))
         await asyncio.sleep(0)
         waiting.cancel()
@@ -250,7 +250,7 @@ def test_a_cancelled_call_is_interrupted_or_does_not_start() -> None:
         return await calls.run(lambda: "next")
 
     assert asyncio.run(ask()) == "next"
-    assert ended.is_set()
+    assert endless.ended.is_set()
     assert not second.is_set()
 
 

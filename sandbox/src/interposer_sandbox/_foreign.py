@@ -37,7 +37,7 @@ def described(error: BaseException) -> str:
 
 
 def traced(error: BaseException) -> str:
-    """Return the traceback of an error, or what it is where it does not let itself be shown."""
+    """Return the traceback of an error, or its type if formatting the traceback raises."""
     try:
         return "".join(traceback.format_exception(error))
     except foreign_errors():

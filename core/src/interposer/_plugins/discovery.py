@@ -167,7 +167,7 @@ def _source(distribution: Distribution, name: str = "", value: str = "") -> Sour
 
 
 def _folder(found: Metadata) -> str:
-    """Return what tells distributions apart: the name that they are installed as."""
+    """Return the normalized name of a distribution, taken from its metadata folder."""
     # Reading the name from the metadata takes ten times as long.
     return canonicalize_name(metadata_folder(found).stem.partition("-")[0])
 

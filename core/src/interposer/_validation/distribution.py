@@ -116,7 +116,7 @@ def read_distribution(found: Metadata) -> Distribution:
 
 
 def _identity(found: Metadata, headers: list[tuple[str, str]]) -> tuple[str, str, str]:
-    """Return name, version and what is wrong with them."""
+    """Return the name and version of a distribution, and a description of faults in them."""
     names = [value for key, value in headers if key == "name"]
     versions = [value for key, value in headers if key == "version"]
     folder = metadata_folder(found)

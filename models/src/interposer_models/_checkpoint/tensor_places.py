@@ -51,7 +51,7 @@ class TensorPlace:
 
     @property
     def takes_any_form(self) -> bool:
-        """Say whether the tensor is held as it is stored, whatever its shape and dtype."""
+        """Return True if the parameter keeps the stored tensor with its own shape and dtype."""
         return getattr(self.parameter, "any_form", False)
 
     @property

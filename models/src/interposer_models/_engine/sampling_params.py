@@ -1,4 +1,4 @@
-"""The settings by which tokens of one request are sampled, and by which it ends."""
+"""Sampling parameters and stop conditions of one request."""
 
 from __future__ import annotations
 

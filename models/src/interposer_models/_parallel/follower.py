@@ -1,4 +1,4 @@
-"""A rank that does what rank 0 tells it: the loop of its process."""
+"""Main loop of a follower process, which executes the commands of rank 0."""
 
 from __future__ import annotations
 

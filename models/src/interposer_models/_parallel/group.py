@@ -132,7 +132,7 @@ class Group:
         return copy
 
     def engine(self, *parts: Any, **facts: Any) -> RankedEngine:
-        """Return an engine of these parts, before any rank follows it."""
+        """Return an engine made of these parts; no follower rank executes its steps yet."""
         return RankedEngine(*parts, **facts, shared_seed=self._seed)
 
     def model(self, engine: Engine, *parts: Any) -> LanguageModel:

@@ -68,22 +68,22 @@ class Lead(Protocol):
 
 
 class Silent:
-    """Nobody follows: other ranks do the same anyway."""
+    """Coordination of a single rank: every method acts on this rank alone."""
 
     is_one_program = True
     trouble = ""
 
     def tell(self, name: str, *arguments: Any, **options: Any) -> None:
-        """Tell nobody."""
+        """Send no command."""
 
     def everywhere(
         self, name: str, arguments: tuple[Any, ...], call: Callable[[], T], **options: Any
     ) -> list[Any]:
-        """Return what it returns here."""
+        """Call the function, and return a list with its result on this rank."""
         return [call()]
 
     def begin(self, digest: int, *, fresh: bool, speculates: bool) -> None:
-        """Begin."""
+        """Do nothing at the start of a step."""
 
     def decide(self, flag: bool) -> bool:
         """Return the flag."""
@@ -94,13 +94,13 @@ class Silent:
         return error
 
     def close(self) -> None:
-        """Have nothing."""
+        """Close nothing."""
 
 
 class Everyone(Silent):
-    """Every rank runs the same program, and compares now and then what came of it.
+    """Coordination of ranks that all run the same program, without commands.
 
-    Ranks are compared at the first step of requests, and at every 64th step.
+    The ranks compare their states at the first step of new requests, and at every 64th step.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -111,7 +111,7 @@ class Everyone(Silent):
     def everywhere(
         self, name: str, arguments: tuple[Any, ...], call: Callable[[], T], **options: Any
     ) -> list[Any]:
-        """Call it, and return what it returned on every rank."""
+        """Call the function on every rank, and return the results in the order of the ranks."""
         own: Any = None
         failure: Exception | None = None
         try:

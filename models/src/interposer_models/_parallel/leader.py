@@ -1,4 +1,4 @@
-"""Rank 0 where it has the user: what it does is told to the ranks that follow."""
+"""Coordination on rank 0, which sends each of its calls to the follower ranks."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Leader:
         return self._losses.first or error
 
     def close(self) -> None:
-        """Leave the followers to whoever started them."""
+        """Close nothing: the launcher ends the follower processes."""
 
     def _send(self, send: Callable[[Channel], None]) -> None:
         if self._losses.first is not None:
