@@ -150,7 +150,8 @@ def test_a_rank_that_is_killed_ends_the_server_with_the_reason(
     chat_folder: Path, offline: LanguageModel
 ) -> None:
     before = shared_memory()
-    with started(chat_folder, offline) as server:
+    # The server does not wait for answers that cannot finish.
+    with started(chat_folder, offline, f"--drain={2 * round(WAIT_SECONDS)}") as server:
         body = {"model": NAME, "prompt": "def f(", "max_tokens": 1000, "ignore_eos": True}
         with server.connect("/v1/completions", {**body, "stream": True}) as connection:
             assert connection.recv(1)  # of an answer that runs
@@ -160,3 +161,15 @@ def test_a_rank_that_is_killed_ends_the_server_with_the_reason(
     assert re.search(r"error: Rank 0: rank 1 was ended by SIGKILL", told)
     assert not lives(server.follower)
     assert shared_memory() <= before
+
+
+@pytest.mark.slow
+def test_a_lost_rank_is_noticed_without_a_request(
+    chat_folder: Path, offline: LanguageModel
+) -> None:
+    with started(chat_folder, offline) as server:
+        assert server.ask("/ready").status == 200
+        os.kill(server.follower, signal.SIGKILL)
+        _, told = server.process.communicate(timeout=WAIT_SECONDS)
+    assert server.process.returncode == 1
+    assert re.search(r"error: Rank 0: rank 1 was ended by SIGKILL", told)

@@ -108,6 +108,8 @@ class Server(uvicorn.Server):
             connection.shutdown()
         deadline = time.monotonic() + self._drain_seconds
         while self.server_state.tasks and not self.is_forced and time.monotonic() < deadline:
+            if self._endpoints.trouble:
+                break  # a rank is lost or the engine failed, so no answer can finish
             await asyncio.sleep(_POLL_SECONDS)
         self._endpoints.end_answers()
         await super().shutdown(sockets)
