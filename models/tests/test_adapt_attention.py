@@ -191,7 +191,7 @@ def test_caps_and_sinks_run_on_a_kernel(kind: Any) -> None:
     found = model(ids, output_attentions=True)
     assert close(found.logits, expected.logits)
     assert len(found.attentions) == len(expected.attentions) == 2
-    assert any("its weights are asked for" in reason for reason in reasons(adapted))
+    assert any("its attention weights are requested" in reason for reason in reasons(adapted))
     adapted.restore()
     assert model.config._attn_implementation == "eager"
     assert torch.equal(model(ids).logits, expected.logits)

@@ -12,7 +12,7 @@ import transformers
 from models.tests.test_adapt_attention import SIZES, close, llama, reasons, sunk
 
 from interposer_models import adapt
-from interposer_models._adapt.attention_name import NAME, StandIn, name_for
+from interposer_models._adapt.attention_name import NAME, AliasedName, attention_name_for
 
 TOP_K = 8
 LATENT: dict[str, Any] = {
@@ -71,16 +71,16 @@ def test_a_keyword_that_kernels_do_not_take_is_never_ignored() -> None:
 
 
 def test_the_name_equals_the_one_that_it_stands_for() -> None:
-    name = name_for(indexed("DeepseekV32"), "sdpa")
+    name = attention_name_for(indexed("DeepseekV32"), "sdpa")
     assert name in ("eager", "sdpa")
     assert name == NAME
     assert (name != "sdpa") is False
     assert name != "eager"
     assert {"sdpa": 1, NAME: 2}[name] == 2
     for same in (copy.deepcopy(name), pickle.loads(pickle.dumps(name))):
-        assert isinstance(same, StandIn)
+        assert isinstance(same, AliasedName)
         assert same == "sdpa"
-    assert not isinstance(name_for(llama(), "sdpa"), StandIn)  # which compares nothing
+    assert not isinstance(attention_name_for(llama(), "sdpa"), AliasedName)  # which compares nothing
 
 
 @pytest.mark.slow

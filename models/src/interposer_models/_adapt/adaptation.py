@@ -1,4 +1,4 @@
-"""The state of one adaptation: where it may bind, what it changed, what became of each module."""
+"""The state of one adaptation: eligible dtypes, changes made, and the result for each module."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import nn
 from interposer import Choice, Placement, PluggableLayer, Resolver, Site, Verdict
 from interposer.errors import ConfigError
 from interposer_models._adapt.changes import Changes
-from interposer_models._adapt.fitness import judge_module
-from interposer_models._adapt.forwards import Forward, own_forward
-from interposer_models._adapt.inner_forward import around_forward, is_wrapped
+from interposer_models._adapt.forwards import Forward, class_forward
+from interposer_models._adapt.inner_forward import find_rewrap, is_wrapped
+from interposer_models._adapt.module_check import check_module
 from interposer_models._adapt.place import Place
 
 Bind = Callable[[], str | Verdict]
-"""Binds one module and returns the kernel's name, or why it was left."""
+"""Binds one module and returns the kernel's name, or a refusal with the reason."""
 
 
 class Adaptation:
-    """The state that all parts of an adaptation share.
+    """The state shared by all parts of an adaptation.
 
     Attributes:
-        places: by the name of the module.
-        done: ids of the modules that need no further look.
-        remarks: what is to be said besides, of the model as a whole.
-        layers: what computes the products of projections, or a gated MLP, by the ids of the
-            modules that it stands for.
-        wrapped: ids of the modules that had a forward of another library.
+        results: module results by module name.
+        handled_ids: ids of the modules that later passes skip.
+        notes: remarks about the model as a whole.
+        layers_by_modules: the standard layer that computes a group of modules, by the ids of these
+            modules: one projection, merged projections, or a gated MLP.
+        wrapped_ids: ids of the modules whose forward was wrapped by another library.
     """
 
     def __init__(self, model: nn.Module, placement: Placement, resolver: Resolver) -> None:
@@ -38,101 +38,105 @@ class Adaptation:
         self.placement = placement
         self.resolver = resolver
         self.changes = Changes()
-        self.places: dict[str, Place] = {}
-        self.done: set[int] = set()
-        self.remarks: list[str] = []
-        self.layers: dict[tuple[int, ...], PluggableLayer] = {}
-        self.wrapped: set[int] = set()
+        self.results: dict[str, Place] = {}
+        self.handled_ids: set[int] = set()
+        self.notes: list[str] = []
+        self.layers_by_modules: dict[tuple[int, ...], PluggableLayer] = {}
+        self.wrapped_ids: set[int] = set()
         self.device = torch.device(placement.device.torch_device)
-        self._offered = placement.platform.dtypes(placement.device.torch_device)
+        self._supported_dtypes = placement.platform.dtypes(placement.device.torch_device)
 
-    def judge(self, module: nn.Module, *, sharded: bool = False) -> Verdict:
-        """Say whether a module can be bound at all, whatever its kernel.
+    def check_module(self, module: nn.Module, *, sharded: bool = False) -> Verdict:
+        """Refuse a module that no kernel can replace, such as one in training mode.
 
         Args:
-            sharded: its parameters may be ``DTensor``s.
+            sharded: accept parameters that are ``DTensor``s.
         """
-        return judge_module(module, self.device, self._offered, sharded=sharded)
+        return check_module(module, self.device, self._supported_dtypes, sharded=sharded)
 
-    def judge_place(self, dtype: torch.dtype, device: torch.device) -> Verdict:
-        """Say whether rows of a dtype on a device can be what kernels read."""
-        if device.type == self.device.type and dtype in self._offered:
+    def check_rows(self, dtype: torch.dtype, device: torch.device) -> Verdict:
+        """Refuse a dtype or device whose rows the platform's kernels cannot read."""
+        if device.type == self.device.type and dtype in self._supported_dtypes:
             return Verdict.accept()
         return Verdict.refuse(f"rows of {dtype} on {device} are not what its platform computes on")
 
     def site(self, name: str, dtype: torch.dtype) -> Site:
-        """Return the site of the module ``name``."""
+        """Return the selection site of the module ``name``."""
         return Site(self.resolver, name, dtype)
 
     def attempt(self, module: nn.Module, name: str, bind: Bind) -> bool:
-        """Bind a module; where that is refused or fails, take back what was done for it."""
-        mark = self.changes.mark()
+        """Bind a module and return True; undo all changes of ``bind`` if it refuses or fails.
+
+        The module is marked bound or skipped.
+        """
+        savepoint = self.changes.savepoint()
         try:
-            bound = bind()
+            kernel = bind()
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            bound = Verdict.refuse(
+            kernel = Verdict.refuse(
                 f"binding it failed: {type(error).__name__}: {error}", traceback.format_exc()
             )
-        if isinstance(bound, Verdict):
-            self.changes.undo(mark)
-            self.leave(module, name, bound.reason)
+        if isinstance(kernel, Verdict):
+            self.changes.undo(savepoint)
+            self.mark_skipped(module, name, kernel.reason)
             return False
-        self.hold(module, name, bound)
+        self.mark_bound(module, name, kernel)
         return True
 
-    def leave(self, module: nn.Module, name: str, reason: str) -> None:
-        """Note that a module stays as it is."""
-        self.places[name] = Place(name, type(module).__name__, reason=reason)
-        self.done.add(id(module))
+    def mark_skipped(self, module: nn.Module, name: str, reason: str) -> None:
+        """Record that a module keeps its own forward."""
+        self.results[name] = Place(name, type(module).__name__, reason=reason)
+        self.handled_ids.add(id(module))
 
-    def hold(self, module: nn.Module, name: str, kernel: str, reason: str = "") -> None:
-        """Note that a module is bound."""
-        self.places[name] = Place(name, type(module).__name__, kernel, reason)
-        self.done.add(id(module))
+    def mark_bound(self, module: nn.Module, name: str, kernel: str, reason: str = "") -> None:
+        """Record that a module runs on ``kernel``."""
+        self.results[name] = Place(name, type(module).__name__, kernel, reason)
+        self.handled_ids.add(id(module))
 
     def bind_forward(
         self, module: nn.Module, name: str, forward: Forward, *, guarded: bool = True
     ) -> None:
-        """Let an instance run ``forward``; its class, its hooks and its children stay.
+        """Run ``forward`` instead of the class's forward on one instance.
 
-        What another library set around the forward of the class stays around this one. It may
-        exchange parameters for the time of a call: that call is the class's own.
+        The class, hooks and children stay. A wrapper that another library put around the class's
+        forward stays around ``forward``. While a parameter is exchanged, calls run the class's
+        forward.
 
         Args:
-            guarded: False where ``forward`` looks after that itself.
+            guarded: False if ``forward`` itself checks for exchanged parameters.
         """
         attribute: str = "forward"
-        found: Any = forward
+        value: Any = forward
         if is_wrapped(module):
-            self.wrapped.add(id(module))
-            around = around_forward(module)
-            assert around is not None, "the judgement refuses others"
-            attribute, found = around(_guarded(module, forward) if guarded else forward)
-        self.changes.set(module, attribute, found)
+            self.wrapped_ids.add(id(module))
+            rewrap = find_rewrap(module)
+            assert rewrap is not None, "check_module refuses other wrappers"
+            attribute, value = rewrap(_guarded(module, forward) if guarded else forward)
+        self.changes.set(module, attribute, value)
         self.changes.set(module, "train", _refuse_training(module, name))
         self.changes.set(module, "_apply", _refuse_conversion(module, name))
 
 
 def kernel_name(choice: Choice) -> str:
-    """Return ``provider/name`` of what was chosen."""
+    """Return ``provider/name`` of the chosen kernel."""
     return choice.chosen.qualified_name
 
 
 def _guarded(module: nn.Module, forward: Forward) -> Forward:
-    """Return ``forward`` for the parameters that are there now, the class's own for others."""
-    held, original = dict(module._parameters), own_forward(module)
+    """Return a forward that runs ``forward`` only while the module has its present parameters."""
+    parameters, original_forward = dict(module._parameters), class_forward(module)
 
-    def guarded(*args: Any, **named: Any) -> Any:
-        now = module._parameters
-        if all(now.get(name) is parameter for name, parameter in held.items()):
-            return forward(*args, **named)
-        return original(*args, **named)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        current = module._parameters
+        if all(current.get(name) is parameter for name, parameter in parameters.items()):
+            return forward(*args, **kwargs)
+        return original_forward(*args, **kwargs)
 
     return guarded
 
 
 def _refuse_training(module: nn.Module, name: str) -> Callable[[bool], nn.Module]:
-    """Return what stands for the method ``train`` of a bound module."""
+    """Return a replacement for the method ``train`` that refuses training mode."""
 
     def train(mode: bool = True) -> nn.Module:
         if mode:
@@ -146,18 +150,22 @@ def _refuse_training(module: nn.Module, name: str) -> Callable[[bool], nn.Module
 
 
 def _refuse_conversion(module: nn.Module, name: str) -> Callable[..., nn.Module]:
-    """Return what stands for ``_apply``, by which modules are moved and converted."""
+    """Return a replacement for ``_apply`` that refuses to change dtype or device.
 
-    def apply(fn: Callable[[Any], Any], *args: Any, **named: Any) -> nn.Module:
+    torch moves and converts modules by ``_apply``.
+    """
+
+    def apply(fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> nn.Module:
         for parameter in module._parameters.values():
             if parameter is None:
                 continue
             sample = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
-            found = fn(sample)
-            if (found.dtype, found.device) != (sample.dtype, sample.device):
+            converted = fn(sample)
+            if (converted.dtype, converted.device) != (sample.dtype, sample.device):
                 raise ConfigError(
                     f"{name or 'The model'} is bound to kernels for {sample.dtype} on "
-                    f"{sample.device}, so that it cannot become {found.dtype} on {found.device}. "
+                    f"{sample.device}, so that it cannot become {converted.dtype} on "
+                    f"{converted.device}. "
                     "Try: adapted.restore(), convert the model, and adapt() again"
                 )
         return module

@@ -1,4 +1,4 @@
-"""Comparison of a replacement with the module that it replaces, at the model's dtype."""
+"""Numerical comparison of a kernel with the module that it replaces, in the model's dtype."""
 
 from __future__ import annotations
 
@@ -13,54 +13,57 @@ MAGNITUDES = (1e-2, 1.0, 50.0)
 _SEED = 1
 
 
-def signs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return random numbers that are 1 or -1, the same ones every time.
+def random_signs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return random numbers of 1 and -1, the same at every call.
 
-    Every dtype holds them exactly, and a row of weights is at most its sum of magnitudes.
+    Every dtype represents them exactly. Their dot product with a row of weights is at most the
+    row's sum of magnitudes.
     """
     generator = torch.Generator().manual_seed(_SEED)
-    drawn = torch.randint(0, 2, shape, generator=generator)
-    return (2 * drawn - 1).to(dtype).to(device)
+    bits = torch.randint(0, 2, shape, generator=generator)
+    return (2 * bits - 1).to(dtype).to(device)
 
 
-def normals(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return random normal numbers around a third, the same ones every time."""
+def random_normals(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return random normal numbers with the mean 1/3, the same at every call."""
     generator = torch.Generator().manual_seed(_SEED)
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float64) + 1 / 3
-    return drawn.to(dtype).to(device)
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64) + 1 / 3
+    return numbers.to(dtype).to(device)
 
 
-def judge_agreement(
+def check_agreement(
     tolerance: Tolerance,
     expected: Tensor,
-    found: Tensor,
+    actual: Tensor,
     reduction: int,
     magnitude: float,
     rounded: float = 0.0,
 ) -> Verdict:
-    """Refuse results that are further apart than two that are each right can be.
+    """Refuse results that differ by more than two correct results can differ.
 
-    Either may be as far from the exact result as the op's tolerance allows.
+    Each result may deviate from the exact one by the op's tolerance.
 
     Args:
         reduction, magnitude, rounded: as of a ``Case``.
     """
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return Verdict.refuse(
-            f"returns {tuple(found.shape)} {found.dtype}, "
+            f"returns {tuple(actual.shape)} {actual.dtype}, "
             f"the module {tuple(expected.shape)} {expected.dtype}"
         )
-    wide = expected.double()
-    distance = (found.double() - wide).abs()
+    reference = expected.double()
+    distance = (actual.double() - reference).abs()
     case = Case("", {}, reduction=reduction, magnitude=magnitude, rounded=rounded)
-    bound = 2 * tolerance.bound(wide, expected.dtype, case)
-    if bool((distance <= bound).all()):
+    max_distance = 2 * tolerance.bound(reference, expected.dtype, case)
+    if bool((distance <= max_distance).all()):
         return Verdict.accept()
-    worst = float((distance / bound.clamp(min=torch.finfo(torch.float64).tiny)).nan_to_num().max())
-    return Verdict.refuse(f"its results are {worst:.1f} times as far away as rounding explains")
+    excess = float(
+        (distance / max_distance.clamp(min=torch.finfo(torch.float64).tiny)).nan_to_num().max()
+    )
+    return Verdict.refuse(f"its results are {excess:.1f} times as far away as rounding explains")
 
 
-def judge_calls(
+def check_calls(
     tolerance: Tolerance,
     original: Callable[[Tensor], Tensor],
     replacement: Callable[[Tensor], Tensor],
@@ -69,10 +72,10 @@ def judge_calls(
     magnitude: float,
     rounded: float = 0.0,
 ) -> Verdict:
-    """Refuse a replacement that disagrees with the original on ``inputs``, or fails there."""
+    """Refuse a replacement that disagrees with the original on ``inputs``, or fails."""
     with torch.no_grad():
         expected = original(inputs)
-        found = replacement(inputs)
+        actual = replacement(inputs)
     if not isinstance(expected, Tensor):
         return Verdict.refuse(f"returns a tensor, the module a {type(expected).__name__}")
-    return judge_agreement(tolerance, expected, found, reduction, magnitude, rounded)
+    return check_agreement(tolerance, expected, actual, reduction, magnitude, rounded)

@@ -1,4 +1,4 @@
-"""Attention of adapted models: kernels for the patterns they know, sdpa for every other call.
+"""Attention of adapted models: a kernel for the mask patterns that kernels support, else sdpa.
 
 Dimensions: B sequences, N heads, K kv heads, D size of a query and key, E size of a value, T query
 tokens, U key tokens.
@@ -16,30 +16,35 @@ from torch.compiler import is_compiling
 from interposer import Verdict
 from interposer.errors import NoCandidateError
 from interposer_models._adapt.adaptation import Adaptation, kernel_name
-from interposer_models._adapt.agreement import judge_agreement, normals
+from interposer_models._adapt.agreement import check_agreement, random_normals
+from interposer_models._adapt.attention_interceptor import INTERCEPTOR, AttentionCall
 from interposer_models._adapt.attention_options import unknown_option
-from interposer_models._adapt.compiled_attention import is_traceable, labels, traced_attention
+from interposer_models._adapt.compiled_attention import (
+    is_traceable,
+    register_labels,
+    traced_attention,
+)
 from interposer_models._adapt.mask_pattern import Pattern
 from interposer_models._adapt.mask_reading import read_mask
-from interposer_models._adapt.masks import MaskFacts, facts_of
+from interposer_models._adapt.masks import MaskFacts, mask_facts
 from interposer_models._adapt.place import Place
 from interposer_models._adapt.plain_attention import plain_attention
-from interposer_models._adapt.ragged_layout import flat, layout
-from interposer_models._adapt.visit import VISITOR, Asked
+from interposer_models._adapt.ragged_layout import as_rows, ragged_layout
 from interposer_ops.attention import ragged_attention
 
-OWNER = "_interposer_attention"
-_LABEL = "_interposer_label"
-_CAPS = "_interposer_caps"
+ATTENTION_ATTRIBUTE = "_interposer_attention"
+_LABEL_ATTRIBUTE = "_interposer_label"
+# Set on modules whose softcap and sinks ("score options") must be computed.
+_SCORE_OPTIONS_ATTRIBUTE = "_interposer_caps"
 Result = tuple[Tensor, Tensor | None]
 Attend = Callable[..., Result]
 
-_EVERY_KEY = Pattern(False)
+_FULL = Pattern(False)
 _CAUSAL = Pattern(True)
 
 
-class _Key(NamedTuple):
-    """The sizes that a kernel is chosen by."""
+class _KernelKey(NamedTuple):
+    """The properties of a call that a kernel is chosen by."""
 
     num_heads: int
     num_kv_heads: int
@@ -56,15 +61,15 @@ class AdaptedAttention:
     """The attention of one adapted model.
 
     Args:
-        sdpa: what calls are delegated to.
+        sdpa: the attention function that serves delegated calls.
     """
 
     def __init__(self, adaptation: Adaptation, sdpa: Attend) -> None:
         self._adaptation = adaptation
         self._sdpa = sdpa
         self._names = {id(module): name for name, module in adaptation.model.named_modules()}
-        self._kernels: dict[_Key, tuple[Callable[..., Tensor] | None, str]] = {}
-        self._known: dict[tuple[int, str], None] = {}
+        self._kernels: dict[_KernelKey, tuple[Callable[..., Tensor] | None, str]] = {}
+        self._recorded_reasons: dict[tuple[int, str], None] = {}
 
     def __deepcopy__(self, memo: object) -> AdaptedAttention:
         return self
@@ -81,20 +86,20 @@ class AdaptedAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Result | str:
-        """Return what the attention returns, or why the call is to be delegated."""
+        """Compute output and weights, or return the reason why sdpa must compute the call."""
         num_heads, num_queries, head_size = query.shape[1:]
         num_kv_heads, num_keys, value_size = value.shape[1:]
         facts = None
         if mask is not None:
-            facts = facts_of(mask) or read_mask(mask, query.shape[0], num_queries, num_keys)
+            facts = mask_facts(mask) or read_mask(mask, query.shape[0], num_queries, num_keys)
             if facts is not None and facts.num_keys < num_keys:
-                # Of a cache with room for more, it sees no key behind these.
+                # The cache has spare capacity: the mask hides all keys after these.
                 key, value = key[:, :, : facts.num_keys], value[:, :, : facts.num_keys]
                 num_keys = facts.num_keys
         if mask is None:
-            pattern = _CAUSAL if _is_causal(module, query, is_causal) else _EVERY_KEY
+            pattern = _CAUSAL if _is_causal(module, query, is_causal) else _FULL
             if pattern.causal and num_keys > num_queries:
-                # What lies behind is not filled yet.
+                # The cache has spare capacity: keys after the queries are not filled yet.
                 key, value = key[:, :, :num_queries], value[:, :, :num_queries]
                 num_keys = num_queries
         elif facts is None:
@@ -103,11 +108,10 @@ class AdaptedAttention:
             return "its mask is made for other queries and keys"
         else:
             pattern = facts.pattern
-        unfit = _unfit(query, key, value, self._adaptation.device)
-        if unfit:
-            return unfit
+        if reason := _unsupported_reason(query, key, value, self._adaptation.device):
+            return reason
         windowed = pattern.window is not None and pattern.window <= num_keys
-        chosen = _Key(
+        kernel_key = _KernelKey(
             num_heads,
             num_kv_heads,
             head_size,
@@ -118,13 +122,13 @@ class AdaptedAttention:
             sinks is not None,
             query.dtype,
         )
-        kernel, reason = self._kernel(module, chosen)
+        kernel, reason = self._kernel(module, kernel_key)
         if kernel is None:
             return reason
         window = pattern.window if windowed else None
         scale = head_size**-0.5 if scaling is None else scaling
-        more = softcap, sinks
-        return _attend(kernel, query, key, value, pattern.causal, window, facts, scale, *more), None
+        states, options = (query, key, value), (scale, softcap, sinks)
+        return _run_kernel(kernel, *states, pattern.causal, window, facts, *options), None
 
     def compute(
         self,
@@ -138,78 +142,82 @@ class AdaptedAttention:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Return ``[B, T, N, E]`` of a call within a compiled graph."""
+        """Compute a call within a compiled graph, ``[B, T, N, E]``."""
         module = self._adaptation.model.get_submodule(name)
         states = query, key, value, mask, scaling, is_causal
-        found = self(module, *states, softcap, sinks)
-        if isinstance(found, str):
-            self.delegate(module, found)
-            found = _otherwise(module, self._sdpa, *states, {"softcap": softcap, "s_aux": sinks})
-        return found[0].contiguous()
+        result = self(module, *states, softcap, sinks)
+        if isinstance(result, str):
+            self.delegate(module, result)
+            result = _fallback(module, self._sdpa, *states, {"softcap": softcap, "s_aux": sinks})
+        return result[0].contiguous()
 
-    def _kernel(self, module: nn.Module, key: _Key) -> tuple[Callable[..., Tensor] | None, str]:
-        """Return the kernel and its name, or None and why there is none."""
+    def _kernel(
+        self, module: nn.Module, key: _KernelKey
+    ) -> tuple[Callable[..., Tensor] | None, str]:
+        """Return the kernel and its name, or None and the reason why there is none."""
         if key not in self._kernels:
-            self._kernels[key] = self._bound(self._name(module), key)
-        found = self._kernels[key]
-        if found[0] is not None:
-            self._tell(module, found[1], "")
-        return found
+            self._kernels[key] = self._bind(self._name(module), key)
+        kernel_and_name = self._kernels[key]
+        if kernel_and_name[0] is not None:
+            self._record(module, kernel_and_name[1], "")
+        return kernel_and_name
 
-    def _bound(self, name: str, key: _Key) -> tuple[Callable[..., Tensor] | None, str]:
-        dims = dict(zip(_Key._fields[:-1], key[:-1], strict=True))
+    def _bind(self, name: str, key: _KernelKey) -> tuple[Callable[..., Tensor] | None, str]:
+        dims = dict(zip(_KernelKey._fields[:-1], key[:-1], strict=True))
         site = self._adaptation.site(name, key.dtype)
         try:
-            bound = site.bind_kernel(ragged_attention, **dims, alibi=False)
+            bound_kernel = site.bind_kernel(ragged_attention, **dims, alibi=False)
         except NoCandidateError as error:
             return None, str(error)
-        verdict = _judge(bound.function, key, self._adaptation.device, self._sdpa)
+        verdict = _check_kernel(bound_kernel.function, key, self._adaptation.device, self._sdpa)
         if not verdict:
-            return None, f"{kernel_name(bound.choice)}: {verdict.reason}"
-        return bound.function, kernel_name(bound.choice)
+            return None, f"{kernel_name(bound_kernel.choice)}: {verdict.reason}"
+        return bound_kernel.function, kernel_name(bound_kernel.choice)
 
     def delegate(self, module: nn.Module, reason: str) -> None:
-        """Note that a call was left to sdpa, or to what has caps and sinks."""
-        other = "plain operations" if vars(module).get(_CAPS) else "sdpa"
-        self._tell(module, "", f"calls are delegated to {other}: {reason}")
+        """Record that sdpa, or plain operations for softcaps and sinks, compute a call."""
+        has_score_options = vars(module).get(_SCORE_OPTIONS_ATTRIBUTE)
+        substitute = "plain operations" if has_score_options else "sdpa"
+        self._record(module, "", f"calls are delegated to {substitute}: {reason}")
 
     def _name(self, module: nn.Module) -> str:
-        found: str | None = self._names.get(id(module))
-        return type(module).__name__ if found is None else found
+        name: str | None = self._names.get(id(module))
+        return type(module).__name__ if name is None else name
 
-    def _tell(self, module: nn.Module, kernel: str, reason: str) -> None:
-        if (id(module), kernel or reason) in self._known:
+    def _record(self, module: nn.Module, kernel: str, reason: str) -> None:
+        if (id(module), kernel or reason) in self._recorded_reasons:
             return
-        self._known[id(module), kernel or reason] = None
-        name, places = self._name(module), self._adaptation.places
-        before = places.get(name)
-        if before is not None:
-            kernel = kernel or before.kernel
-            reason = "; ".join(dict.fromkeys(filter(None, (before.reason, reason))))
-        places[name] = Place(name, type(module).__name__, kernel, reason)
+        self._recorded_reasons[id(module), kernel or reason] = None
+        name, results = self._name(module), self._adaptation.results
+        previous = results.get(name)
+        if previous is not None:
+            kernel = kernel or previous.kernel
+            reason = "; ".join(dict.fromkeys(filter(None, (previous.reason, reason))))
+        results[name] = Place(name, type(module).__name__, kernel, reason)
 
 
-def own(attention: AdaptedAttention, adaptation: Adaptation) -> None:
+def assign_attention(attention: AdaptedAttention, adaptation: Adaptation) -> None:
     """Let ``attention`` serve the modules of its model until the changes are undone."""
     names = {id(module): name for name, module in adaptation.model.named_modules()}
-    known = labels(attention, names)
+    labels_by_id = register_labels(attention, names)
     for module in adaptation.model.modules():
-        adaptation.changes.set(module, OWNER, attention)
-        adaptation.changes.set(module, _LABEL, known[id(module)])
+        adaptation.changes.set(module, ATTENTION_ATTRIBUTE, attention)
+        adaptation.changes.set(module, _LABEL_ATTRIBUTE, labels_by_id[id(module)])
 
 
-def serve_caps(adaptation: Adaptation, config: object) -> None:
-    """Pass soft caps and sinks to the modules with this configuration that name them.
+def allow_softcap_and_sinks(adaptation: Adaptation, config: object) -> None:
+    """Pass softcaps and sinks to the modules with this configuration.
 
-    sdpa has neither, and does what it does with those of a model that asks for sdpa.
+    Only for models whose class refuses sdpa: sdpa ignores both, so a model that asks for sdpa
+    expects its results without.
     """
     for module in adaptation.model.modules():
         if getattr(module, "config", None) is config:
-            adaptation.changes.set(module, _CAPS, True)
+            adaptation.changes.set(module, _SCORE_OPTIONS_ATTRIBUTE, True)
 
 
-def attention_by(sdpa: Attend) -> Attend:
-    """Return the function that transformers calls by the name of this attention."""
+def make_attention(sdpa: Attend) -> Attend:
+    """Return the attention function for transformers, with ``sdpa`` as its fallback."""
 
     def attention(
         module: nn.Module,
@@ -222,38 +230,44 @@ def attention_by(sdpa: Attend) -> Attend:
         is_causal: bool | None = None,
         **options: Any,
     ) -> Result:
-        visitor = None if is_compiling() else VISITOR.get()
-        if visitor is not None:
-            asked = Asked(module, query, key, value, attention_mask, scaling, is_causal, options)
-            return visitor.attend(asked), None
-        held = vars(module)
-        owner: AdaptedAttention | None = held.get(OWNER)
-        caps = (options.get("softcap"), options.get("s_aux")) if held.get(_CAPS) else (None, None)
+        interceptor = None if is_compiling() else INTERCEPTOR.get()
+        if interceptor is not None:
+            call = AttentionCall(
+                module, query, key, value, attention_mask, scaling, is_causal, options
+            )
+            return interceptor.attend(call), None
+        attributes = vars(module)
+        owner: AdaptedAttention | None = attributes.get(ATTENTION_ATTRIBUTE)
+        takes_score_options = bool(attributes.get(_SCORE_OPTIONS_ATTRIBUTE))
+        score_options = options.get("softcap"), options.get("s_aux")
+        if not takes_score_options:
+            score_options = None, None
         states = query, key, value, attention_mask, scaling, is_causal
         if owner is not None:
-            found: Result | str = ""
+            outcome: Result | str = ""
             if dropout:
-                found = "it drops out"
+                outcome = "it applies dropout"
             elif unknown := unknown_option(options):
-                found = f"its attention is passed {unknown!r}, which no kernel takes"
-            elif options.get("softcap") is not None and not held.get(_CAPS):
-                found = "it caps its scores, which sdpa does not"
-            elif options.get("output_attentions") and held.get(_CAPS):
-                found = "its weights are asked for"
+                outcome = f"its attention is passed {unknown!r}, which no kernel takes"
+            elif options.get("softcap") is not None and not takes_score_options:
+                outcome = "it caps its scores, which sdpa does not"
+            elif options.get("output_attentions") and takes_score_options:
+                outcome = "its attention weights are requested"
             elif not is_compiling():
-                found = owner(module, *states, *caps)
+                outcome = owner(module, *states, *score_options)
             elif is_traceable(query, key, value):
-                return traced_attention(held[_LABEL], *states, *caps), None
-            if not isinstance(found, str):
-                return found
+                label = attributes[_LABEL_ATTRIBUTE]
+                return traced_attention(label, *states, *score_options), None
+            if not isinstance(outcome, str):
+                return outcome
             if not is_compiling():
-                owner.delegate(module, found)
-        return _otherwise(module, sdpa, *states, options, dropout)
+                owner.delegate(module, outcome)
+        return _fallback(module, sdpa, *states, options, dropout)
 
     return attention
 
 
-def _otherwise(
+def _fallback(
     module: nn.Module,
     sdpa: Attend,
     query: Tensor,
@@ -265,8 +279,8 @@ def _otherwise(
     options: Mapping[str, Any],
     dropout: float = 0.0,
 ) -> Result:
-    """Compute attention by sdpa, or by plain operations if there are soft caps or sinks."""
-    if vars(module).get(_CAPS) and not dropout:
+    """Compute attention by sdpa, or by plain operations if there are softcaps or sinks."""
+    if vars(module).get(_SCORE_OPTIONS_ATTRIBUTE) and not dropout:
         if unknown := unknown_option(options):
             raise NotImplementedError(
                 f"The attention of {type(module).__name__} is passed {unknown!r}, which no kernel "
@@ -274,10 +288,10 @@ def _otherwise(
             )
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         causal = _is_causal(module, query, is_causal)
-        caps = options.get("softcap"), options.get("s_aux")
-        return plain_attention(query, key, value, mask, scale, causal, *caps)
+        score_options = options.get("softcap"), options.get("s_aux")
+        return plain_attention(query, key, value, mask, scale, causal, *score_options)
     if options.get("softcap") is None:
-        options = {name: each for name, each in options.items() if name != "softcap"}
+        options = {name: option for name, option in options.items() if name != "softcap"}
     return sdpa(
         module,
         query,
@@ -291,14 +305,14 @@ def _otherwise(
     )
 
 
-def _is_causal(module: nn.Module, query: Tensor, asked: bool | None) -> bool:
-    """Say whether a call without a mask is causal."""
-    causal = asked if asked is not None else getattr(module, "is_causal", True)
+def _is_causal(module: nn.Module, query: Tensor, is_causal: bool | None) -> bool:
+    """Decide whether a call without a mask is causal; the argument overrides the module."""
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     return bool(causal) and query.shape[2] > 1
 
 
-def _unfit(query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> str:
-    """Return why tensors cannot be read by a kernel, an empty text if they can."""
+def _unsupported_reason(query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> str:
+    """Return why a kernel cannot read the tensors, or "" if it can."""
     if not query.dtype == key.dtype == value.dtype:
         return "query, key and value differ in their dtype"
     if query.device.type != device.type:
@@ -312,7 +326,7 @@ def _unfit(query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> s
     return ""
 
 
-def _attend(
+def _run_kernel(
     kernel: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
@@ -324,53 +338,60 @@ def _attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return ``[B, T, N, E]``."""
+    """Run ``ragged_attention`` on a padded batch, ``[B, T, N, E]``."""
     batch, num_heads, num_queries, _ = query.shape
     num_keys = key.shape[2]
     queries = query.transpose(1, 2).reshape(batch * num_queries, num_heads, -1)
-    (keys, values), distance = flat((key, value))
+    (keys, values), sequence_rows = as_rows((key, value))
     runs = None if facts is None else facts.runs
-    starts = layout(batch, num_queries, num_keys, distance, runs, causal, query.device)
+    batch_layout = ragged_layout(
+        batch, num_queries, num_keys, sequence_rows, runs, causal, query.device
+    )
     if sinks is not None:
         sinks = sinks.detach().to(query.dtype)
-    out = kernel(queries, keys, values, *starts, scale, causal, window, softcap, sinks, None)
+    out = kernel(queries, keys, values, *batch_layout, scale, causal, window, softcap, sinks, None)
     return out.view(batch, num_queries, num_heads, -1)
 
 
-_JUDGED_CAP = 1.5
-_JUDGED = ((1, 1, 7), (2, 5, 9), (2, 6, 6))  # B, T, U
+_TRIAL_SOFTCAP = 1.5
+_TRIAL_SIZES = ((1, 1, 7), (2, 5, 9), (2, 6, 6))  # B, T, U: decode, chunk after a prefix, prefill
 
 
-def _judge(kernel: Callable[..., Tensor], key: _Key, device: torch.device, sdpa: Attend) -> Verdict:
+def _check_kernel(
+    kernel: Callable[..., Tensor], key: _KernelKey, device: torch.device, sdpa: Attend
+) -> Verdict:
     """Refuse a kernel that disagrees with sdpa on small batches under a mask."""
     window = 3 if key.windowed else None
-    for batch, num_queries, num_keys in _JUDGED:
+    for batch, num_queries, num_keys in _TRIAL_SIZES:
         sizes = (
             (key.num_heads, num_queries, key.head_size),
             (key.num_kv_heads, num_keys, key.head_size),
             (key.num_kv_heads, num_keys, key.value_size),
         )
-        query, keys, values = (normals((batch, *size), key.dtype, device) for size in sizes)
+        query, keys, values = (random_normals((batch, *size), key.dtype, device) for size in sizes)
         distance = torch.arange(num_queries)[:, None] + num_keys - num_queries
         distance = distance - torch.arange(num_keys)
-        seen = distance >= 0 if key.causal else torch.ones_like(distance, dtype=torch.bool)
+        visible = distance >= 0 if key.causal else torch.ones_like(distance, dtype=torch.bool)
         if window is not None:
-            seen = seen & (distance.abs() < window)
-        mask = seen[None, None].to(device)
-        more: tuple[float | None, Tensor | None] = (None, None)
+            visible = visible & (distance.abs() < window)
+        mask = visible[None, None].to(device)
+        score_options: tuple[float | None, Tensor | None] = (None, None)
         if key.softcapped or key.sinks:
-            cap = _JUDGED_CAP if key.softcapped else None
-            more = cap, normals((key.num_heads,), key.dtype, device) if key.sinks else None
-            expected, _ = plain_attention(query, keys, values, mask, 0.25, False, *more)
+            cap = _TRIAL_SOFTCAP if key.softcapped else None
+            sinks = random_normals((key.num_heads,), key.dtype, device) if key.sinks else None
+            score_options = cap, sinks
+            expected, _ = plain_attention(query, keys, values, mask, 0.25, False, *score_options)
         else:
             groups = key.num_heads // key.num_kv_heads
             wide = (keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1))
             expected, _ = sdpa(nn.Module(), query, *wide, mask, scaling=0.25, is_causal=False)
-        found = _attend(kernel, query, keys, values, key.causal, window, None, 0.25, *more)
+        actual = _run_kernel(
+            kernel, query, keys, values, key.causal, window, None, 0.25, *score_options
+        )
         largest = float(values.abs().max())
         reduction = num_keys + key.head_size
-        verdict = judge_agreement(
-            ragged_attention.tolerance, expected, found, reduction, largest, largest
+        verdict = check_agreement(
+            ragged_attention.tolerance, expected, actual, reduction, largest, largest
         )
         if not verdict:
             return verdict

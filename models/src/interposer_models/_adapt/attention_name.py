@@ -1,4 +1,4 @@
-"""The name of this attention in configurations, and modules that compare it with others."""
+"""The name of interposer's attention in configurations, also where a module compares names."""
 
 from __future__ import annotations
 
@@ -13,54 +13,55 @@ NAME = "interposer"
 _COMPARISON = re.compile(r"attn_impl\w*\s*(?:==|!=|(?:not\s+)?in\b)|[=!]=\s*[\w.]*attn_impl")
 
 
-class StandIn(str):
-    """The name of this attention, which also equals the name that it stands for.
+class AliasedName(str):
+    """The name of interposer's attention, which also equals the name that it replaces.
 
-    transformers looks the attention up by its hash. Modules that build a mask for sdpa alone, as
-    those with a sparse indexer do, compare the name with "sdpa". The mask then comes here, as it
-    would to sdpa. A kernel that does not know its pattern leaves the call to sdpa.
+    transformers looks up the attention by hash. Some modules, such as those with a sparse indexer,
+    build a mask only if the name equals "sdpa". With an ``AliasedName`` they build the mask, and
+    interposer's attention receives the same mask as sdpa. A kernel that does not support the mask's
+    pattern delegates the call to sdpa.
     """
 
     _names: tuple[str, ...]
 
-    def __new__(cls, stands_for: str) -> StandIn:
+    def __new__(cls, replaced_name: str) -> AliasedName:
         name = super().__new__(cls, NAME)
-        name._names = (NAME, stands_for)
+        name._names = (NAME, replaced_name)
         return name
 
-    def __eq__(self, other: object) -> bool:
-        return other in self._names
+    def __eq__(self, value: object) -> bool:
+        return value in self._names
 
-    def __ne__(self, other: object) -> bool:
-        return other not in self._names
+    def __ne__(self, value: object) -> bool:
+        return value not in self._names
 
     def __hash__(self) -> int:  # in Python, so that torch.compile can follow it
         return hash(NAME)
 
-    def __reduce__(self) -> tuple[type[StandIn], tuple[str]]:
-        return StandIn, (self._names[1],)
+    def __reduce__(self) -> tuple[type[AliasedName], tuple[str]]:
+        return AliasedName, (self._names[1],)
 
 
-def name_for(model: nn.Module, stands_for: str) -> str:
-    """Return the name of this attention for the configurations of ``model``.
+def attention_name_for(model: nn.Module, replaced_name: str) -> str:
+    """Return the name of interposer's attention for the configurations of ``model``.
 
     Args:
-        stands_for: the name that the configurations had.
+        replaced_name: the previous name in the configurations.
     """
     modules = {parent.__module__ for module in model.modules() for parent in type(module).__mro__}
-    return StandIn(stands_for) if any(map(_compares, modules)) else NAME
+    return AliasedName(replaced_name) if any(map(_compares_names, modules)) else NAME
 
 
 @cache
-def _compares(module: str) -> bool:
-    """Say whether the source of a Python module compares names of attentions."""
+def _compares_names(module: str) -> bool:
+    """Search the source of a Python module for comparisons of attention names."""
     package = module.partition(".")[0]
     if package in ("torch", "builtins", "interposer_models") or module not in sys.modules:
         return False
     if package == "transformers" and not module.startswith("transformers.models."):
-        return False  # what all its models share
+        return False  # code shared by all models
     try:
         source = inspect.getsource(sys.modules[module])
     except (OSError, TypeError):
-        return True  # without its source, it may compare them
+        return True  # without source, assume a comparison
     return bool(_COMPARISON.search(source))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# They choose outputs, or repeat for other attentions what the mask says already.
-_WITHOUT_EFFECT = frozenset(
+# These select the model's outputs, or repeat facts of the mask for other attention functions.
+_IGNORED = frozenset(
     {
         "cache_position",
         "cu_seq_lens_k",
@@ -26,13 +26,13 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-_SERVED = frozenset({"softcap", "s_aux"})
+_SUPPORTED = frozenset({"softcap", "s_aux"})
 
 
 def unknown_option(options: Mapping[str, Any]) -> str:
-    """Return the first keyword that may change the result and that no kernel here takes, or ""."""
+    """Return the first keyword that may change the result and that no kernel supports, or ""."""
     for name in options:
-        if name in _WITHOUT_EFFECT or name in _SERVED:
+        if name in _IGNORED or name in _SUPPORTED:
             continue
         if options[name] is not None and options[name] is not False:
             return name

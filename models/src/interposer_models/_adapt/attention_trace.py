@@ -1,4 +1,4 @@
-"""The trace of a forward: which layers attend, in which order, and to what.
+"""A trace of a forward pass that records which layers attend, in which order, and to which tokens.
 
 Dimensions: B sequences, N heads, D size of a query and key, E size of a value, T tokens.
 """
@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from interposer import AttentionSpec
+from interposer_models._adapt.attention_interceptor import AttentionCall, MakeMask
 from interposer_models._adapt.attention_options import unknown_option
-from interposer_models._adapt.masks import facts_of
-from interposer_models._adapt.visit import Asked, MakeMask
+from interposer_models._adapt.masks import mask_facts
 
-_DROPS = frozenset({"softcap", "s_aux"})
+# sdpa supports neither; the traced values do not matter.
+_NOT_FOR_SDPA = frozenset({"softcap", "s_aux"})
 
 
-class UnservedLayerError(Exception):
-    """A layer keeps what pages do not hold, or attends as no backend over pages does."""
+class UnsupportedLayerError(Exception):
+    """A layer keeps a state that pages cannot hold, or attends in an unsupported way."""
 
     def __init__(self, name: str, kind: str, reason: str) -> None:
         self.layer = f"{name or 'the model'} ({kind})"
@@ -36,7 +37,7 @@ class TracedLayer:
     Attributes:
         name: dotted, as ``named_modules`` has it.
         key_size: of queries and keys; ``value_size`` may differ.
-        sinks: it gives a score per head.
+        sinks: the layer passes a sink for each head.
     """
 
     name: str
@@ -52,7 +53,7 @@ class TracedLayer:
     sinks: bool
 
     def spec(self, page_size: int) -> AttentionSpec:
-        """Return the request of the layer; keys and values have one size in a page."""
+        """Return the attention request of the layer; pages store keys and values in one size."""
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -68,7 +69,7 @@ class TracedLayer:
 
 
 class AttentionTrace:
-    """A visitor that notes the layers of a forward of one sequence without a cache.
+    """An interceptor that records the layers of a forward of one sequence without a cache.
 
     Attributes:
         layers: in the order in which they are called.
@@ -80,63 +81,69 @@ class AttentionTrace:
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def mask(self, make: MakeMask, settings: Mapping[str, Any]) -> Tensor | None:
-        """Return a mask that says its pattern, where sdpa would do without."""
-        given = {**settings, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return make(**given)
+        """Return a mask that carries its pattern, also in cases where sdpa needs no mask."""
+        explicit_settings = {
+            **settings,
+            "allow_is_causal_skip": False,
+            "allow_is_bidirectional_skip": False,
+        }
+        return make(**explicit_settings)
 
-    def pages(self, module: nn.Module) -> None:
-        """Return None: every layer is to ask."""
+    def paged_cache(self, module: nn.Module) -> None:
+        """Return None, so that every layer calls ``attend``."""
 
-    def attend(self, asked: Asked) -> Tensor:
-        """Note the layer, and return what sdpa makes of it, without sinks and softcap.
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Record the layer, and compute its attention by sdpa, without sinks and softcap.
 
-        Raises: UnservedLayerError: it does not attend as a decoder's layer does.
+        Raises: UnsupportedLayerError: the layer does not attend as a decoder layer does.
         """
-        name = self._names.get(id(asked.module), type(asked.module).__name__)
-        layer = _layer(name, asked)
-        if any(known.module is asked.module for known in self.layers):
-            raise UnservedLayerError(name, type(asked.module).__name__, "attends twice in a step")
+        name = self._names.get(id(call.module), type(call.module).__name__)
+        layer = _traced_layer(name, call)
+        if any(traced.module is call.module for traced in self.layers):
+            raise UnsupportedLayerError(name, type(call.module).__name__, "attends twice in a step")
         self.layers.append(layer)
-        others = {key: each for key, each in asked.options.items() if key not in _DROPS}
+        sdpa_options = {
+            key: option for key, option in call.options.items() if key not in _NOT_FOR_SDPA
+        }
         out, _ = self._sdpa(
-            asked.module,
-            asked.query,
-            asked.key,
-            asked.value,
-            asked.mask,
-            scaling=asked.scaling,
-            is_causal=asked.is_causal,
-            **others,
+            call.module,
+            call.query,
+            call.key,
+            call.value,
+            call.mask,
+            scaling=call.scaling,
+            is_causal=call.is_causal,
+            **sdpa_options,
         )
         return out
 
 
-def _layer(name: str, asked: Asked) -> TracedLayer:
-    module, query, key, value = asked.module, asked.query, asked.key, asked.value
+def _traced_layer(name: str, call: AttentionCall) -> TracedLayer:
+    module, query, key, value = call.module, call.query, call.key, call.value
 
-    def unserved(reason: str) -> UnservedLayerError:
-        return UnservedLayerError(name, type(module).__name__, reason)
+    def unsupported(reason: str) -> UnsupportedLayerError:
+        return UnsupportedLayerError(name, type(module).__name__, reason)
 
     _, num_heads, num_tokens, key_size = query.shape
     num_kv_heads, num_keys, value_size = value.shape[1:]
     if num_keys != num_tokens or key.shape[2] != num_tokens:
-        raise unserved("attends to keys of other tokens than those of the step")
-    if asked.mask is None:
-        causal = asked.is_causal
+        raise unsupported("attends to keys of other tokens than those of the step")
+    if call.mask is None:
+        causal = call.is_causal
         causal = getattr(module, "is_causal", True) if causal is None else causal
         window = None
     else:
-        facts = facts_of(asked.mask)
+        facts = mask_facts(call.mask)
         if facts is None:
-            raise unserved("has a mask that is neither causal nor a window")
+            raise unsupported("has a mask that is neither causal nor a window")
         causal, window = facts.pattern.causal, facts.pattern.window
     if not causal:
-        raise unserved("attends to tokens that come later")
-    if unknown := unknown_option(asked.options):
-        raise unserved(f"attends with {unknown}")
+        raise unsupported("attends to tokens that come later")
+    if unknown := unknown_option(call.options):
+        raise unsupported(f"attends with {unknown}")
     if num_heads % num_kv_heads:
-        raise unserved(f"shares {num_kv_heads} kv heads among {num_heads} unevenly")
-    scale = key_size**-0.5 if asked.scaling is None else float(asked.scaling)
+        raise unsupported(f"shares {num_kv_heads} kv heads among {num_heads} unevenly")
+    scale = key_size**-0.5 if call.scaling is None else float(call.scaling)
     return TracedLayer(
         name,
         module,
@@ -147,6 +154,6 @@ def _layer(name: str, asked: Asked) -> TracedLayer:
         query.dtype,
         scale,
         window,
-        asked.options.get("softcap"),
-        asked.options.get("s_aux") is not None,
+        call.options.get("softcap"),
+        call.options.get("s_aux") is not None,
     )

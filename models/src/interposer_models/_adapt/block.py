@@ -1,7 +1,7 @@
-"""The forward of a layer that is computed at once, by the layer of the standard decoder block.
+"""The forward of a transformer layer that runs as one standard decoder block.
 
-It does so over the pages of the engine, and over those of a cache of this project. Every other call
-is left to the class, whose parts are bound one by one.
+The block runs over the pages of the engine or of a ``RowsCache``. All other calls run the layer's
+class, whose parts are bound one by one.
 
 Dimensions: B sequences, T tokens, H hidden size, D head size.
 """
@@ -18,20 +18,22 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from interposer import AttentionBackend
-from interposer_models._adapt.block_trace import UNREAD, BlockParts
+from interposer_models._adapt.attention_interceptor import INTERCEPTOR
+from interposer_models._adapt.block_trace import UNREAD_ARGUMENTS, BlockParts
 from interposer_models._adapt.block_watch import Watch
 from interposer_models._adapt.cache import RowsCache, RowsLayer
-from interposer_models._adapt.masks import facts_of
-from interposer_models._adapt.paged_rows import PageRows, Pages
+from interposer_models._adapt.masks import mask_facts
+from interposer_models._adapt.paged_rows import PageIndex, Pages
 from interposer_models._adapt.rotary import RotaryTables
-from interposer_models._adapt.visit import VISITOR
 from interposer_ops.layers.decoder_block import DecoderBlock
 
-_TAKEN = frozenset({"attention_mask", "position_embeddings", "past_key_values", *UNREAD})
+_SUPPORTED_ARGUMENTS = frozenset(
+    {"attention_mask", "position_embeddings", "past_key_values", *UNREAD_ARGUMENTS}
+)
 
 
-class Steps(threading.local):
-    """The angles and the plan of a step, made once for the layers that get the same ones."""
+class StepCache(threading.local):
+    """The rotary tables and attention plan of a step, shared by layers with the same inputs."""
 
     def __init__(self) -> None:
         self.tables = RotaryTables()
@@ -39,7 +41,7 @@ class Steps(threading.local):
         self._plan: object = None
 
     def plan(self, backend: AttentionBackend, pages: Pages, num_tokens: int) -> object:
-        """Return the backend's plan for so many tokens more of each sequence."""
+        """Return the backend's plan for ``num_tokens`` new tokens of each sequence."""
         key = (backend, pages.batch, pages.length, num_tokens)
         if key != self._key:
             self._plan, self._key = backend.plan(pages.step(num_tokens)), key
@@ -47,12 +49,13 @@ class Steps(threading.local):
 
 
 class BlockForward:
-    """The forward of one layer.
+    """The forward of one layer, computed by a decoder block.
 
     Args:
-        block: the standard layer, or what replaces it, with the kernels of the layer's parts.
-        rows: where its backend stores keys and values; a reason where that is unknown.
-        tell: called with why a call is left to the class.
+        block: the standard block, or a plugin's replacement, with the kernels of the layer's parts.
+        page_index: where the block's backend stores keys and values; a reason if that is unknown.
+        is_routed: returns False once the model's attention is no longer interposer's.
+        report: called with the reason when a call runs the class's forward.
     """
 
     def __init__(
@@ -60,18 +63,19 @@ class BlockForward:
         module: nn.Module,
         parts: BlockParts,
         block: DecoderBlock,
-        rows: PageRows | str,
-        steps: Steps,
-        serves: Callable[[], bool],
-        tell: Callable[[str], None],
+        page_index: PageIndex | str,
+        steps: StepCache,
+        is_routed: Callable[[], bool],
+        report: Callable[[str], None],
     ) -> None:
         attention: Any = module._modules[parts.attention]
         self.module, self._parts, self._forward = module, parts, block.forward
         self._attention: nn.Module = attention
         self.backend = block.self_attn.attn.backend
         self._dtype = block.self_attn.attn.spec.dtype
-        self._rows, self._steps, self._serves, self._tell = rows, steps, serves, tell
-        self._told: set[str] = set()
+        self._page_index, self._steps = page_index, steps
+        self._is_routed, self._report = is_routed, report
+        self._reported_reasons: set[str] = set()
         self.watch: Watch | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
@@ -82,27 +86,30 @@ class BlockForward:
             setattr(twin, name, copy.deepcopy(vars(self)[name], memo))
         return twin
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        """Run it."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, or the class's forward if the block does not support the call."""
         if not is_compiling():
-            found = self.computed(args, named)
-            if not isinstance(found, str):
-                return found
-            if found and found not in self._told:
-                self._told.add(found)
-                self._tell(found)
-        return type(self.module).forward(self.module, *args, **named)
+            result = self.compute(args, kwargs)
+            if not isinstance(result, str):
+                return result
+            if result and result not in self._reported_reasons:
+                self._reported_reasons.add(result)
+                self._report(result)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
-    def computed(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor | str:
-        """Return ``[B, T, H]``, or why the call is left to the class; empty for no fault of it."""
+    def compute(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | str:
+        """Run the block, ``[B, T, H]``, or return the reason why the class must run.
+
+        The reason is "" in a situation that needs no report.
+        """
         if len(args) != 1:
             return "they have other arguments"
-        if not named.keys() <= _TAKEN:
-            for name, value in named.items():
-                if name not in _TAKEN and value is not None and value is not False:
+        if not kwargs.keys() <= _SUPPORTED_ARGUMENTS:
+            for name, value in kwargs.items():
+                if name not in _SUPPORTED_ARGUMENTS and value is not None and value is not False:
                     return f"they are given {name}"
         (x,) = args
-        tables = named.get("position_embeddings")
+        tables = kwargs.get("position_embeddings")
         if (
             type(x) is not Tensor
             or x.dtype is not self._dtype
@@ -113,10 +120,10 @@ class BlockForward:
             or len(tables) != 2
         ):
             return "they have other tensors than kernels read"
-        changed = "" if self.watch is None else self.watch.change()
-        if changed:
-            return changed
-        if not self._serves():
+        change = "" if self.watch is None else self.watch.describe_change()
+        if change:
+            return change
+        if not self._is_routed():
             return "the model has another attention by now"
         batch, num_tokens, hidden_size = shape = x.shape
         if not batch * num_tokens:
@@ -128,18 +135,18 @@ class BlockForward:
             (batch, num_tokens, size),
         ):
             return "their angles are of another size"
-        angles = self._steps.tables.of(cos, sin, batch)
+        angles = self._steps.tables.prepare(cos, sin, batch)
         if angles is None:
             return "the halves of their angles differ"
         rows = x.reshape(-1, hidden_size)
-        visitor = VISITOR.get()
-        if visitor is not None:
-            paged = visitor.pages(self._attention) if batch == 1 else None
+        interceptor = INTERCEPTOR.get()
+        if interceptor is not None:
+            paged = interceptor.paged_cache(self._attention) if batch == 1 else None
             if paged is None or paged[0] is not self.backend:
                 return ""
             out, stream = self._forward(rows, None, *angles, *paged[1:], None)
         else:
-            pages = self._pages(named, batch, num_tokens)
+            pages = self._pages(kwargs, batch, num_tokens)
             if isinstance(pages, str):
                 return pages
             pages.reserve(num_tokens)
@@ -148,36 +155,36 @@ class BlockForward:
             pages.length += num_tokens
         return torch.add(stream, out, out=torch.empty_like(out)).view(shape)
 
-    def _pages(self, named: Mapping[str, Any], batch: int, num_tokens: int) -> Pages | str:
-        """Return the pages of a cache, or why there are none."""
-        if isinstance(self._rows, str):
-            return self._rows
-        held = named.get("past_key_values")
+    def _pages(self, kwargs: Mapping[str, Any], batch: int, num_tokens: int) -> Pages | str:
+        """Return the layer's pages of the cache, or the reason why the cache has none."""
+        if isinstance(self._page_index, str):
+            return self._page_index
+        cache = kwargs.get("past_key_values")
         index = self._parts.layer_index
-        if type(held) is not RowsCache or index >= len(held.layers):
+        if type(cache) is not RowsCache or index >= len(cache.layers):
             return "they have no cache of this project"
-        layer = held.layers[index]
+        layer = cache.layers[index]
         if type(layer) is not RowsLayer or self._parts.window_tokens is not None:
             return "their cache forgets what leaves its window"
-        before = layer.get_seq_length()
-        mask = named.get("attention_mask")
+        num_cached = layer.get_seq_length()
+        mask = kwargs.get("attention_mask")
         if mask is None:
-            if num_tokens > 1 and (before or not getattr(self._attention, "is_causal", True)):
+            if num_tokens > 1 and (num_cached or not getattr(self._attention, "is_causal", True)):
                 return "they have no mask, but tokens that see each other"
         else:
-            facts = facts_of(mask) if isinstance(mask, Tensor) else None
+            facts = mask_facts(mask) if isinstance(mask, Tensor) else None
             if (
                 facts is None
                 or not facts.pattern.causal
                 or facts.pattern.window is not None
                 or facts.runs is not None
-                or (facts.num_queries, facts.num_keys) != (num_tokens, before + num_tokens)
+                or (facts.num_queries, facts.num_keys) != (num_tokens, num_cached + num_tokens)
             ):
                 return "their mask hides more than what comes later, such as padding"
-        found = layer.pages(self._rows, batch)
-        if found is None:
+        pages = layer.pages(self._page_index, batch)
+        if pages is None:
             return (
                 "their cache holds rows, because somebody looked at it or an earlier call was "
                 "computed part by part"
             )
-        return found
+        return pages

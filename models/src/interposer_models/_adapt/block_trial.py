@@ -1,4 +1,4 @@
-"""The trial of a block: it must compute what its layer computes part by part.
+"""A numerical trial of a decoder block against the layer that it replaces.
 
 Dimensions: B sequences, T tokens, H hidden size, D head size.
 """
@@ -15,47 +15,52 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from interposer import Verdict
-from interposer_models._adapt.agreement import normals
+from interposer_models._adapt.agreement import random_normals
+from interposer_models._adapt.attention_interceptor import (
+    AttentionCall,
+    MakeMask,
+    PagedCache,
+    intercepted_by,
+)
 from interposer_models._adapt.block import BlockForward
 from interposer_models._adapt.block_trace import BlockParts
-from interposer_models._adapt.forwards import own_forward
-from interposer_models._adapt.noise import ROUNDINGS, distance, rounded_once
-from interposer_models._adapt.paged_rows import batch_of
-from interposer_models._adapt.visit import Asked, MakeMask, Paged, visited_by
+from interposer_models._adapt.forwards import class_forward
+from interposer_models._adapt.noise import ROUNDINGS, distance, perturb_once
+from interposer_models._adapt.paged_rows import uniform_batch
 
-# Tokens of each step.
+# Tokens of each step: prefill, decode, chunk.
 _STEPS = (5, 1, 2)
 
 
-def judge_block(
+def check_block(
     module: nn.Module, parts: BlockParts, forward: BlockForward, hidden_size: int
 ) -> Verdict:
-    """Refuse unless a block computes what its layer does, over a cache, in the root mean square.
+    """Refuse a block whose results differ from its layer's by more than rounding explains.
 
-    The bound is what roundings explain: one at the input is measured, and each run has a few,
-    which are independent. It is twice their root of the sum of squares.
+    Both run over a cache. The effect of one rounding of the input is measured. Each run has
+    ``ROUNDINGS`` independent roundings; the bound is twice their root of the sum of squares.
     """
-    count, dtype = sum(_STEPS), forward.backend.spec.dtype
-    x = normals((1, count, hidden_size), dtype, torch.device("cpu"))
-    angles = normals((1, count, parts.head_size // 2), torch.float64, x.device) * 3
+    num_tokens, dtype = sum(_STEPS), forward.backend.spec.dtype
+    x = random_normals((1, num_tokens, hidden_size), dtype, torch.device("cpu"))
+    angles = random_normals((1, num_tokens, parts.head_size // 2), torch.float64, x.device) * 3
     trial = _Trial(module, parts, forward, (angles.cos().to(dtype), angles.sin().to(dtype)))
     with torch.no_grad():
-        # The input is as large as what is added to it, so that neither hides the other.
-        added = (trial.expected(x).double() - x.double()).square().mean().sqrt()
-        x = (x * float(added.clamp(1e-3, 1e3))).to(dtype)
-        expected, noisy = trial.expected(x), trial.expected(rounded_once(x))
-        found = trial.found(x)
-    if isinstance(found, str):
-        return Verdict.refuse(f"a trial of it was left to its class: {found}")
-    one = max(distance(noisy, expected), torch.finfo(dtype).eps / 2)
-    apart = distance(found, expected) / (2 * math.sqrt(2 * ROUNDINGS) * one)
-    if apart <= 1:
+        # The input is scaled to the size of the layer's update, so that neither hides the other.
+        update_size = (trial.run_class(x).double() - x.double()).square().mean().sqrt()
+        x = (x * float(update_size.clamp(1e-3, 1e3))).to(dtype)
+        expected, perturbed = trial.run_class(x), trial.run_class(perturb_once(x))
+        actual = trial.run_block(x)
+    if isinstance(actual, str):
+        return Verdict.refuse(f"a trial of it was left to its class: {actual}")
+    one_rounding = max(distance(perturbed, expected), torch.finfo(dtype).eps / 2)
+    excess = distance(actual, expected) / (2 * math.sqrt(2 * ROUNDINGS) * one_rounding)
+    if excess <= 1:
         return Verdict.accept()
-    return Verdict.refuse(f"its results are {apart:.1f} times as far away as rounding explains")
+    return Verdict.refuse(f"its results are {excess:.1f} times as far away as rounding explains")
 
 
 class _Trial:
-    """Runs of a layer that gets the tokens of one sequence in steps.
+    """Runs a layer on the tokens of one sequence in steps.
 
     Args:
         tables: cosines and sines, ``[1, T, D / 2]``.
@@ -68,72 +73,72 @@ class _Trial:
         forward: BlockForward,
         tables: tuple[Tensor, Tensor],
     ) -> None:
-        self._own, self._parts, self._forward = own_forward(module), parts, forward
+        self._class_forward, self._parts, self._forward = class_forward(module), parts, forward
         self._tables = [torch.cat((table, table), -1) for table in tables]
 
-    def _arguments(self, first: int, upto: int) -> dict[str, Any]:
-        angles = tuple(table[:, first:upto] for table in self._tables)
+    def _arguments(self, first: int, end: int) -> dict[str, Any]:
+        angles = tuple(table[:, first:end] for table in self._tables)
         return {"position_embeddings": angles, "use_cache": True}
 
-    def expected(self, x: Tensor) -> Tensor:
-        """Return ``[1, T, H]`` of the class."""
-        cache, found = _Shared(), []
-        for first, upto in pairwise(accumulate(_STEPS, initial=0)):
-            away = torch.arange(first, upto)[:, None] - torch.arange(upto)
-            window = self._parts.window_tokens or upto
-            found.append(
-                self._own(
-                    x[:, first:upto],
-                    attention_mask=((away >= 0) & (away < window))[None, None],
+    def run_class(self, x: Tensor) -> Tensor:
+        """Run the class's forward, ``[1, T, H]``."""
+        cache, outputs = _SingleLayerCache(), []
+        for first, end in pairwise(accumulate(_STEPS, initial=0)):
+            distance = torch.arange(first, end)[:, None] - torch.arange(end)
+            window = self._parts.window_tokens or end
+            outputs.append(
+                self._class_forward(
+                    x[:, first:end],
+                    attention_mask=((distance >= 0) & (distance < window))[None, None],
                     past_key_values=cache,
-                    **self._arguments(first, upto),
+                    **self._arguments(first, end),
                 )
             )
-        return torch.cat(found, dim=1)
+        return torch.cat(outputs, dim=1)
 
-    def found(self, x: Tensor) -> Tensor | str:
-        """Return ``[1, T, H]`` of the block over pages, or why it was left to the class."""
+    def run_block(self, x: Tensor) -> Tensor | str:
+        """Run the block over pages, ``[1, T, H]``, or return why the block refuses."""
         backend = self._forward.backend
         size = backend.spec.page_size
         (cache,) = backend.kv_layout().allocate(1, -(-x.shape[1] // size), "cpu")
-        found = []
-        for first, upto in pairwise(accumulate(_STEPS, initial=0)):
-            plan = backend.plan(batch_of(1, upto - first, first, size))
-            with visited_by(_Over((backend, cache, plan))):
-                out = self._forward.computed((x[:, first:upto],), self._arguments(first, upto))
+        outputs = []
+        for first, end in pairwise(accumulate(_STEPS, initial=0)):
+            plan = backend.plan(uniform_batch(1, end - first, first, size))
+            with intercepted_by(_PagedInterceptor((backend, cache, plan))):
+                out = self._forward.compute((x[:, first:end],), self._arguments(first, end))
             if isinstance(out, str):
                 return out
-            found.append(out)
-        return torch.cat(found, dim=1)
+            outputs.append(out)
+        return torch.cat(outputs, dim=1)
 
 
-class _Shared:
-    """One layer of a cache for whichever layer writes to it."""
+class _SingleLayerCache:
+    """A cache with one layer, whatever its index."""
 
     def __init__(self) -> None:
         self._layer = DynamicLayer()
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return all keys and values."""
+        """Append keys and values, and return all of them."""
         return self._layer.update(key, value)
 
 
-class _Over:
-    """A visitor that lets a layer attend over one cache."""
+class _PagedInterceptor:
+    """An interceptor that gives a block one paged cache."""
 
-    def __init__(self, paged: Paged) -> None:
+    def __init__(self, paged: PagedCache) -> None:
         self._paged = paged
 
-    def pages(self, module: nn.Module) -> Paged:
-        """Return it."""
+    def paged_cache(self, module: nn.Module) -> PagedCache:
+        """Return the paged cache."""
         return self._paged
 
     def mask(self, make: MakeMask, settings: Mapping[str, Any]) -> Tensor | None:
-        """Return what is made."""
+        """Return the mask that ``make`` makes."""
         return make(**settings)
 
-    def attend(self, asked: Asked) -> Tensor:
-        """Refuse: a block attends by itself.
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Refuse the call, as a block computes its own attention.
 
         Raises: RuntimeError: always.
         """

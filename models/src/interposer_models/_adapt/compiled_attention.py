@@ -1,7 +1,7 @@
-"""The attention of adapted models as one op of a graph that torch's compiler makes.
+"""The attention of adapted models as one op in graphs of ``torch.compile``.
 
-The graph holds the label of the module. When it runs, the op finds the attention by that label,
-and does what a call without a compiler does.
+The graph stores the label of the module. At run time the op finds the attention by this label, and
+computes the call as it would be computed without a compiler.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _OP = (
 )
 
 
-class Attends(Protocol):
-    """Computes a call at the time when the graph runs."""
+class AttentionOwner(Protocol):
+    """Computes attention calls when a compiled graph runs."""
 
     def compute(self, name: str, *args: Any) -> Tensor:
         """Return ``[B, T, N, E]``."""
@@ -30,11 +30,11 @@ class Attends(Protocol):
 
 _owners: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-_libraries: list[torch.library.Library] = []  # what they define is gone with them
+_libraries: list[torch.library.Library] = []  # an op is unregistered with its library
 
 
-def labels(owner: Attends, names: dict[int, str]) -> dict[int, str]:
-    """Return what stands for each module of an attention in graphs, by the module's id."""
+def register_labels(owner: AttentionOwner, names: dict[int, str]) -> dict[int, str]:
+    """Register an attention and return the label of each of its modules, by the module's id."""
     _define()
     number = str(next(_numbers))
     _owners[number] = owner
@@ -52,18 +52,18 @@ def traced_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return the op's result, ``[B, T, N, E]``, where the compiler sees the call."""
-    found: Tensor = torch.ops.interposer_adapted.attention(
+    """Call the op from code that is being compiled, ``[B, T, N, E]``."""
+    out: Tensor = torch.ops.interposer_adapted.attention(
         query, key, value, mask, label, scaling, is_causal, softcap, sinks
     )
-    return found
+    return out
 
 
 def is_traceable(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Say whether a call can be one op.
+    """Return True if a call can be one op of the graph.
 
-    It reads a mask's numbers, so that on another device it would wait within captured graphs. A
-    program that is exported runs where nobody knows the label.
+    The op reads the mask's values, which would synchronize within captured graphs on another
+    device. An exported program may run in a process where the label is not registered.
     """
     if torch.compiler.is_exporting() or query.device.type != "cpu":
         return False
@@ -78,11 +78,11 @@ def _define() -> None:
     library.define(_OP)
 
     def attention(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, label: str, *rest: Any
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, label: str, *options: Any
     ) -> Tensor:
         number, _, name = label.partition(":")
-        owner: Attends = _owners[number]
-        return owner.compute(name, query, key, value, mask, *rest)
+        owner: AttentionOwner = _owners[number]
+        return owner.compute(name, query, key, value, mask, *options)
 
     def fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
         batch, num_heads, num_queries, _size = query.shape

@@ -1,7 +1,7 @@
-"""Configurations of an adapted model's own.
+"""Private copies of the configurations of an adapted model.
 
-Models that were made from one configuration share the object, and what names the attention in it
-would speak for all of them.
+Models made from one configuration share the object. Without copies, the attention's name written to
+the configuration would apply to all of these models.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from interposer_models._adapt.adaptation import Adaptation
 
 
-def own_configurations(adaptation: Adaptation) -> None:
-    """Let the modules hold copies of the configurations of transformers that they hold.
+def copy_configurations(adaptation: Adaptation) -> None:
+    """Replace the transformers configurations of the model's modules by copies.
 
-    What is assigned to a copy meanwhile is assigned to the original when all is taken back.
+    When the changes are undone, values assigned to a copy are assigned to the original.
     """
     from transformers import PretrainedConfig
 
@@ -27,21 +27,21 @@ def own_configurations(adaptation: Adaptation) -> None:
         if isinstance(value, PretrainedConfig)
     ]
     originals = list({id(value): value for _, _, value in holders}.values())
-    # One call, so that a configuration within another stays the one that other modules hold.
+    # One deepcopy call keeps a nested configuration identical to the one that other modules hold.
     copies = deepcopy(originals)
     for original, copy in zip(originals, copies, strict=True):
-        _return_later(adaptation, original, copy, dict(vars(copy)))
+        _copy_back_on_undo(adaptation, original, copy, dict(vars(copy)))
     copy_of = {id(original): copy for original, copy in zip(originals, copies, strict=True)}
     for module, name, value in holders:
         adaptation.changes.set(module, name, copy_of[id(value)])
 
 
-def _return_later(
-    adaptation: Adaptation, original: Any, copy: Any, before: Mapping[str, Any]
+def _copy_back_on_undo(
+    adaptation: Adaptation, original: Any, copy: Any, copied_values: Mapping[str, Any]
 ) -> None:
     def undo() -> None:
         for name, value in vars(copy).items():
-            if name not in before or before[name] is not value:
+            if name not in copied_values or copied_values[name] is not value:
                 vars(original)[name] = value
 
     adaptation.changes.on_undo(undo)

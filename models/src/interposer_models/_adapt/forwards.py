@@ -1,4 +1,4 @@
-"""Functions that stand for a module's forward on one instance."""
+"""Functions that replace the forward of one module instance."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from torch.compiler import is_compiling
 Forward = Callable[..., Any]
 
 
-def own_forward(module: nn.Module) -> Forward:
-    """Return the forward that the class of ``module`` has."""
+def class_forward(module: nn.Module) -> Forward:
+    """Return the forward of the module's class, bound to the module."""
     return partial(type(module).forward, module)
 
 
-def one_input(
+def forward_one_input(
     kernel: Callable[..., Tensor],
     operands: tuple[Any, ...],
     original: Forward,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Forward:
-    """Return a forward that calls ``kernel(x, *operands)``, and the original for all else.
+    """Return a forward that calls ``kernel(x, *operands)`` where possible, else ``original``.
 
-    Other dtypes, devices, arguments and inputs that want a gradient are the original's: a kernel
-    reads memory as what it was bound for, and records nothing for a backward pass.
+    ``original`` serves other dtypes, devices and arguments, and inputs that require a gradient: the
+    kernel reads memory in the dtype it was bound for, and records no backward pass.
     """
 
-    def forward(*args: Any, **named: Any) -> Any:
-        if len(args) == 1 and not named:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
             (x,) = args
             if x.dtype is dtype and x.device == device and not x.requires_grad:
                 return kernel(x, *operands)
-        return original(*args, **named)
+        return original(*args, **kwargs)
 
     return forward
 
 
-def lookup(
+def forward_lookup(
     kernel: Callable[..., Tensor],
     operands: tuple[Any, ...],
     original: Forward,
     num_rows: int,
     device: torch.device,
 ) -> Forward:
-    """Return a forward that looks rows up, and the original for ids that are no rows."""
+    """Return a forward that looks up rows by ``kernel``, and calls ``original`` for invalid ids."""
 
-    def forward(*args: Any, **named: Any) -> Any:
-        if len(args) != 1 or named or args[0].device != device:
-            return original(*args, **named)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or args[0].device != device:
+            return original(*args, **kwargs)
         (ids,) = args
         flat = ids.reshape(-1).long()
-        # The original says which id is none; a kernel would read past the table.
+        # The original raises for an id out of range; a kernel would read past the table.
         if not is_compiling() and flat.numel():
             lowest, highest = flat.aminmax()
             if lowest < 0 or highest >= num_rows:

@@ -1,4 +1,4 @@
-"""Gated MLPs of a foreign model: gate and up projection as one product, as in the standard layer.
+"""Binding of gated MLPs: gate and up projection as one matmul, as in the standard layer.
 
 Dimensions: T tokens, H hidden size, I intermediate size.
 """
@@ -10,49 +10,49 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as every_module
+from torch.nn.modules import module as module_hooks
 
 from interposer import Verdict
 from interposer_models._adapt.adaptation import Adaptation
-from interposer_models._adapt.agreement import normals
-from interposer_models._adapt.forwards import Forward, one_input, own_forward
+from interposer_models._adapt.agreement import random_normals
+from interposer_models._adapt.forwards import Forward, class_forward, forward_one_input
 from interposer_models._adapt.gated_trace import GatedParts
 from interposer_models._adapt.inner_forward import is_wrapped
-from interposer_models._adapt.merged import restore_of_merged
+from interposer_models._adapt.merged import find_merged_restore
 from interposer_models._adapt.packed_weight import PackedWeight, Restore
 from interposer_models._adapt.projections import (
     Call,
-    bound_name,
-    call_of,
-    fill,
-    judge_restore,
-    restore_of,
+    check_restore,
+    find_restore,
+    kernel_call,
+    layer_kernel_name,
+    set_weights,
 )
 from interposer_ops.layers.linear import MergedLinear, PlainLinear
 from interposer_ops.layers.mlp import GatedMLP
 
 _ROWS = 3
-# Of the standard layer's projections, as schemes know them.
-_NAMES = ("gate_proj", "up_proj", "down_proj")
-# Both projections, activation, product and result; either side may round each of them.
+# Names of the standard layer's projections, by which quantization schemes select modules.
+_STANDARD_NAMES = ("gate_proj", "up_proj", "down_proj")
+# Two projections, activation, multiplication and result, each rounded on either side.
 _ROUNDINGS = 10
 
 
 def bind_gated_mlp(
     adaptation: Adaptation, module: nn.Module, name: str, parts: GatedParts
 ) -> str | Verdict:
-    """Bind a module and its three projections, which can still be called one by one."""
-    gate, up, down = (module._modules[part] for part in parts[:3])
+    """Bind a gated MLP and its three projections, which can still be called one by one."""
+    gate, up, down = (module._modules[projection] for projection in parts[:3])
     assert isinstance(gate, nn.Linear)
     assert isinstance(up, nn.Linear)
     assert isinstance(down, nn.Linear)
     for part in (module, gate, up, down):
         if is_wrapped(part):
             return Verdict.refuse("another library put a forward of its own around a part of it")
-        fit = adaptation.judge(part)
+        fit = adaptation.check_module(part)
         if not fit:
             return fit
-    biases = [part.bias for part in (gate, up, down)]
+    biases = [projection.bias for projection in (gate, up, down)]
     if len({bias is None for bias in biases}) > 1 or gate.weight.shape != up.weight.shape:
         return Verdict.refuse("its projections differ in bias or size")
     inner, hidden = gate.weight.shape
@@ -61,76 +61,79 @@ def bind_gated_mlp(
         layer = GatedMLP(
             adaptation.site(name, dtype), hidden, inner, parts.activation, biases[0] is not None
         )
-    held_by = (layer.gate_up_proj, layer.down_proj)
-    plain_parts = [isinstance(each.method, PlainLinear) for each in held_by]
-    if not all(plain_parts) and parts[:3] != _NAMES:
+    linears = (layer.gate_up_proj, layer.down_proj)
+    plain_parts = [isinstance(linear.method, PlainLinear) for linear in linears]
+    if not all(plain_parts) and parts[:3] != _STANDARD_NAMES:
         return Verdict.refuse("quantization knows its projections by other names")
-    both = None if biases[0] is None else torch.cat([gate.bias.data, up.bias.data])
+    merged_bias = None if biases[0] is None else torch.cat([gate.bias.data, up.bias.data])
     weights = torch.cat([gate.weight.data, up.weight.data])
-    fill(layer.gate_up_proj, weight=weights, bias=both)
-    fill(layer.down_proj, weight=down.weight.data, bias=biases[2])
+    set_weights(layer.gate_up_proj, weight=weights, bias=merged_bias)
+    set_weights(layer.down_proj, weight=down.weight.data, bias=biases[2])
     both_plain, down_plain = plain_parts
     merged = None
     if both_plain:
         first = cast(MergedLinear, layer.gate_up_proj)
-        merged = restore_of_merged(first, first.operands)
+        merged = find_merged_restore(first, first.operands)
     last = (
-        restore_of(layer.down_proj.method.bound, layer.down_proj.operands) if down_plain else None
+        find_restore(layer.down_proj.method.bound, layer.down_proj.operands) if down_plain else None
     )
     if all(plain_parts):
-        verdict = _judge(module, layer, gate.weight)
+        verdict = _check_layer(module, layer, gate.weight)
         if not verdict:
             return verdict
-    # Halves come out of what is checked here, once for both.
+    # The merged restore is checked once; the halves of gate and up are slices of its result.
     for restore, plain in ((merged, weights), (last, down.weight.data)):
-        verdict = Verdict.accept() if restore is None else judge_restore(restore, plain)
+        verdict = Verdict.accept() if restore is None else check_restore(restore, plain)
         if not verdict:
             return verdict
+    # Releases the plain copies before the weights are packed, to bound the memory peak.
     del weights, plain
     restores = (
         None if merged is None else partial(_restore_half, merged, False),
         None if merged is None else partial(_restore_half, merged, True),
         last,
     )
-    kernel, operands = call_of(layer.gate_up_proj)
+    kernel, operands = kernel_call(layer.gate_up_proj)
     calls: tuple[Call, ...] = (
         (partial(_half, kernel, slice(None, inner)), operands),
         (partial(_half, kernel, slice(inner, None)), operands),
-        call_of(layer.down_proj),
+        kernel_call(layer.down_proj),
     )
     forwards = []
-    gone = (not both_plain, not both_plain, not down_plain)
-    for label, part, call, restore, quantized in zip(
-        parts, (gate, up, down), calls, restores, gone, strict=False
+    is_quantized = (not both_plain, not both_plain, not down_plain)
+    for label, projection, call, restore, quantized in zip(
+        parts, (gate, up, down), calls, restores, is_quantized, strict=False
     ):
         place = f"{name}.{label}" if name else label
-        forward = one_input(*call, own_forward(part), dtype, adaptation.device)
+        forward = forward_one_input(*call, class_forward(projection), dtype, adaptation.device)
         if quantized or restore is not None:
-            packed = PackedWeight(part.weight, restore, f"{place}.weight")
-            adaptation.changes.pack([(part, "weight")], packed)
-        adaptation.bind_forward(part, place, forward)
+            packed = PackedWeight(projection.weight, restore, f"{place}.weight")
+            adaptation.changes.pack([(projection, "weight")], packed)
+        adaptation.bind_forward(projection, place, forward)
         forwards.append(forward)
     adaptation.changes.set(
         module, "forward", _forward(module, layer, parts, forwards, adaptation.device)
     )
-    for label, part, held in zip(
+    for label, projection, linear_of_part in zip(
         parts, (gate, up, down), (*[layer.gate_up_proj] * 2, layer.down_proj), strict=False
     ):
-        adaptation.hold(part, f"{name}.{label}" if name else label, bound_name(held))
-    adaptation.layers[id(module),] = layer
+        adaptation.mark_bound(
+            projection, f"{name}.{label}" if name else label, layer_kernel_name(linear_of_part)
+        )
+    adaptation.layers_by_modules[id(module),] = layer
     return f"{type(layer).__module__.partition('.')[0]}/{type(layer).__name__}"
 
 
-def _restore_half(merged: Restore, second: bool, into: Tensor) -> None:
+def _restore_half(merged: Restore, is_second: bool, into: Tensor) -> None:
     both = into.new_empty(2 * into.shape[0], into.shape[1])
     merged(both)
-    into.copy_(both[into.shape[0] :] if second else both[: into.shape[0]])
+    into.copy_(both[into.shape[0] :] if is_second else both[: into.shape[0]])
 
 
 def _half(kernel: Any, columns: slice, x: Tensor, *operands: Any) -> Tensor:
-    """Return the outputs of one of two merged projections."""
-    found: Tensor = kernel(x, *operands)[..., columns]
-    return found
+    """Compute the outputs of one of two merged projections."""
+    out: Tensor = kernel(x, *operands)[..., columns]
+    return out
 
 
 def _forward(
@@ -140,22 +143,24 @@ def _forward(
     forwards: list[Forward],
     device: torch.device,
 ) -> Forward:
-    """Return a forward that makes one call, as long as the children are what they were."""
-    original = own_forward(module)
+    """Return a forward that runs the merged layer while the children are unchanged."""
+    original = class_forward(module)
     children = module._modules
     gate, up, down = (children[part] for part in parts[:3])
-    held = [(children[part], forward) for part, forward in zip(parts, forwards, strict=False)]
+    bound_forwards = [
+        (children[part], forward) for part, forward in zip(parts, forwards, strict=False)
+    ]
     dtype = gate.weight.dtype  # type: ignore[union-attr]
-    hooks = [every_module._global_forward_hooks, every_module._global_forward_pre_hooks]
+    hooks = [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]
     for child in children.values():
         if child is not None:
             hooks += [child._forward_hooks, child._forward_pre_hooks]
     names = parts[:3]
 
-    def forward(*args: Any, **named: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         if (
             len(args) != 1
-            or named
+            or kwargs
             or args[0].dtype is not dtype
             or args[0].device != device
             or args[0].requires_grad
@@ -163,9 +168,12 @@ def _forward(
             or children[names[0]] is not gate
             or children[names[1]] is not up
             or children[names[2]] is not down
-            or any(vars(child).get("forward") is not own for child, own in held)
+            or any(
+                vars(child).get("forward") is not bound_forward
+                for child, bound_forward in bound_forwards
+            )
         ):
-            return original(*args, **named)
+            return original(*args, **kwargs)
         (x,) = args
         if x.ndim == 2:
             return layer(x)
@@ -174,21 +182,21 @@ def _forward(
     return forward
 
 
-def _judge(module: nn.Module, layer: GatedMLP, weight: Tensor) -> Verdict:
-    """Refuse unless the layer computes what the module does, in the root mean square.
+def _check_layer(module: nn.Module, layer: GatedMLP, weight: Tensor) -> Verdict:
+    """Refuse a layer whose results differ from the module's in root mean square.
 
-    Each rounding adds a relative error of at most half an epsilon; sums of n terms in float32 one
-    that grows with the root of n.
+    Each rounding adds a relative error of at most half an epsilon. The error of a sum of n terms in
+    float32 grows with the root of n.
     """
-    x = normals((_ROWS, weight.shape[1]), weight.dtype, weight.device)
+    x = random_normals((_ROWS, weight.shape[1]), weight.dtype, weight.device)
     with torch.no_grad():
-        expected = own_forward(module)(x).double()
-        found = layer(x).double()
+        expected = class_forward(module)(x).double()
+        actual = layer(x).double()
     epsilon = torch.finfo(weight.dtype).eps
     sums = sum(weight.shape) ** 0.5 * torch.finfo(torch.float32).eps
-    bound = (_ROUNDINGS / 2 * epsilon + 2 * sums) * expected.norm()
-    distance = (found - expected).norm()
-    if bool(distance <= bound):
+    max_distance = (_ROUNDINGS / 2 * epsilon + 2 * sums) * expected.norm()
+    distance = (actual - expected).norm()
+    if bool(distance <= max_distance):
         return Verdict.accept()
-    times = float(distance / bound)
-    return Verdict.refuse(f"its results are {times:.1f} times as far away as rounding explains")
+    excess = float(distance / max_distance)
+    return Verdict.refuse(f"its results are {excess:.1f} times as far away as rounding explains")

@@ -1,4 +1,4 @@
-"""The trace that finds gated MLPs: what a class does with its children, these being leaves."""
+"""A symbolic trace that recognizes gated MLPs; children are leaves."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 _log = logging.getLogger("interposer")
-_MULTIPLIES = (operator.mul, torch.mul, "mul")
-_CLOSE = 1e-9
+_MULTIPLICATIONS = (operator.mul, torch.mul, "mul")
+_TOLERANCE = 1e-9
 
-# By the names that configurations of Hugging Face have for them.
+# By the names in Hugging Face configurations.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -34,50 +34,53 @@ class GatedParts(NamedTuple):
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Say of every child that it is one."""
+        """Return True: every child is a leaf."""
         return True
 
 
 def find_gated(module: nn.Module) -> GatedParts | None:
-    """Return the parts of ``down(activation(gate(x)) * up(x))``, None if it computes another."""
+    """Return the parts of ``down(activation(gate(x)) * up(x))``, None for other modules."""
     if sum(type(child) is nn.Linear for child in module.children()) != 3:
         return None
     try:
         graph = _Tracer().trace(module)
-    except Exception as error:  # noqa: BLE001 - what cannot be traced is not proposed
+    except Exception as error:  # noqa: BLE001 - an untraceable module is no candidate
         _log.debug("%s is no gated MLP: its trace raised %r", type(module).__name__, error)
         return None
     nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     output = nodes[-1].args[0]
-    if len(inputs) != 1 or _called(module, output) is None:
+    if len(inputs) != 1 or _called_linear(module, output) is None:
         return None
-    product = output.args[0]
-    if product.op not in ("call_function", "call_method") or product.target not in _MULTIPLIES:
+    multiplication = output.args[0]
+    if (
+        multiplication.op not in ("call_function", "call_method")
+        or multiplication.target not in _MULTIPLICATIONS
+    ):
         return None
-    for activated, up in (product.args, product.args[::-1]):
+    for activated, up in (multiplication.args, multiplication.args[::-1]):
         if not isinstance(activated, fx.Node) or not isinstance(up, fx.Node):
             continue
         gate = activated.args[0] if activated.args else None
-        if _called(module, up) is None or _called(module, gate) is None:
+        if _called_linear(module, up) is None or _called_linear(module, gate) is None:
             continue
         assert isinstance(gate, fx.Node)
-        name = _activation(module, activated)
+        name = _activation_name(module, activated)
         if name and up.args == gate.args == (inputs[0],) and len(nodes) == 7:
             return GatedParts(str(gate.target), str(up.target), str(output.target), name)
     return None
 
 
-def _called(module: nn.Module, node: Any) -> nn.Linear | None:
-    """Return the projection that a node calls with one input."""
+def _called_linear(module: nn.Module, node: Any) -> nn.Linear | None:
+    """Return the linear layer that a node calls with one input, if any."""
     if not isinstance(node, fx.Node) or node.op != "call_module" or len(node.args) != 1:
         return None
     child = module._modules.get(str(node.target))
     return child if type(child) is nn.Linear else None
 
 
-def _activation(module: nn.Module, node: fx.Node) -> str:
-    """Return the name of the activation that a node computes, found by numbers; empty for none."""
+def _activation_name(module: nn.Module, node: fx.Node) -> str:
+    """Return the name of the activation that a node computes, or ""; results are compared."""
     act: Any
     if node.op == "call_module" and len(node.args) == 1:
         act = module._modules.get(str(node.target))
@@ -88,12 +91,12 @@ def _activation(module: nn.Module, node: fx.Node) -> str:
     x = torch.linspace(-9, 9, 91, dtype=torch.float64)
     with torch.no_grad():
         try:
-            found = act(x)
-        except Exception:  # noqa: BLE001 - what a foreign class raises says only that it is none
+            result = act(x)
+        except Exception:  # noqa: BLE001 - foreign code may raise anything
             return ""
-    if not isinstance(found, Tensor) or found.shape != x.shape:
+    if not isinstance(result, Tensor) or result.shape != x.shape:
         return ""
     for name, function in _ACTIVATIONS.items():
-        if (function(x) - found).abs().max() <= _CLOSE:
+        if (function(x) - result).abs().max() <= _TOLERANCE:
             return name
     return ""

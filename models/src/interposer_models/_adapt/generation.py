@@ -1,4 +1,4 @@
-"""The method ``generate`` of an adapted model, which takes a cache that grows in place."""
+"""Replacement of the method ``generate``, which passes a cache that grows in place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DYNAMIC = (None, "dynamic")
 
 
 def bind_generation(adaptation: Adaptation) -> None:
-    """Let ``generate`` of this instance pass a cache of rows where nobody asks for another."""
+    """Let ``generate`` of this instance pass a ``RowsCache`` unless the caller sets a cache."""
     owner: Any = adaptation.model
     model: nn.Module = owner
     if "transformers" not in sys.modules:
@@ -34,28 +34,28 @@ def bind_generation(adaptation: Adaptation) -> None:
     parameters = inspect.signature(original).parameters
 
     @wraps(original)
-    def generate(*args: Any, **named: Any) -> Any:
-        given = dict(zip(parameters, args, strict=False)) | named
-        settings = given.get("generation_config") or owner.generation_config
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        arguments = dict(zip(parameters, args, strict=False)) | kwargs
+        settings = arguments.get("generation_config") or owner.generation_config
 
         def setting(name: str) -> Any:
-            found = given.get(name)
-            return getattr(settings, name, None) if found is None else found
+            value = arguments.get(name)
+            return getattr(settings, name, None) if value is None else value
 
         if (
-            given.get(_CACHE) is None
-            and given.get("custom_generate") is None
+            arguments.get(_CACHE) is None
+            and arguments.get("custom_generate") is None
             and setting("cache_implementation") in _DYNAMIC
             and setting("use_cache") is not False
         ):
             cache = new_cache(owner.config)
             if setting("is_assistant"):
-                # What it proposes may be taken back, so that windows are not forgotten at once.
+                # Draft tokens may be rejected: sliding layers must keep tokens before the window.
                 cache.activate_past_recording()
-            named = {**named, _CACHE: cache}
-            # transformers warns of arguments beside a configuration, so that it is said if need be.
+            kwargs = {**kwargs, _CACHE: cache}
+            # Set only if necessary: transformers warns of arguments that override a configuration.
             if owner.generation_config.cache_implementation or setting("cache_implementation"):
-                named["cache_implementation"] = None
-        return original(*args, **named)
+                kwargs["cache_implementation"] = None
+        return original(*args, **kwargs)
 
     adaptation.changes.set(model, "generate", generate)

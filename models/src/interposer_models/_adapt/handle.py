@@ -1,4 +1,4 @@
-"""The door: a model of another library on the kernels that the machine selects, and back."""
+"""Entry point ``adapt``: run a transformers model on interposer's kernels, and restore it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from interposer import Config, Placement, Resolver, effective_config, place
 from interposer.errors import ConfigError
 from interposer_models._adapt.adaptation import Adaptation
-from interposer_models._adapt.attention_names import bind_attention
+from interposer_models._adapt.attention_registration import bind_attention
 from interposer_models._adapt.block_binding import bind_blocks
 from interposer_models._adapt.generation import bind_generation
 from interposer_models._adapt.modules import bind_composites, bind_leaves, bind_tables, head_ids
@@ -21,15 +21,17 @@ from interposer_models._online_quantization import quantization_settings
 from interposer_ops.devices import host_memory
 
 M = TypeVar("M", bound=nn.Module)
-_MARK = "_interposer_adapted"
+_HANDLE_ATTRIBUTE = "_interposer_adapted"
 
 
 class Adapted(Generic[M]):
-    """A model on kernels of interposer. ``interposer.explain`` says what each module runs on.
+    """A model that runs on interposer's kernels.
+
+    ``interposer.explain`` lists the kernel of each module.
 
     Attributes:
-        model: the model itself, of its own class; use it as before.
-        quantization: the method by which its weights were quantized, None for plain ones.
+        model: the model that was passed to ``adapt``; use it as before.
+        quantization: the method by which the weights were quantized, None for plain weights.
     """
 
     def __init__(
@@ -41,25 +43,25 @@ class Adapted(Generic[M]):
         self._adaptation = adaptation
 
     def __deepcopy__(self, memo: object) -> Adapted[M]:
-        # A copy of the model shares what kernels hold; this handle gives the first one back.
+        # A copied model shares the kernels' constants, so the handle still restores the original.
         return self
 
     @property
     def resolver(self) -> Resolver:
-        """The resolver that made the choices, with a note for every reason of a module."""
+        """The resolver that chose the kernels; its notes list the reasons of module results."""
         resolver = self._adaptation.resolver
-        resolver.notes[:] = [*notes(self.places), *self._adaptation.remarks]
+        resolver.notes[:] = [*notes(self.places), *self._adaptation.notes]
         return resolver
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """The outcome for each module that is bound, or was left for a reason."""
-        return tuple(self._adaptation.places.values())
+        """The result for each module that was bound, or skipped with a reason."""
+        return tuple(self._adaptation.results.values())
 
     def new_cache(self) -> Any:
-        """Return an empty cache that grows in place, to pass as ``past_key_values``.
+        """Return an empty KV cache that grows in place, to pass as ``past_key_values``.
 
-        ``generate`` passes one by itself.
+        ``generate`` creates such a cache unless you pass one.
         """
         from interposer_models._adapt.cache import new_cache
 
@@ -67,9 +69,11 @@ class Adapted(Generic[M]):
         return new_cache(config)
 
     def restore(self) -> M:
-        """Give the model back as it was, bit for bit; this handle is of no use afterwards.
+        """Undo the adaptation and return the model, bit for bit as before.
 
-        Raises: ConfigError: its weights were quantized.
+        This handle is of no use afterwards.
+
+        Raises: ConfigError: the weights were quantized.
         """
         if self.quantization is not None:
             raise ConfigError(
@@ -81,14 +85,14 @@ class Adapted(Generic[M]):
 
 
 def is_in_force(adapted: Adapted[Any]) -> bool:
-    """Say whether the model is adapted by this handle, so that it was not restored since."""
-    return vars(adapted.model).get(_MARK) is adapted
+    """Return True unless the model has been restored."""
+    return vars(adapted.model).get(_HANDLE_ATTRIBUTE) is adapted
 
 
-def remark(adapted: Adapted[Any], text: str) -> None:
-    """Add a note about the model as a whole to what ``interposer.explain`` says."""
+def add_note(adapted: Adapted[Any], text: str) -> None:
+    """Add a note about the whole model to the output of ``interposer.explain``."""
     resolver = adapted.resolver
-    adapted._adaptation.remarks.append(text)
+    adapted._adaptation.notes.append(text)
     resolver.notes.append(text)
 
 
@@ -98,33 +102,33 @@ def adapt(
     *,
     quantization: str | Mapping[str, Any] | None = None,
 ) -> Adapted[M]:
-    """Bind what a model of transformers computes to the kernels that this machine selects.
+    """Run a transformers model on the kernels that interposer selects for this machine.
 
-    The model is changed in place, instance by instance; its classes stay. A module that cannot be
-    bound is left as it is, with a reason.
+    The model is changed in place, instance by instance; its classes stay. A module that no kernel
+    can replace keeps its own forward, and its result states the reason.
 
     Args:
         model: in evaluation mode, with its weights in memory.
-        config: policy for this model, above every other source.
-        quantization: a method by which weights are quantized, as ``load`` takes it.
+        config: policy for this model; it overrides every other source.
+        quantization: a method that quantizes the weights, as for ``load``.
     Raises:
-        ConfigError: it is no module, is adapted already, or in training mode; weights are to be
-            quantized of which this process holds parts.
-        UnknownNameError: nothing quantizes by that method.
+        ConfigError: ``model`` is no ``torch.nn.Module``, is adapted already or in training mode; or
+            ``quantization`` is set and this process holds only shards of the weights.
+        UnknownNameError: no installed plugin quantizes by this method.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model is of the type {type(model).__name__}, must be a torch.nn.Module. "
             "Try: adapt(AutoModelForCausalLM.from_pretrained(path))"
         )
-    if _MARK in vars(model):
+    if _HANDLE_ATTRIBUTE in vars(model):
         raise ConfigError("The model is adapted already. Try: adapted.restore()")
     if model.training:
         raise ConfigError("The model is in training mode. Try: model.eval()")
     config = effective_config(config)
     placement = place(config)
     resolver = Resolver.at(placement, config)
-    own = getattr(getattr(model, "config", None), "quantization_config", None)
+    stored_settings = getattr(getattr(model, "config", None), "quantization_config", None)
     if quantization is not None:
         if any(is_sharded(parameter) for parameter in model.parameters()):
             raise ConfigError(
@@ -133,7 +137,7 @@ def adapt(
                 "the model without a plan of parallelism"
             )
         settings = quantization_settings(
-            quantization, _as_mapping(own), resolver.registry, type(model).__name__
+            quantization, _as_mapping(stored_settings), resolver.registry, type(model).__name__
         )
         assert settings is not None
         resolver.choose_scheme(settings)
@@ -155,12 +159,12 @@ def adapt(
         host_memory.trim()
     resolver.check_places()
     adapted = Adapted(model, adaptation, quantization)
-    adaptation.changes.set(model, _MARK, adapted)
+    adaptation.changes.set(model, _HANDLE_ATTRIBUTE, adapted)
     return adapted
 
 
 def _as_mapping(settings: Any) -> Mapping[str, Any] | None:
-    """Return settings of a model as plain data; transformers holds them as an object."""
+    """Return a model's quantization settings as a mapping; transformers has a class for them."""
     if settings is None or isinstance(settings, Mapping):
         return settings
     plain: Mapping[str, Any] = settings.to_dict()

@@ -1,8 +1,8 @@
-"""Forwards that a library set on an instance around the one of its class.
+"""Forwards that another library wrapped around the class's forward on an instance.
 
-Tensor parallelism of transformers and the hooks of accelerate do that: what they set sends tensors
-to other processes or devices, and calls the forward of the class in between. A kernel takes the
-place of that call alone.
+Tensor parallelism of transformers and the hooks of accelerate do so: the wrapper moves tensors
+between processes or devices, and calls the class's forward in between. A kernel replaces only that
+inner call.
 """
 
 from __future__ import annotations
@@ -16,76 +16,76 @@ from torch import nn
 
 from interposer_models._adapt.forwards import Forward
 
-Around = Callable[[Forward], tuple[str, Any]]
-"""Returns the attribute of the module, and what it has to be, for another forward within."""
+Rewrap = Callable[[Forward], tuple[str, Any]]
+"""Returns the attribute to set on the module, and its value, for another inner forward."""
 
-# Objects in objects: what parts experts holds a strategy for each kind of call.
+# Depth of the search in nested objects: an expert-parallel wrapper holds strategy objects.
 _DEPTH = 2
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Say whether an instance has a forward that is not its class's."""
-    found = vars(module).get("forward")
-    return found is not None and not _is_own(found, module)
+    """Return True if an instance has a forward other than its class's."""
+    forward = vars(module).get("forward")
+    return forward is not None and not _is_class_forward(forward, module)
 
 
-def around_forward(module: nn.Module) -> Around | None:
-    """Return how to put another forward within the one that was set on an instance.
+def find_rewrap(module: nn.Module) -> Rewrap | None:
+    """Return a function that rebuilds the instance's wrapper around another inner forward.
 
-    That one is known to call the forward of the class if it holds it: in a variable of its closure,
-    in an attribute of an object there, or in one attribute of the module. Nothing that is held is
-    changed: the function is made anew around copies.
+    The wrapper must hold the class's forward in a variable of its closure, in an attribute of an
+    object there, or in one attribute of the module. The wrapper itself is not changed; it is
+    rebuilt around copies.
 
-    Returns: None if it is not known to do so.
+    Returns: None if the wrapper does not hold the class's forward.
     """
-    held = [name for name, value in vars(module).items() if _is_own(value, module)]
-    if held:
-        (name, *others) = held
-        return None if others else lambda inner: (name, inner)
+    attributes = [name for name, value in vars(module).items() if _is_class_forward(value, module)]
+    if attributes:
+        (name, *more_attributes) = attributes
+        return None if more_attributes else lambda inner: (name, inner)
     outer = vars(module).get("forward")
     if not isinstance(outer, FunctionType):
         return None
     cells = outer.__closure__ or ()
-    if not any(_exchanged(cell, module, _other)[1] for cell in cells):
+    if not any(_replace_in_cell(cell, module, _placeholder)[1] for cell in cells):
         return None
 
-    def around(inner: Forward) -> tuple[str, Any]:
-        closure = tuple(_exchanged(cell, module, inner)[0] for cell in cells)
-        again = FunctionType(
+    def rewrap(inner: Forward) -> tuple[str, Any]:
+        closure = tuple(_replace_in_cell(cell, module, inner)[0] for cell in cells)
+        rebuilt = FunctionType(
             outer.__code__, outer.__globals__, outer.__name__, outer.__defaults__, closure
         )
-        again.__kwdefaults__ = outer.__kwdefaults__
-        again.__dict__.update(vars(outer))
-        return "forward", again
+        rebuilt.__kwdefaults__ = outer.__kwdefaults__
+        rebuilt.__dict__.update(vars(outer))
+        return "forward", rebuilt
 
-    return around
-
-
-def _other(*_: Any) -> None:
-    """Stand for any forward, where it only matters whether there is a place for one."""
+    return rewrap
 
 
-def _exchanged(cell: CellType, module: nn.Module, inner: Forward) -> tuple[CellType, bool]:
-    """Return a cell that holds ``inner`` where this one does the class's forward, if it does."""
+def _placeholder(*_: Any) -> None:
+    """Stand for any forward while the closure is only searched."""
+
+
+def _replace_in_cell(cell: CellType, module: nn.Module, inner: Forward) -> tuple[CellType, bool]:
+    """Return a cell with ``inner`` in place of the class's forward, and whether it was replaced."""
     try:
         content = cell.cell_contents
     except ValueError:  # not filled yet
         return cell, False
-    found = _with(content, module, inner, _DEPTH)
-    return (cell, False) if found is content else (CellType(found), True)
+    replaced = _replace_in(content, module, inner, _DEPTH)
+    return (cell, False) if replaced is content else (CellType(replaced), True)
 
 
-def _with(value: Any, module: nn.Module, inner: Forward, depth: int) -> Any:
-    """Return ``value``, or a copy of it in which ``inner`` stands for the class's forward."""
-    if _is_own(value, module):
+def _replace_in(value: Any, module: nn.Module, inner: Forward, depth: int) -> Any:
+    """Return ``value``, or a copy of it with ``inner`` in place of the class's forward."""
+    if _is_class_forward(value, module):
         return inner
     if not depth or isinstance(value, nn.Module | type) or not hasattr(value, "__dict__"):
         return value
     changed: dict[str, Any] = {}
-    for name, each in vars(value).items():
-        found = _with(each, module, inner, depth - 1)
-        if found is not each:
-            changed[name] = found
+    for name, attribute in vars(value).items():
+        replaced = _replace_in(attribute, module, inner, depth - 1)
+        if replaced is not attribute:
+            changed[name] = replaced
     if not changed:
         return value
     twin = copy.copy(value)
@@ -93,8 +93,8 @@ def _with(value: Any, module: nn.Module, inner: Forward, depth: int) -> Any:
     return twin
 
 
-def _is_own(value: object, module: nn.Module) -> bool:
-    """Say whether a value is the forward of the module's class, bound to the module."""
+def _is_class_forward(value: object, module: nn.Module) -> bool:
+    """Return True if a value is the class's forward bound to the module."""
     if not isinstance(value, MethodType) or value.__self__ is not module:
         return False
     return value.__func__ is type(module).forward

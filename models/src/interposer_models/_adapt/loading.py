@@ -1,4 +1,4 @@
-"""Loading of a decoder that only transformers implements: adapted, in the engine."""
+"""Loading of decoders without an installed family: adapted transformers models in the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from interposer.errors import (
     described,
     foreign_errors,
 )
-from interposer_models._adapt.handle import adapt, remark
+from interposer_models._adapt.handle import adapt, add_note
 from interposer_models._adapt.paging import language_model
 from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._checkpoint.files import config_source, tokenizer_of, with_weights
@@ -27,8 +27,8 @@ from interposer_models._generation_config import stop_tokens
 from interposer_models._language_model import LanguageModel
 
 _log = logging.getLogger("interposer")
-# Arguments of `load` that an adapted model does not take, and the value that asks for nothing.
-_REFUSED: Mapping[str, Any] = {
+# Arguments of `load` that adapted models do not support, with the values that are allowed.
+_UNSUPPORTED_ARGUMENTS: Mapping[str, Any] = {
     "memory_fraction": None,
     "prefix_cache": False,
     "adapters": None,
@@ -53,19 +53,21 @@ def load_adapted(
     """Load a decoder of transformers, adapt it, and run it in the engine.
 
     Args:
-        checkpoint: a folder; weights on a hub are fetched once it is known that they can be run.
-        config: policy for this model, with the platform that was asked for.
+        checkpoint: a folder, or a model on a hub, whose weights are fetched after the checks of its
+            config.
+        config: policy for this model, including the requested platform.
         others: the remaining arguments of ``interposer_models.load``.
     Raises:
         UnsupportedModelError: transformers has no such decoder, or the engine cannot run it.
-        CheckpointError: transformers does not load it, or it lacks tensors or has others.
-        ConfigError: one of ``others`` asks for what an adapted model does not have.
+        CheckpointError: transformers cannot load the checkpoint, or tensors are missing or
+            unexpected.
+        ConfigError: an argument in ``others`` is not supported for adapted models.
     """
     source = config_source(checkpoint)
     architecture = str(checkpoint.config["architectures"][0])
     decoder = _decoder_class(architecture, source, current_registry(config).subjects("model"))
     for name, value in others.items():
-        if value and value != _REFUSED.get(name):
+        if value and value != _UNSUPPORTED_ARGUMENTS.get(name):
             raise ConfigError(
                 f"{name}={value!r:.100} was asked for, but no family is installed for the "
                 f"architecture {architecture!r} of {source}: the model of transformers is adapted, "
@@ -112,10 +114,10 @@ def load_adapted(
         f"no family is installed for the architecture {architecture!r}, so the model of "
         "transformers is adapted"
     )
-    remark(adapted, note)
+    add_note(adapted, note)
     _log.warning("%s: %s", checkpoint.path, note)
     for finding in check.findings:
-        remark(adapted, finding)
+        add_note(adapted, finding)
     return language_model(
         adapted,
         tokenizer,
@@ -126,23 +128,23 @@ def load_adapted(
 
 
 def _decoder_class(architecture: str, source: object, families: Iterable[str]) -> Any:
-    """Return the class of transformers that generates, by its name.
+    """Return the generating class of transformers with this name.
 
     Args:
-        families: the architectures that families are installed for.
-    Raises: UnsupportedModelError: there is none, or it is an encoder or a model with one.
+        families: architectures with an installed family.
+    Raises: UnsupportedModelError: the class is missing or does not generate text.
     """
     import transformers
 
-    kind = getattr(transformers, architecture, None)
+    model_class = getattr(transformers, architecture, None)
     reason = (
         f"architecture {architecture!r} is not supported: transformers {transformers.__version__} "
         f"has no such model, and families are installed for {', '.join(families)}"
     )
-    mend = "a later transformers, or a plugin with a family for it"
-    if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
-        if kind.can_generate():
-            return kind
+    suggestion = "a later transformers, or a plugin with a family for it"
+    if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
+        if model_class.can_generate():
+            return model_class
         reason = f"architecture {architecture!r} does not generate text"
-        mend = "interposer_models.load_encoder(path), which makes vectors or classes of texts"
-    raise UnsupportedModelError(source, reason, mend)
+        suggestion = "interposer_models.load_encoder(path), which makes vectors or classes of texts"
+    raise UnsupportedModelError(source, reason, suggestion)

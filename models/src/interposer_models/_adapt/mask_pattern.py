@@ -1,7 +1,7 @@
-"""The pattern of a mask, found by asking its function about a few pairs of positions.
+"""Detection of a mask's pattern by evaluating its function at a few pairs of positions.
 
-A pattern is one of four that kernels know: every key, keys up to the query, and either within a
-window. Everything else, such as image blocks, packed sequences and chunks, is none.
+Kernels support four patterns: all keys, keys up to the query, and either within a window. Other
+masks, such as image blocks, packed sequences and chunks, have no pattern here.
 """
 
 from __future__ import annotations
@@ -19,75 +19,76 @@ MaskFunction = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """The keys that a query sees.
+    """The keys that a query attends to.
 
     Attributes:
-        causal: no key behind its own position.
-        window: keys less than so many positions away, None for all.
+        causal: no keys after the query's position.
+        window: only keys less than this many positions away, None for no limit.
     """
 
     causal: bool
     window: int | None = None
 
 
-# By what the function is made of. There are as many as kinds of layers and windows.
-_KNOWN: dict[Hashable, Pattern | None] = {}
+# By code and constants of the function: one entry for each kind of layer and window size.
+_PATTERNS: dict[Hashable, Pattern | None] = {}
 
 
-def pattern_of(function: MaskFunction) -> Pattern | None:
-    """Return the pattern of a mask function of transformers, None if it has another one.
+def find_pattern(function: MaskFunction) -> Pattern | None:
+    """Return the pattern of a transformers mask function, None if it is unsupported.
 
-    A function that holds tensors depends on more than positions, so that it has none.
+    A function that holds tensors depends on more than positions, so that it has no pattern.
     """
-    parts: set[int] = set()
-    key = _made_of(function, parts)
+    constants: set[int] = set()
+    key = _function_key(function, constants)
     if key is None:
         return None
-    if key not in _KNOWN:
-        _KNOWN[key] = _asked(function, sorted(parts))
-    return _KNOWN[key]
+    if key not in _PATTERNS:
+        _PATTERNS[key] = _probe(function, sorted(constants))
+    return _PATTERNS[key]
 
 
-def _made_of(held: object, numbers: set[int]) -> Hashable | None:
-    """Return the code of a function with what it closes over; None if that is no constant.
+def _function_key(value: object, numbers: set[int]) -> Hashable | None:
+    """Return a hashable key of a function's code and closure; None if the closure is not constant.
 
     Args:
-        numbers: gets the integers that are found.
+        numbers: receives the integers in the closure, such as window sizes.
     """
-    if isinstance(held, FunctionType):
-        cells = [cell.cell_contents for cell in held.__closure__ or ()]
-        parts = [_made_of(cell, numbers) for cell in (*cells, *(held.__defaults__ or ()))]
-        return None if None in parts else (held.__code__, *parts)
-    if isinstance(held, tuple | list):
-        parts = [_made_of(each, numbers) for each in held]
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        parts = [_function_key(cell, numbers) for cell in (*cells, *(value.__defaults__ or ()))]
+        return None if None in parts else (value.__code__, *parts)
+    if isinstance(value, tuple | list):
+        parts = [_function_key(element, numbers) for element in value]
         return None if None in parts else ("tuple", *parts)
-    if isinstance(held, bool | str):
-        return ("constant", held)
-    if isinstance(held, int):
-        numbers.add(held)
-        return ("constant", held)
+    if isinstance(value, bool | str):
+        return ("constant", value)
+    if isinstance(value, int):
+        numbers.add(value)
+        return ("constant", value)
     return None
 
 
-def _asked(function: MaskFunction, numbers: list[int]) -> Pattern | None:
-    """Return the one pattern that agrees with ``function`` around all distances that matter."""
-    near = {*range(9)}
+def _probe(function: MaskFunction, numbers: list[int]) -> Pattern | None:
+    """Return the pattern that agrees with ``function`` at all distances that matter, if any."""
+    # A pattern can change only near 0 and near multiples of the function's constants.
+    probed = {*range(9)}
     for number in numbers:
         if number > 0:
             for multiple in (number, 2 * number, 3 * number):
-                near |= {multiple + step for step in range(-2, 3) if multiple + step >= 0}
-    positions = torch.tensor(sorted(near))
+                probed |= {multiple + step for step in range(-2, 3) if multiple + step >= 0}
+    positions = torch.tensor(sorted(probed))
     queries, keys = positions[:, None], positions[None, :]
     zero = torch.zeros((), dtype=torch.int64)
-    found = torch.as_tensor(function(zero, zero, queries, keys)).expand(len(near), len(near))
+    actual = torch.as_tensor(function(zero, zero, queries, keys)).expand(len(probed), len(probed))
     patterns = [Pattern(True), Pattern(False)]
     for number in numbers:
         patterns += [Pattern(True, number), Pattern(False, number + 1)]
-    agreeing = [p for p in patterns if torch.equal(_seen(p, queries, keys), found)]
-    return agreeing[0] if agreeing else None
+    matching = [p for p in patterns if torch.equal(_visible(p, queries, keys), actual)]
+    return matching[0] if matching else None
 
 
-def _seen(pattern: Pattern, queries: Tensor, keys: Tensor) -> Tensor:
+def _visible(pattern: Pattern, queries: Tensor, keys: Tensor) -> Tensor:
     distance = queries - keys
-    seen = distance >= 0 if pattern.causal else torch.ones_like(distance, dtype=torch.bool)
-    return seen if pattern.window is None else seen & (distance.abs() < pattern.window)
+    visible = distance >= 0 if pattern.causal else torch.ones_like(distance, dtype=torch.bool)
+    return visible if pattern.window is None else visible & (distance.abs() < pattern.window)

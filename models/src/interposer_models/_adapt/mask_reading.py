@@ -1,7 +1,7 @@
-"""The meaning of a mask whose function is not known, read from its numbers.
+"""Detection of a mask's pattern from its elements, for masks whose function is unknown.
 
-A mask that is one of the patterns that kernels know is found by making that pattern and comparing
-every element. This waits for the numbers, so that it is for masks in the host's memory.
+Each supported pattern is generated and compared with every element of the mask. Reading elements
+would synchronize with an accelerator, so only masks in host memory are read.
 
 Dimensions: B sequences, T query tokens, U key tokens.
 """
@@ -16,58 +16,64 @@ from interposer_models._adapt.masks import MaskFacts
 
 
 def read_mask(mask: Tensor, batch: int, num_queries: int, num_keys: int) -> MaskFacts | None:
-    """Return the facts of a mask for the keys up to the last that is seen, None if it has another.
+    """Return the facts of a mask up to the last visible key, None if the mask has another pattern.
 
     Args:
-        mask: ``[B or 1, 1, T, U]``, true where a query sees a key.
+        mask: ``[B or 1, 1, T, U]``, true where a query attends to a key.
     """
     if mask.dtype is not torch.bool or mask.ndim != 4 or mask.device.type != "cpu":
         return None
     if mask.shape[1:] != (1, num_queries, num_keys) or mask.shape[0] not in (1, batch):
         return None
-    seen = mask[:, 0]
-    last = seen[:, -1]
-    counts = last.sum(1)
-    ends = num_keys - last.flip(1).int().argmax(1)
-    longest = int(ends.max())
-    if not int(counts.min()) or not longest:
+    visible = mask[:, 0]
+    last_row = visible[:, -1]
+    counts = last_row.sum(1)
+    ends = num_keys - last_row.flip(1).int().argmax(1)
+    num_visible_keys = int(ends.max())
+    if not int(counts.min()) or not num_visible_keys:
         return None
     if num_queries == 1:
         starts = ends - counts
-        if not _equal(seen, starts, ends, num_keys):
+        if not _is_range_mask(visible, starts, ends, num_keys):
             return None
-        return _facts(Pattern(False), 1, longest, batch, starts, counts)
-    starts = seen.any(1).int().argmax(1)
-    if _equal(seen, starts, ends, num_keys):
-        return _facts(Pattern(False), num_queries, longest, batch, starts, ends - starts)
-    if int(ends.min()) != longest:
+        return _make_facts(Pattern(False), 1, num_visible_keys, batch, starts, counts)
+    starts = visible.any(1).int().argmax(1)
+    if _is_range_mask(visible, starts, ends, num_keys):
+        return _make_facts(
+            Pattern(False), num_queries, num_visible_keys, batch, starts, ends - starts
+        )
+    if int(ends.min()) != num_visible_keys:
         return None
-    upto = ends[:, None] - torch.arange(num_queries - 1, -1, -1)
-    if _equal(seen, starts[:, None], upto, num_keys):
-        return _facts(Pattern(True), num_queries, longest, batch, starts, ends - starts)
-    # The last query sees as many keys as a window has, wherever the window hides some.
+    query_ends = ends[:, None] - torch.arange(num_queries - 1, -1, -1)
+    if _is_range_mask(visible, starts[:, None], query_ends, num_keys):
+        return _make_facts(
+            Pattern(True), num_queries, num_visible_keys, batch, starts, ends - starts
+        )
+    # If a window hides keys, the last query attends to exactly one window of keys.
     window = int(counts.max())
-    if _equal(seen, torch.maximum(starts[:, None], upto - window), upto, num_keys):
+    if _is_range_mask(
+        visible, torch.maximum(starts[:, None], query_ends - window), query_ends, num_keys
+    ):
         pattern = Pattern(True, window)
-        return _facts(pattern, num_queries, longest, batch, starts, ends - starts)
+        return _make_facts(pattern, num_queries, num_visible_keys, batch, starts, ends - starts)
     return None
 
 
-def _equal(seen: Tensor, starts: Tensor, ends: Tensor, num_keys: int) -> bool:
-    """Say whether each query sees the keys from its start to its end, and no others."""
+def _is_range_mask(visible: Tensor, starts: Tensor, ends: Tensor, num_keys: int) -> bool:
+    """Return True if each query attends exactly to the keys from its start up to its end."""
     keys = torch.arange(num_keys)
     if starts.ndim == 1:
         starts, ends = starts[:, None], ends[:, None]
     return torch.equal(
-        seen, ((keys >= starts[..., None]) & (keys < ends[..., None])).expand_as(seen)
+        visible, ((keys >= starts[..., None]) & (keys < ends[..., None])).expand_as(visible)
     )
 
 
-def _facts(
+def _make_facts(
     pattern: Pattern, num_queries: int, num_keys: int, batch: int, starts: Tensor, counts: Tensor
 ) -> MaskFacts:
     runs = tuple(zip(starts.tolist(), counts.tolist(), strict=True))
     if len(runs) < batch:
         runs *= batch
-    whole = all(run == (0, num_keys) for run in runs)
-    return MaskFacts(pattern, num_queries, num_keys, None if whole else runs)
+    is_unpadded = all(run == (0, num_keys) for run in runs)
+    return MaskFacts(pattern, num_queries, num_keys, None if is_unpadded else runs)

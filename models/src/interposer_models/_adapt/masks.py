@@ -1,8 +1,8 @@
-"""The mask function by which transformers tells the attention what may be seen.
+"""The mask function that transformers calls for interposer's attention.
 
-It returns the mask that sdpa would get, so that any call can be delegated. Where the mask is one of
-the patterns that kernels know, the tensor carries that fact. If a model changes the mask, the fact
-is lost with the tensor, and the call is delegated.
+The function returns the mask that sdpa would get, so that every call can be delegated to sdpa. If
+kernels support the mask's pattern, the tensor carries ``MaskFacts`` as an attribute. A model that
+changes the mask makes a new tensor without the attribute, so its calls are delegated.
 
 Dimensions: B sequences, U key tokens.
 """
@@ -17,21 +17,21 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from interposer_models._adapt.mask_pattern import Pattern, pattern_of
-from interposer_models._adapt.visit import VISITOR
+from interposer_models._adapt.attention_interceptor import INTERCEPTOR
+from interposer_models._adapt.mask_pattern import Pattern, find_pattern
 
 _FACTS = "_interposer_facts"
 
 Run = tuple[int, int]
-"""The first key of a sequence that is no padding, and how many follow without a gap."""
+"""The first key of a sequence that is no padding, and the number of keys without a gap."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskFacts:
-    """The meaning of a mask, for as many queries and keys as it is made for.
+    """The pattern of a mask and its size in queries and keys.
 
     Attributes:
-        runs: the keys of each sequence that are no padding, None where all are.
+        runs: the keys of each sequence that are no padding, None if there is no padding.
     """
 
     pattern: Pattern
@@ -40,21 +40,21 @@ class MaskFacts:
     runs: tuple[Run, ...] | None
 
 
-def facts_of(mask: Tensor) -> MaskFacts | None:
-    """Return what the mask function knew about a mask, None if it is another's or was changed."""
+def mask_facts(mask: Tensor) -> MaskFacts | None:
+    """Return the facts attached to a mask, None for an unknown or changed mask."""
     return getattr(mask, _FACTS, None)
 
 
-def mask_by(sdpa_mask: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Return the mask function over the one that makes masks for sdpa."""
+def make_mask_function(sdpa_mask: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """Wrap transformers' mask function for sdpa: attach ``MaskFacts`` to each mask."""
 
-    def mask_of(*args: Any, **settings: Any) -> Tensor | None:
-        visitor = None if args or is_compiling() else VISITOR.get()
-        if visitor is not None:
-            return visitor.mask(made, settings)
-        return made(*args, **settings)
+    def mask_function(*args: Any, **settings: Any) -> Tensor | None:
+        interceptor = None if args or is_compiling() else INTERCEPTOR.get()
+        if interceptor is not None:
+            return interceptor.mask(make_mask, settings)
+        return make_mask(*args, **settings)
 
-    def made(*args: Any, **settings: Any) -> Tensor | None:
+    def make_mask(*args: Any, **settings: Any) -> Tensor | None:
         mask = sdpa_mask(*args, **settings)
         if mask is not None and not args and not is_compiling():
             facts = _facts(**settings)
@@ -62,7 +62,7 @@ def mask_by(sdpa_mask: Callable[..., Tensor | None]) -> Callable[..., Tensor | N
                 setattr(mask, _FACTS, facts)
         return mask
 
-    return mask_of
+    return mask_function
 
 
 def _facts(
@@ -76,13 +76,13 @@ def _facts(
     use_vmap: bool = False,
     **_: Any,
 ) -> MaskFacts | None:
-    # Functions of users may look at any position, so that asking about a few proves nothing.
+    # A user's mask function may treat any position specially, so that probing a few proves nothing.
     if mask_function is None or use_vmap or not isinstance(q_offset, int):
         return None
-    pattern = pattern_of(mask_function)
+    pattern = find_pattern(mask_function)
     if pattern is None:
         return None
-    # Kernels let the last query stand where the last key does.
+    # Kernels align the last query with the last key.
     if (pattern.causal or pattern.window) and q_offset + q_length != kv_offset + kv_length:
         return None
     runs = None
@@ -96,7 +96,10 @@ def _facts(
 
 
 def _runs(padding: Tensor, first: int, length: int) -> tuple[Run, ...] | None:
-    """Return the run of each row, of no key where all is padding; None if a row has several."""
+    """Return the run of unpadded keys of each row; None if a row has several runs.
+
+    The run of a row that is all padding is empty.
+    """
     rows = padding[:, first : first + length].bool()
     if rows.shape[1] < length:
         rows = torch.nn.functional.pad(rows, (0, length - rows.shape[1]))

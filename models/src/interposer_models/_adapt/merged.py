@@ -1,9 +1,10 @@
-"""Projections of one input as one product, of which each takes its part.
+"""Projections of one input, computed as one matmul.
 
-The forward of the class stays: the first projection that it calls computes the product of all, the
-others find their parts, as long as the forward runs and the input is the same tensor.
+The forward of the class stays. The first projection that the class calls computes the merged
+matmul; the other projections return slices of the result, while the forward runs and the input is
+the same tensor.
 
-Dimensions: I input features, O output features of all.
+Dimensions: I input features, O output features of all projections.
 """
 
 from __future__ import annotations
@@ -19,242 +20,250 @@ from torch.compiler import is_compiling
 
 from interposer import Verdict
 from interposer_models._adapt.adaptation import Adaptation, kernel_name
-from interposer_models._adapt.forwards import one_input, own_forward
+from interposer_models._adapt.forwards import class_forward, forward_one_input
 from interposer_models._adapt.module_forward import forward_of
 from interposer_models._adapt.packed_weight import PackedWeight, Restore
 from interposer_models._adapt.projections import (
-    bound_name,
-    call_of,
-    fill,
-    give_up,
-    judge_projection,
-    restore_of,
+    check_projection,
+    find_restore,
+    kernel_call,
+    layer_kernel_name,
+    release_weight,
+    set_weights,
 )
 from interposer_ops.layers.linear import Linear, MergedLinear, PlainLinear
 
 
-class _Held:
-    """The product of one input, while the forward that wants its parts runs."""
+class _MatmulResult:
+    """The merged result for one input; valid while the forward runs."""
 
-    __slots__ = ("left", "out", "version", "x")
+    __slots__ = ("num_unread_parts", "out", "version", "x")
 
     def __init__(self) -> None:
         self.x: Tensor | None = None
         self.out: Tensor | None = None
         self.version = 0
-        self.left = 0
+        self.num_unread_parts = 0
 
 
-class _Here(threading.local):
-    """The state of the forward that runs in this thread."""
+class _ThreadState(threading.local):
+    """The result cached by the forward that runs in this thread."""
 
-    held: _Held | None = None
+    result: _MatmulResult | None = None
 
 
-class SharedProduct:
-    """The product of several projections, computed once for an input within a forward.
+class SharedMatmul:
+    """A merged matmul that is computed once for each input within a forward.
 
     Args:
         kernel: called with the input and ``operands``, returns ``[..., O]``.
-        num_parts: how many take a part of it.
+        num_parts: the number of projections that read a slice of the result.
     """
 
     def __init__(
         self, kernel: Callable[..., Tensor], operands: tuple[Any, ...], num_parts: int
     ) -> None:
         self._kernel, self._operands, self._num_parts = kernel, operands, num_parts
-        self._here = _Here()
-        self._traced: _Held | None = None
+        self._state = _ThreadState()
+        self._traced: _MatmulResult | None = None
 
-    def __deepcopy__(self, memo: object) -> SharedProduct:
+    def __deepcopy__(self, memo: object) -> SharedMatmul:
         return self
 
     def part(self, start: int, end: int, x: Tensor) -> Tensor:
-        """Return the outputs from ``start`` to ``end``, dense as a projection's are."""
-        return self._product(x)[..., start:end].contiguous()
+        """Compute the outputs from ``start`` to ``end``, contiguous as a projection's."""
+        return self._matmul(x)[..., start:end].contiguous()
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _matmul(self, x: Tensor) -> Tensor:
         compiling = is_compiling()
-        held = self._traced if compiling else self._here.held
-        if held is None:
+        result = self._traced if compiling else self._state.result
+        if result is None:
             return self._kernel(x, *self._operands)
-        # Nothing counts what is written to tensors of inference mode. The trace showed that the
-        # class writes to none in between.
+        # Inference tensors have no version counter. The trace showed that the class does not write
+        # to the input between the projections.
         version = 0 if compiling or x.is_inference() else x._version
-        out = held.out
-        if out is None or held.x is not x or held.version != version:
+        out = result.out
+        if out is None or result.x is not x or result.version != version:
             out = self._kernel(x, *self._operands)
-            held.x, held.out, held.version, held.left = x, out, version, self._num_parts
-        held.left -= 1
-        if not held.left:
-            held.x = held.out = None
+            result.x, result.out, result.version = x, out, version
+            result.num_unread_parts = self._num_parts
+        result.num_unread_parts -= 1
+        if not result.num_unread_parts:
+            result.x = result.out = None
         return out
 
-    def enter(self) -> _Held | None:
-        """Let the product be shared until ``leave``, which gets what this returns."""
+    def enter(self) -> _MatmulResult | None:
+        """Cache results until ``exit``, and return the state for ``exit``."""
         if is_compiling():
-            before, self._traced = self._traced, _Held()
+            previous, self._traced = self._traced, _MatmulResult()
         else:
-            before, self._here.held = self._here.held, _Held()
-        return before
+            previous, self._state.result = self._state.result, _MatmulResult()
+        return previous
 
-    def leave(self, before: _Held | None) -> None:
-        """Forget what was shared since ``enter``."""
+    def exit(self, previous: _MatmulResult | None) -> None:
+        """Discard the results cached since ``enter``."""
         if is_compiling():
-            self._traced = before
+            self._traced = previous
         else:
-            self._here.held = before
+            self._state.result = previous
 
 
 def bind_merged(
     adaptation: Adaptation, module: nn.Module, name: str, group: tuple[str, ...]
 ) -> str | Verdict:
-    """Bind projections of ``module`` that read one input as one product.
+    """Bind projections of ``module`` that read the same input as one matmul.
 
     Returns: the kernel's name.
     """
-    own = forward_of(module)
-    if own is None or own.scope is not None:
+    module_forward = forward_of(module)
+    if module_forward is None or module_forward.scope is not None:
         return Verdict.refuse("the forward of this instance is replaced already")
     parts: list[Any] = [module._modules[label] for label in group]
-    places = [f"{name}.{label}" if name else label for label in group]
+    names = [f"{name}.{label}" if name else label for label in group]
     for part in parts:
-        fit = adaptation.judge(part)
+        fit = adaptation.check_module(part)
         if not fit:
             return fit
     weights: list[Tensor] = [part.weight for part in parts]
     dtype = weights[0].dtype
     if any(weight.dtype is not dtype for weight in weights):
         return Verdict.refuse("its projections differ in their dtype")
-    layer = _layer(adaptation, name, dict(zip(group, parts, strict=True)), dtype)
+    layer = _merged_layer(adaptation, name, dict(zip(group, parts, strict=True)), dtype)
     quantized = not isinstance(layer.method, PlainLinear)
-    chosen, together = bound_name(layer), _kernels(adaptation, layer.prefix)
-    for place, part in zip(places, parts, strict=True):
-        alone = _alone(adaptation, place, part, dtype)
-        if alone != together:
-            listed = [", ".join(sorted(kernels)) or "no kernel" for kernels in (alone, together)]
-            return Verdict.refuse(f"{place} runs on {listed[0]}, one product on {listed[1]}")
-    fill(layer, weight=torch.cat([weight.data for weight in weights]), bias=_bias(parts))
-    kernel, operands = call_of(layer)
-    product = SharedProduct(kernel, operands, len(parts))
-    restore = None if quantized else restore_of_merged(layer, operands)
+    kernel, merged_kernels = layer_kernel_name(layer), _kernels_at(adaptation, layer.prefix)
+    for part_name, part in zip(names, parts, strict=True):
+        unmerged_kernels = _kernels_without_merging(adaptation, part_name, part, dtype)
+        if unmerged_kernels != merged_kernels:
+            listed = [
+                ", ".join(sorted(kernels)) or "no kernel"
+                for kernels in (unmerged_kernels, merged_kernels)
+            ]
+            return Verdict.refuse(f"{part_name} runs on {listed[0]}, one product on {listed[1]}")
+    set_weights(
+        layer, weight=torch.cat([weight.data for weight in weights]), bias=_merged_bias(parts)
+    )
+    function, operands = kernel_call(layer)
+    matmul = SharedMatmul(function, operands, len(parts))
+    restore = None if quantized else find_merged_restore(layer, operands)
     if restore is None and not quantized:
         return Verdict.refuse("its kernel gives no plain weights back, which would be held twice")
-    whole = None
+    merged_weight = None
     if restore is not None:
-        whole = _Whole(restore, sum(weight.shape[0] for weight in weights))
-        whole.keep(weights[0])
+        merged_weight = _MergedWeight(restore, sum(weight.shape[0] for weight in weights))
+        merged_weight.cache(weights[0])
     start = 0
-    for place, part in zip(places, parts, strict=True):
+    for part_name, part in zip(names, parts, strict=True):
         end = start + part.out_features
-        forward = one_input(
-            partial(product.part, start, end), (), own_forward(part), dtype, adaptation.device
+        forward = forward_one_input(
+            partial(matmul.part, start, end), (), class_forward(part), dtype, adaptation.device
         )
-        back = None
-        if whole is not None:
-            back = partial(whole.part, start)
-            verdict = judge_projection(part, forward, part.weight, part.weight.data, part.bias)
+        part_restore = None
+        if merged_weight is not None:
+            part_restore = partial(merged_weight.part, start)
+            verdict = check_projection(part, forward, part.weight, part.weight.data, part.bias)
             if not verdict:
                 return verdict
-        packed = PackedWeight(part.weight, back, f"{place}.weight")
-        verdict = give_up(adaptation, [(part, "weight")], part.weight, packed)
+        packed = PackedWeight(part.weight, part_restore, f"{part_name}.weight")
+        verdict = release_weight(adaptation, [(part, "weight")], part.weight, packed)
         if not verdict:
             return verdict
-        adaptation.bind_forward(part, place, forward)
-        others = ", ".join(label for label in group if module._modules[label] is not part)
-        adaptation.hold(part, place, chosen, f"one product with {others}")
+        adaptation.bind_forward(part, part_name, forward)
+        other_labels = ", ".join(label for label in group if module._modules[label] is not part)
+        adaptation.mark_bound(part, part_name, kernel, f"one product with {other_labels}")
         start = end
-    if whole is not None:
-        whole.drop()
-    adaptation.changes.set(own, "scope", product)
-    adaptation.changes.set(own, "watched", group)
-    adaptation.changes.set(module, "forward", own)
-    adaptation.layers[tuple(map(id, parts))] = layer
-    return chosen
+    if merged_weight is not None:
+        merged_weight.clear()
+    adaptation.changes.set(module_forward, "scope", matmul)
+    adaptation.changes.set(module_forward, "watched_children", group)
+    adaptation.changes.set(module, "forward", module_forward)
+    adaptation.layers_by_modules[tuple(map(id, parts))] = layer
+    return kernel
 
 
-def _layer(
+def _merged_layer(
     adaptation: Adaptation, name: str, parts: dict[str, Any], dtype: torch.dtype
 ) -> MergedLinear:
     """Return the standard layer for these projections, on the meta device."""
     label = "+".join(parts)
     site = adaptation.site(f"{name}.{label}" if name else label, dtype)
     sizes = {label: part.out_features for label, part in parts.items()}
-    biased = any(part.bias is not None for part in parts.values())
-    inputs = next(iter(parts.values())).in_features
+    has_bias = any(part.bias is not None for part in parts.values())
+    in_features = next(iter(parts.values())).in_features
     with torch.device("meta"):
-        return MergedLinear(site, inputs, sizes, biased)
+        return MergedLinear(site, in_features, sizes, has_bias)
 
 
-def _alone(adaptation: Adaptation, place: str, part: Any, dtype: torch.dtype) -> set[str]:
-    """Return the kernels that a projection would run on by itself."""
+def _kernels_without_merging(
+    adaptation: Adaptation, name: str, projection: Any, dtype: torch.dtype
+) -> set[str]:
+    """Return the kernels that the projection would run on by itself."""
     with torch.device("meta"):
         Linear(
-            adaptation.site(place, dtype),
-            part.in_features,
-            part.out_features,
-            part.bias is not None,
+            adaptation.site(name, dtype),
+            projection.in_features,
+            projection.out_features,
+            projection.bias is not None,
         )
-    return _kernels(adaptation, place)
+    return _kernels_at(adaptation, name)
 
 
-def _kernels(adaptation: Adaptation, place: str) -> set[str]:
-    """Return the kernels that were chosen for a place."""
-    chosen = adaptation.resolver.choices.values()
-    return {kernel_name(choice) for choice, prefixes in chosen if place in prefixes}
+def _kernels_at(adaptation: Adaptation, name: str) -> set[str]:
+    """Return the kernels that the resolver chose for the site ``name``."""
+    choices = adaptation.resolver.choices.values()
+    return {kernel_name(choice) for choice, prefixes in choices if name in prefixes}
 
 
-def _bias(parts: list[Any]) -> Tensor | None:
-    """Return the bias of all, zeros for those that have none; None if nobody has one."""
+def _merged_bias(parts: list[Any]) -> Tensor | None:
+    """Return the concatenated bias, zeros for projections without one; None if all lack one."""
     if all(part.bias is None for part in parts):
         return None
-    found = [
+    biases = [
         part.weight.new_zeros(part.out_features) if part.bias is None else part.bias.data
         for part in parts
     ]
-    return torch.cat(found)
+    return torch.cat(biases)
 
 
-def restore_of_merged(layer: MergedLinear, operands: tuple[Any, ...]) -> Restore | None:
-    """Return what fills a tensor with the plain weight of all, None where nothing does."""
+def find_merged_restore(layer: MergedLinear, operands: tuple[Any, ...]) -> Restore | None:
+    """Return a function that restores the plain merged weight, None if the kernel cannot."""
     assert isinstance(layer.method, PlainLinear)
-    found = restore_of(layer.method.bound, operands)
-    if found is not None:
-        return found
-    # A kernel that packs nothing reads the weight as it was given.
-    held = operands[0] if operands else None
+    restore = find_restore(layer.method.bound, operands)
+    if restore is not None:
+        return restore
+    # A kernel that does not pack still holds the plain weight as an operand.
+    weight = operands[0] if operands else None
     sizes = (sum(layer.parts.values()), layer.in_features)
-    if isinstance(held, Tensor) and held.shape == sizes:
-        return partial(_copied, held)
+    if isinstance(weight, Tensor) and weight.shape == sizes:
+        return partial(_copy_into, weight)
     return None
 
 
-def _copied(held: Tensor, into: Tensor) -> None:
-    into.copy_(held)
+def _copy_into(weight: Tensor, into: Tensor) -> None:
+    into.copy_(weight)
 
 
-class _Whole:
-    """The plain weight of all, of which each projection gets its rows back."""
+class _MergedWeight:
+    """The plain merged weight; each projection restores its rows from a slice."""
 
     def __init__(self, restore: Restore, num_rows: int) -> None:
         self._restore = restore
         self._num_rows = num_rows
-        self._kept: Tensor | None = None
+        self._cached: Tensor | None = None
 
-    def keep(self, like: Tensor) -> None:
-        """Make it once for all who ask until ``drop``."""
-        self._kept = self._made(like)
+    def cache(self, like: Tensor) -> None:
+        """Restore the weight once for all reads until ``clear``."""
+        self._cached = self._restore_all(like)
 
-    def drop(self) -> None:
-        """Make it anew for everybody who asks from now on."""
-        self._kept = None
+    def clear(self) -> None:
+        """Restore the weight anew for each later read."""
+        self._cached = None
 
     def part(self, start: int, into: Tensor) -> None:
         """Fill ``into`` with the rows from ``start`` on."""
-        full = self._made(into) if self._kept is None else self._kept
-        into.copy_(full[start : start + into.shape[0]])
+        merged = self._restore_all(into) if self._cached is None else self._cached
+        into.copy_(merged[start : start + into.shape[0]])
 
-    def _made(self, like: Tensor) -> Tensor:
-        full = torch.empty(self._num_rows, like.shape[1], dtype=like.dtype, device=like.device)
-        self._restore(full)
-        return full
+    def _restore_all(self, like: Tensor) -> Tensor:
+        merged = torch.empty(self._num_rows, like.shape[1], dtype=like.dtype, device=like.device)
+        self._restore(merged)
+        return merged

@@ -1,4 +1,4 @@
-"""The forward of a class on one instance, with a part of what it calls replaced."""
+"""The forward of a class on one instance, with parts of the class's code replaced."""
 
 from __future__ import annotations
 
@@ -9,91 +9,96 @@ from typing import Any, Protocol
 
 from torch import nn
 from torch.compiler import is_compiling
-from torch.nn.modules import module as every_module
+from torch.nn.modules import module as module_hooks
 
 
 class Scope(Protocol):
-    """Something that holds between the start and the end of a forward."""
+    """A context that is open while a forward runs."""
 
     def enter(self) -> Any:
-        """Return what ``leave`` wants."""
+        """Open the context, and return the state for ``exit``."""
         ...
 
-    def leave(self, before: Any) -> None:
-        """End it."""
+    def exit(self, before: Any) -> None:
+        """Close the context."""
         ...
 
 
-class Renamed:
-    """A copy of a function to whom one name of its module means another function.
+class GlobalOverride:
+    """A copy of a function in which one global name refers to another function.
 
-    The module itself is not touched. Whoever gives the name another meaning later is obeyed.
+    The function's module is not changed. If the name is reassigned in the module later, ``apply``
+    no longer uses the copy.
 
     Args:
         name: of a function in the globals of ``function``.
-        meant: what it is to mean in the copy.
+        replacement: the function that the name refers to in the copy.
     """
 
-    def __init__(self, function: FunctionType, name: str, meant: Callable[..., Any]) -> None:
+    def __init__(self, function: FunctionType, name: str, replacement: Callable[..., Any]) -> None:
         self._function, self._name = function, name
-        self._known = function.__globals__[name]
+        self._original = function.__globals__[name]
         self._copy = FunctionType(
             function.__code__,
-            {**function.__globals__, name: meant},
+            {**function.__globals__, name: replacement},
             function.__name__,
             function.__defaults__,
             function.__closure__,
         )
         self._copy.__kwdefaults__ = function.__kwdefaults__
 
-    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the copy if ``function`` and the name are what they were."""
-        own = self._function
-        if function is own and own.__globals__.get(self._name) is self._known:
+    def apply(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the copy if ``function`` and the global name are unchanged, else ``function``."""
+        overridden = self._function
+        if function is overridden and overridden.__globals__.get(self._name) is self._original:
             return self._copy
         return function
 
 
 class ModuleForward:
-    """The forward of ``module``, which is the one of its class but for these changes.
+    """The forward of ``module``'s class, with these changes.
 
     Attributes:
-        renamed: a name that means another function while nothing is compiled.
-        scope: entered while it runs and no hook of ``watched`` is there.
-        watched: names of children.
+        override: replaces a function that the forward calls, except under ``torch.compile``.
+        scope: open while the forward runs, unless a child in ``watched_children`` has a hook.
+        watched_children: names of children.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.renamed: Renamed | None = None
+        self.override: GlobalOverride | None = None
         self.scope: Scope | None = None
-        self.watched: tuple[str, ...] = ()
+        self.watched_children: tuple[str, ...] = ()
         self._hooks: list[Any] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleForward:
-        # A copied module is known already, as it is what holds this.
+        # deepcopy reached this forward through its module, so the memo already has the copy.
         twin = ModuleForward(copy.deepcopy(self.module, memo))
-        twin.renamed, twin.scope, twin.watched = self.renamed, self.scope, self.watched
+        twin.override, twin.scope, twin.watched_children = (
+            self.override,
+            self.scope,
+            self.watched_children,
+        )
         return twin
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        """Run it."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the class within the scope."""
         module = self.module
         forward: Any = type(module).forward
-        if self.renamed is not None and not is_compiling():
-            forward = self.renamed.of(forward)
+        if self.override is not None and not is_compiling():
+            forward = self.override.apply(forward)
         scope = self.scope
-        if scope is None or any(self._hooks or self._found_hooks()):
-            return forward(module, *args, **named)
-        before = scope.enter()
+        if scope is None or any(self._hooks or self._find_hooks()):
+            return forward(module, *args, **kwargs)
+        state = scope.enter()
         try:
-            return forward(module, *args, **named)
+            return forward(module, *args, **kwargs)
         finally:
-            scope.leave(before)
+            scope.exit(state)
 
-    def _found_hooks(self) -> list[Any]:
-        hooks = [every_module._global_forward_hooks, every_module._global_forward_pre_hooks]
-        for label in self.watched:
+    def _find_hooks(self) -> list[Any]:
+        hooks = [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]
+        for label in self.watched_children:
             child = self.module._modules[label]
             if child is not None:
                 hooks += [child._forward_hooks, child._forward_pre_hooks]
@@ -102,8 +107,8 @@ class ModuleForward:
 
 
 def forward_of(module: nn.Module) -> ModuleForward | None:
-    """Return the forward that ``module`` has or may get, None where it has another's."""
-    found = vars(module).get("forward")
-    if found is None:
+    """Return the module's ``ModuleForward`` or a new one; None for another library's forward."""
+    forward = vars(module).get("forward")
+    if forward is None:
         return ModuleForward(module)
-    return found if isinstance(found, ModuleForward) else None
+    return forward if isinstance(forward, ModuleForward) else None

@@ -1,4 +1,4 @@
-"""The walk over a model's modules, and what is proposed for each."""
+"""The passes over a model's modules, and the kernel or layer proposed for each module."""
 
 from __future__ import annotations
 
@@ -17,102 +17,106 @@ from interposer_models._adapt.gated_trace import GatedParts, find_gated
 from interposer_models._adapt.input_trace import find_sharing
 from interposer_models._adapt.merged import bind_merged
 from interposer_models._adapt.norm_candidates import find_norm
-from interposer_models._adapt.norms import bind_norm, layer_norm_of
+from interposer_models._adapt.norms import bind_norm, find_layer_norm
 from interposer_models._adapt.packed_weight import PackedWeight
 from interposer_models._adapt.projections import bind_projection
 from interposer_models._adapt.router_candidates import looks_like_router
 from interposer_models._adapt.routers import bind_router
-from interposer_models._adapt.tables import Named, bind_table
+from interposer_models._adapt.tables import NamedModule, bind_table
 
 Holders = dict[int, list[tuple[str, nn.Module, str]]]
+"""By the id of a parameter, its holders: module name, module, and the parameter's name there."""
 
 
 def bind_tables(adaptation: Adaptation) -> None:
-    """Bind embeddings, and projections that share their table."""
+    """Bind embeddings, and projections that share an embedding's weight."""
     for holders in _matrices(adaptation.model).values():
-        embeddings: list[Named] = [(n, m) for n, m, _ in holders if type(m) is nn.Embedding]
-        projections: list[Named] = [(n, m) for n, m, _ in holders if type(m) is nn.Linear]
-        others: list[Named] = [
+        embeddings: list[NamedModule] = [(n, m) for n, m, _ in holders if type(m) is nn.Embedding]
+        projections: list[NamedModule] = [(n, m) for n, m, _ in holders if type(m) is nn.Linear]
+        other_holders: list[NamedModule] = [
             (n, m) for n, m, _ in holders if type(m) not in (nn.Embedding, nn.Linear)
         ]
-        tied = bool(projections) and len(holders) > 1
-        looks_up = [*embeddings, *((n, m) for n, m in others if isinstance(m, nn.Embedding))]
-        if tied and not looks_up:
+        is_tied = bool(projections) and len(holders) > 1
+        lookups = [*embeddings, *((n, m) for n, m in other_holders if isinstance(m, nn.Embedding))]
+        if is_tied and not lookups:
             names = ", ".join(name for name, _, _ in holders)
             for name, module in projections:
-                adaptation.leave(module, name, f"its weight is shared by {names}")
-        elif embeddings or tied:
-            shared = [(module, held_as) for _, module, held_as in holders]
-            bind_table(adaptation, looks_up[0][0], embeddings, projections, shared)
-            for name, module in others:
-                if any(isinstance(held, PackedWeight) for held in module._parameters.values()):
+                adaptation.mark_skipped(module, name, f"its weight is shared by {names}")
+        elif embeddings or is_tied:
+            holder_parameters = [(module, parameter_name) for _, module, parameter_name in holders]
+            bind_table(adaptation, lookups[0][0], embeddings, projections, holder_parameters)
+            for name, module in other_holders:
+                if any(
+                    isinstance(parameter, PackedWeight) for parameter in module._parameters.values()
+                ):
                     reason = "its own forward reads the table that a head holds packed"
-                    adaptation.leave(module, name, reason)
+                    adaptation.mark_skipped(module, name, reason)
 
 
 def bind_composites(adaptation: Adaptation) -> None:
-    """Bind modules that compute with several children what one layer does at once."""
-    shared = {
+    """Bind modules that one standard layer computes at once: gated MLPs and merged projections."""
+    tied_ids = {
         id(module)
         for holders in _matrices(adaptation.model).values()
         if len(holders) > 1
         for _, module, _ in holders
     }
     for name, module in adaptation.model.named_modules():
-        if id(module) in adaptation.done or not module._modules:
+        if id(module) in adaptation.handled_ids or not module._modules:
             continue
-        if any(id(child) in shared for child in module.children()):
+        if any(id(child) in tied_ids for child in module.children()):
             continue
-        parts = find_gated(module)
-        if parts is not None and _bind_gated(adaptation, module, name, parts):
+        gated_parts = find_gated(module)
+        if gated_parts is not None and _bind_gated(adaptation, module, name, gated_parts):
             continue
         for group in sorted(find_sharing(module), key=len, reverse=True):
             _bind_merged(adaptation, module, name, group)
 
 
 def _bind_gated(adaptation: Adaptation, module: nn.Module, name: str, parts: GatedParts) -> bool:
-    before = dict(adaptation.places), set(adaptation.done)
+    results, handled_ids = dict(adaptation.results), set(adaptation.handled_ids)
     if adaptation.attempt(module, name, lambda: bind_gated_mlp(adaptation, module, name, parts)):
         return True
-    # Its children are bound one by one, and say for themselves what they are left for.
-    adaptation.places, adaptation.done = before
+    # The refusal concerns the gated MLP as a whole. Its children are bound one by one later, and
+    # record reasons of their own.
+    adaptation.results, adaptation.handled_ids = results, handled_ids
     return False
 
 
 def _bind_merged(
     adaptation: Adaptation, module: nn.Module, name: str, group: tuple[str, ...]
 ) -> None:
-    if any(id(module._modules[label]) in adaptation.done for label in group):
+    if any(id(module._modules[label]) in adaptation.handled_ids for label in group):
         return
-    before = dict(adaptation.places), set(adaptation.done)
+    results, handled_ids = dict(adaptation.results), set(adaptation.handled_ids)
     if not adaptation.attempt(module, name, lambda: bind_merged(adaptation, module, name, group)):
-        adaptation.places, adaptation.done = before
+        adaptation.results, adaptation.handled_ids = results, handled_ids
         return
-    # The module itself goes on as it was, so that it has no place for this.
-    adaptation.done.discard(id(module))
-    del adaptation.places[name]
-    if name in before[0]:
-        adaptation.places[name] = before[0][name]
+    # Only the children are bound: the parent gets its previous result back, if it had one.
+    adaptation.handled_ids.discard(id(module))
+    del adaptation.results[name]
+    if name in results:
+        adaptation.results[name] = results[name]
 
 
 def bind_leaves(adaptation: Adaptation, heads: set[int]) -> None:
-    """Bind projections and norms, and say of everything else with parameters why it is left."""
-    transposed = _transposed_kind()
-    shared = {
+    """Bind projections, norms, convolutions, experts and routers; skip all other leaves."""
+    conv1d_class = _conv1d_class()
+    tied_ids = {
         id(module)
         for holders in _matrices(adaptation.model).values()
         if len(holders) > 1
         for _, module, _ in holders
     }
     for name, module in adaptation.model.named_modules():
-        if id(module) in adaptation.done:
+        if id(module) in adaptation.handled_ids:
             continue
         kind = type(module)
-        # A forward of its own may compute the same in other words; the comparison says so.
-        derived = isinstance(module, nn.Linear) and kind.forward is not nn.Linear.forward
-        derived = derived and not module._modules and id(module) not in shared
-        if kind is nn.Linear or kind is transposed or derived:
-            _bind_projection(adaptation, module, name, kind is transposed, id(module) in heads)
+        # A subclass may override forward without changing the result: check_projection compares.
+        is_derived = isinstance(module, nn.Linear) and kind.forward is not nn.Linear.forward
+        is_derived = is_derived and not module._modules and id(module) not in tied_ids
+        if kind is nn.Linear or kind is conv1d_class or is_derived:
+            _bind_projection(adaptation, module, name, kind is conv1d_class, id(module) in heads)
         elif kind is nn.LayerNorm:
             _bind_norm(adaptation, module, name)
         elif kind in CONVOLUTIONS:
@@ -124,19 +128,19 @@ def bind_leaves(adaptation: Adaptation, heads: set[int]) -> None:
 
 
 def _bind_projection(
-    adaptation: Adaptation, module: nn.Module, name: str, transposed: bool, is_head: bool
+    adaptation: Adaptation, module: nn.Module, name: str, is_transposed: bool, is_head: bool
 ) -> None:
     def bind() -> str | Verdict:
-        return bind_projection(adaptation, module, name, transposed=transposed, is_head=is_head)
+        return bind_projection(adaptation, module, name, transposed=is_transposed, is_head=is_head)
 
     adaptation.attempt(module, name, bind)
 
 
 def _bind_norm(adaptation: Adaptation, module: nn.Module, name: str) -> None:
     assert isinstance(module, nn.LayerNorm)
-    norm = layer_norm_of(module)
+    norm = find_layer_norm(module)
     if isinstance(norm, Verdict):
-        adaptation.leave(module, name, norm.reason)
+        adaptation.mark_skipped(module, name, norm.reason)
         return
     adaptation.attempt(module, name, lambda: bind_norm(adaptation, module, name, norm))
 
@@ -156,30 +160,30 @@ def _bind_leaf(adaptation: Adaptation, module: nn.Module, name: str) -> None:
     elif norm is not None:
         adaptation.attempt(module, name, lambda: bind_norm(adaptation, module, name, norm))
     elif any(parameter is not None for parameter in module._parameters.values()):
-        adaptation.leave(module, name, "no op is known that computes what its class does")
+        adaptation.mark_skipped(module, name, "no op is known that computes what its class does")
 
 
 def _matrices(model: nn.Module) -> Holders:
-    """Return the modules of every matrix, by the id of the parameter, in the order of the model."""
-    found: Holders = {}
+    """Return the modules that hold each matrix, by the id of the parameter, in model order."""
+    holders: Holders = {}
     for name, module in model.named_modules():
-        for held_as, parameter in module._parameters.items():
+        for parameter_name, parameter in module._parameters.items():
             if parameter is not None and parameter.ndim == 2:
-                found.setdefault(id(parameter), []).append((name, module, held_as))
-    return found
+                holders.setdefault(id(parameter), []).append((name, module, parameter_name))
+    return holders
 
 
-def _transposed_kind() -> type[nn.Module] | None:
-    """Return the class of projections with a transposed weight, if its module is there."""
+def _conv1d_class() -> type[nn.Module] | None:
+    """Return transformers' Conv1D, a linear layer with a transposed weight, if it was imported."""
     module = sys.modules.get("transformers.pytorch_utils")
-    kind: type[nn.Module] | None = getattr(module, "Conv1D", None)
-    return kind
+    conv1d: type[nn.Module] | None = getattr(module, "Conv1D", None)
+    return conv1d
 
 
 def head_ids(model: nn.Module) -> Iterator[int]:
-    """Yield the ids of the modules that the model names as those which make its logits."""
+    """Yield the ids of the modules that ``get_output_embeddings`` returns: the LM heads."""
     for _, module in model.named_modules():
-        named = getattr(module, "get_output_embeddings", None)
-        head = named() if callable(named) else None
+        get_head = getattr(module, "get_output_embeddings", None)
+        head = get_head() if callable(get_head) else None
         if isinstance(head, nn.Module):
             yield id(head)

@@ -1,4 +1,4 @@
-"""Ops that a normalising leaf may compute, and the search for the one that it does.
+"""The norm ops that a leaf module may compute, and the search for the matching op.
 
 H is the hidden size.
 """
@@ -22,20 +22,20 @@ from interposer_models._adapt.agreement import MAGNITUDES
 from interposer_ops.norms import gemma_rms_norm, layer_norm, rms_norm
 
 _log = logging.getLogger("interposer")
-# Modules round to float32 inside, whatever they get.
-_CLOSE = 2e-5
-_LARGEST_EPS = 0.1
+# Modules compute in float32 for any input dtype.
+_RELATIVE_TOLERANCE = 2e-5
+_MAX_EPS = 0.1
 _HIDDEN = 48
 _SEED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The norm that a leaf computes.
+    """The norm that a leaf module computes.
 
     Attributes:
         op: called as ``op(x, weight, eps)``, or with a bias before ``eps``.
-        weight, bias: names of the module's parameters; empty for none.
+        weight, bias: names of the module's parameters; "" for none.
         eps: name of the module's attribute.
     """
 
@@ -45,41 +45,41 @@ class Norm:
     eps: str
 
     def constants(self, module: nn.Module, size: int) -> dict[str, Tensor | None]:
-        """Return the op's constants as the module holds them."""
+        """Return the op's constants from the module's parameters."""
         weight = module._parameters.get(self.weight) if self.weight else None
         if self.op is not layer_norm:
             return {"weight": weight}
         return {"weight": weight, "bias": module._parameters.get(self.bias) if self.bias else None}
 
     def dims(self, size: int) -> dict[str, int | bool]:
-        """Return what the request states."""
+        """Return the dimensions of the kernel request."""
         dims: dict[str, int | bool] = {"hidden_size": size}
         if self.op is layer_norm:
             dims |= {"weighted": bool(self.weight), "biased": bool(self.bias)}
         return dims
 
 
-_FOUND: dict[str, Norm | None] = {}
+_NORMS: dict[str, Norm | None] = {}
 _SOURCES: weakref.WeakKeyDictionary[type[nn.Module], bytes] = weakref.WeakKeyDictionary()
 
 
 def find_norm(module: nn.Module) -> Norm | None:
-    """Return the op that the class of a leaf computes, None if it is none of those known here.
+    """Return the norm that the class of a leaf computes, None if no op supports it.
 
-    What was found for a class is remembered by the hash of its source, with those of its
-    attributes that are no tensors: they may change what it computes.
+    Results are cached by a hash of the class's source and of the attributes that may change the
+    computation: bools and strings.
     """
-    names = [name for name, held in module._parameters.items() if held is not None]
+    names = [name for name, value in module._parameters.items() if value is not None]
     shapes = {tuple(module._parameters[name].shape) for name in names}  # type: ignore[union-attr]
     if len(names) > 2 or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
         return None
     if not any(True for _ in _eps_names(module)):
         return None
     key = _key(module, names)
-    if key not in _FOUND:
+    if key not in _NORMS:
         size = next(iter(shapes))[0] if shapes else _HIDDEN
-        _FOUND[key] = _search(module, names, size)
-    return _FOUND[key]
+        _NORMS[key] = _search(module, names, size)
+    return _NORMS[key]
 
 
 def _key(module: nn.Module, names: list[str]) -> str:
@@ -88,16 +88,16 @@ def _key(module: nn.Module, names: list[str]) -> str:
         _SOURCES[kind] = _source(kind)
     digest = hashlib.sha256(_SOURCES[kind])
     facts = {
-        name: held
-        for name, held in vars(module).items()
-        if isinstance(held, bool | str) and name != "training"
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, bool | str) and name != "training"
     }
     digest.update(repr((sorted(names), sorted(facts.items()))).encode())
     return digest.hexdigest()
 
 
 def _source(kind: type[nn.Module]) -> bytes:
-    """Return the source of a class and of those that it inherits from."""
+    """Return the source code of a class and its base classes."""
     parts = []
     for base in kind.__mro__:
         if base is nn.Module:
@@ -110,7 +110,7 @@ def _source(kind: type[nn.Module]) -> bytes:
 
 
 def _search(module: nn.Module, names: list[str], size: int) -> Norm | None:
-    """Return the first candidate that agrees in float64 at every magnitude."""
+    """Return the first candidate that agrees with the class in float64 at every magnitude."""
     generator = torch.Generator().manual_seed(_SEED)
     try:
         probe = copy.copy(module)
@@ -129,7 +129,7 @@ def _search(module: nn.Module, names: list[str], size: int) -> Norm | None:
         for x in inputs:
             try:
                 y = type(module).forward(probe, x)
-            except Exception as error:  # noqa: BLE001 - the class is no norm, and foreign
+            except Exception as error:  # noqa: BLE001 - foreign code may raise anything
                 _log.debug("%s is no norm: its probe raised %r", type(module).__name__, error)
                 return None
             if not isinstance(y, Tensor) or y.shape != x.shape:
@@ -163,13 +163,13 @@ def _candidates(module: nn.Module, names: list[str]) -> Iterator[Norm]:
 
 
 def _eps_names(module: nn.Module) -> Iterator[str]:
-    for name, held in vars(module).items():
-        if isinstance(held, float) and 0 < held <= _LARGEST_EPS:
+    for name, value in vars(module).items():
+        if isinstance(value, float) and 0 < value <= _MAX_EPS:
             yield name
 
 
 def _agrees(
     op: Callable[..., Tensor], x: Tensor, y: Tensor, constants: dict[str, Tensor | None], eps: float
 ) -> bool:
-    found = op(x, **constants, eps=eps)
-    return bool((found - y).abs().max() <= _CLOSE * y.abs().max())
+    actual = op(x, **constants, eps=eps)
+    return bool((actual - y).abs().max() <= _RELATIVE_TOLERANCE * y.abs().max())

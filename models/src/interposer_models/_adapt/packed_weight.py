@@ -1,7 +1,7 @@
-"""A parameter whose numbers exist only in the form that a kernel packed.
+"""A parameter whose values exist only in the packed form of a kernel.
 
-It has the shape, dtype and device of the plain weight. Whoever reads its values gets the plain
-weight, made anew and bit for bit; whoever writes to it gets an error.
+The parameter has the shape, dtype and device of the plain weight. Reading its values restores the
+plain weight bit for bit; writing raises an error.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from interposer.errors import ConfigError
-from interposer_models._adapt.shards import Sharding, is_sharded, local
+from interposer_models._adapt.shards import Sharding, is_sharded, local_part
 
 Restore = Callable[[Tensor], None]
-"""Fills an empty tensor of the plain weight's shape, or that of its part in this process."""
+"""Fills a tensor with the plain weight, or with this process's shard of it."""
 
 _WRITES = (
     "{} would write to {!r}, which is packed for the kernel that reads it. "
@@ -29,11 +29,11 @@ _EMBEDDING = torch.ops.aten.embedding.default
 
 
 class PackedWeight(nn.Parameter):
-    """The place of a weight that was packed; see the module's text.
+    """A stand-in for a weight that a kernel packed.
 
     Attributes:
-        restore: None where the weight was quantized, so that nothing gives it back.
-        lookup: returns rows of it without the others, None where nothing does.
+        restore: None for a quantized weight, whose plain values are lost.
+        lookup: returns single rows without restoring the others; None if not supported.
     """
 
     restore: Restore | None
@@ -48,58 +48,58 @@ class PackedWeight(nn.Parameter):
         label: str,
         lookup: Callable[[Tensor], Tensor] | None = None,
     ) -> PackedWeight:
-        """Return a tensor without memory with the facts of ``plain``."""
+        """Return a tensor without storage, with shape, dtype and device of ``plain``."""
         packed: PackedWeight = torch.Tensor._make_wrapper_subclass(
             cls, plain.shape, dtype=plain.dtype, device=plain.device, requires_grad=False
         )
         packed.restore, packed.label, packed.lookup = restore, label, lookup
-        packed._known = None
-        packed._part = local(plain).shape
+        packed._restored = None
+        packed._shard_shape = local_part(plain).shape
         packed._sharding = Sharding(plain) if is_sharded(plain) else None
         return packed
 
     def __init__(self, *_: Any) -> None:
         pass
 
-    _known: weakref.ref[Tensor] | None
-    _made: int
-    _part: torch.Size
+    _restored: weakref.ref[Tensor] | None
+    _restored_version: int
+    _shard_shape: torch.Size
     _sharding: Sharding | None
 
     def plain(self) -> Tensor:
-        """Return the plain weight, the same tensor as long as anybody holds it.
+        """Return the plain weight, the same tensor as long as a reference to it exists.
 
-        Raises: ConfigError: it was quantized.
+        Raises: ConfigError: the weight was quantized.
         """
-        known = None if self._known is None else self._known()
-        # What somebody wrote to is no copy of the weight any more.
-        if known is not None and _version(known) == self._made:
-            return known
-        made = self.part()
+        restored = None if self._restored is None else self._restored()
+        # A tensor that was written to no longer equals the weight.
+        if restored is not None and _version(restored) == self._restored_version:
+            return restored
+        plain = self.part()
         if self._sharding is not None:
-            made = self._sharding.whole(made)
-        self._known, self._made = weakref.ref(made), _version(made)
-        return made
+            plain = self._sharding.global_tensor(plain)
+        self._restored, self._restored_version = weakref.ref(plain), _version(plain)
+        return plain
 
     def part(self) -> Tensor:
-        """Return the part of the plain weight that this process holds, made anew; mostly all.
+        """Restore this process's shard of the plain weight; without sharding, the whole weight.
 
-        Raises: ConfigError: it was quantized.
+        Raises: ConfigError: the weight was quantized.
         """
         if self.restore is None:
             raise ConfigError(
                 f"The plain weight {self.label!r} was given up when it was quantized. "
                 "Try: load the model again, and save or restore that one"
             )
-        # Views of it in inference mode share its version counter, which inference tensors lack.
+        # An inference tensor has no version counter, which plain() needs.
         with torch.inference_mode(False):
-            made = torch.empty(self._part, dtype=self.dtype, device=self.device)
-        self.restore(made)
-        return made
+            shard = torch.empty(self._shard_shape, dtype=self.dtype, device=self.device)
+        self.restore(shard)
+        return shard
 
     @property
     def data(self) -> Tensor:
-        """Return the plain weight, as detaching does."""
+        """The plain weight, as ``detach`` returns it."""
         return self.plain()
 
     @data.setter
@@ -107,7 +107,7 @@ class PackedWeight(nn.Parameter):
         raise ConfigError(_WRITES.format("Assigning data", self.label))
 
     def __deepcopy__(self, memo: object) -> PackedWeight:
-        # The kernel's memory is constant, so that copies can share it.
+        # The kernel's constants never change, so that copies can share them.
         return self
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -121,23 +121,23 @@ class PackedWeight(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run ``func`` on the plain weight."""
+        """Run ``func`` on the plain weight, or refuse if ``func`` writes to it."""
         if func is _DETACH:
             return args[0].plain()
         if func is _EMBEDDING and isinstance(args[0], cls) and args[0].lookup is not None:
             return args[0].lookup(args[1])
-        named = dict(kwargs or {})
+        keywords = dict(kwargs or {})
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.is_write and isinstance(value, cls):
                 raise ConfigError(_WRITES.format(func, value.label))
 
-        def plain(value: Any) -> Any:
+        def restore_plain(value: Any) -> Any:
             return value.plain() if isinstance(value, cls) else value
 
-        plain_args, plain_named = _pytree.tree_map(plain, (args, named))
+        plain_args, plain_named = _pytree.tree_map(restore_plain, (args, keywords))
         return func(*plain_args, **plain_named)
 
 
 def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was written; those of inference mode do not count."""
+    """Return a tensor's version counter, -1 for inference tensors, which have none."""
     return -1 if tensor.is_inference() else int(tensor._version)

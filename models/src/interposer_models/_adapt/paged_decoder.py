@@ -1,7 +1,7 @@
-"""A decoder of transformers over paged caches, as the engine calls it.
+"""A transformers decoder over paged KV caches, with the engine's interface.
 
-Its own forward runs as it is, with the tokens of all sequences in one row and no cache. Each layer
-that attends writes its keys and values into pages, and attends over these.
+The model's own forward runs without a cache, with the tokens of all sequences in one row. Each
+attention layer writes its keys and values to pages, and attends over the pages.
 
 Dimensions: N heads, K kv heads, D size of a query and key, E size of a value, T tokens of the step,
 V vocabulary.
@@ -19,14 +19,22 @@ from torch.nn.functional import pad
 
 from interposer import AttentionBackend, Resolver, Site
 from interposer.errors import ConfigError
-from interposer_models._adapt.attention_names import following, named_attention
+from interposer_models._adapt.attention_interceptor import (
+    AttentionCall,
+    MakeMask,
+    PagedCache,
+    intercepted_by,
+)
+from interposer_models._adapt.attention_registration import (
+    configs_naming_attention,
+    using_adapted_attention,
+)
 from interposer_models._adapt.attention_trace import TracedLayer
-from interposer_models._adapt.visit import Asked, MakeMask, Paged, visited_by
 from interposer_ops.attention import common_page_size
 
 
 class PagedLayer:
-    """One layer that attends, and the backend that was chosen for it."""
+    """One attention layer with its paged backend."""
 
     def __init__(self, traced: TracedLayer, resolver: Resolver, page_size: int) -> None:
         self.name = traced.name
@@ -35,25 +43,25 @@ class PagedLayer:
         self.backend: AttentionBackend = resolver.attention(self.spec, site)
         self._value_size = traced.value_size
 
-    def attend(self, asked: Asked, cache: Tensor, plan: object) -> Tensor:
-        """Write the keys and values of the step, and return ``[1, T, N, E]``."""
-        query, key, value = (self._rows(each) for each in (asked.query, asked.key, asked.value))
+    def attend(self, call: AttentionCall, cache: Tensor, plan: object) -> Tensor:
+        """Write the keys and values of the step to pages, and attend, ``[1, T, N, E]``."""
+        query, key, value = (self._rows(states) for states in (call.query, call.key, call.value))
         if self.spec.sinks:
-            sinks = asked.options["s_aux"].to(self.spec.dtype)
+            sinks = call.options["s_aux"].to(self.spec.dtype)
             out = self.backend.forward_with_sinks(query, key, value, cache, plan, sinks)
         else:
             out = self.backend.forward(query, key, value, cache, plan)
         return out[..., : self._value_size].unsqueeze(0)
 
     def _rows(self, states: Tensor) -> Tensor:
-        """Return ``[1, N, T, D]`` as ``[T, N, D]``, in the size that pages have."""
+        """Return ``[1, N, T, D]`` as ``[T, N, D]``, padded to the head size in pages."""
         rows = states[0].transpose(0, 1)
-        missing = self.spec.head_size - rows.shape[-1]
-        return pad(rows, (0, missing)) if missing else rows.contiguous()
+        num_padded = self.spec.head_size - rows.shape[-1]
+        return pad(rows, (0, num_padded)) if num_padded else rows.contiguous()
 
 
-class _Step:
-    """A visitor by whom every layer attends over its cache."""
+class _PagedStep:
+    """An interceptor that lets every layer attend over its paged cache."""
 
     def __init__(
         self,
@@ -64,33 +72,33 @@ class _Step:
         self._layers, self._caches, self._plans = layers, caches, plans
 
     def mask(self, make: MakeMask, settings: Mapping[str, Any]) -> Tensor | None:
-        """Return none: what a layer sees was found when it was traced."""
+        """Return None: each layer's pattern is known from the trace."""
         return None
 
-    def pages(self, module: nn.Module) -> Paged | None:
-        """Return what a layer attends over, where it keeps nothing in pages but keys and values."""
-        found = self._layers.get(id(module))
-        if found is None:
+    def paged_cache(self, module: nn.Module) -> PagedCache | None:
+        """Return the cache of a layer, None for a module that was not traced."""
+        index_and_layer = self._layers.get(id(module))
+        if index_and_layer is None:
             return None
-        index, layer = found
+        index, layer = index_and_layer
         return layer.backend, self._caches[index], self._plans[index]
 
-    def attend(self, asked: Asked) -> Tensor:
-        """Return ``[1, T, N, E]``."""
-        index, layer = self._layers[id(asked.module)]
-        return layer.attend(asked, self._caches[index], self._plans[index])
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend over the layer's cache, ``[1, T, N, E]``."""
+        index, layer = self._layers[id(call.module)]
+        return layer.attend(call, self._caches[index], self._plans[index])
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """The sizes by which requests are checked."""
+    """The sizes against which the engine checks requests."""
 
     vocab_size: int
     max_position_embeddings: int
 
 
 class PagedDecoder:
-    """The ``PagedModel`` of a model of transformers.
+    """The ``PagedModel`` of a transformers model.
 
     Attributes:
         model: of transformers.
@@ -108,23 +116,23 @@ class PagedDecoder:
         """Choose a backend for each layer.
 
         Args:
-            in_force: says whether the model is adapted still.
-        Raises: NoCandidateError: nothing serves a layer.
+            in_force: returns False once the model was restored.
+        Raises: NoCandidateError: no backend supports a layer.
         """
         self.model = model
         self.config = config
-        sites = [(each.spec(1), Site(resolver, each.name, each.dtype)) for each in traced]
+        sites = [(layer.spec(1), Site(resolver, layer.name, layer.dtype)) for layer in traced]
         self.page_size = common_page_size(resolver, sites)
-        self.attention_layers = [PagedLayer(each, resolver, self.page_size) for each in traced]
+        self.attention_layers = [PagedLayer(layer, resolver, self.page_size) for layer in traced]
         numbered = enumerate(self.attention_layers)
-        modules = (each.module for each in traced)
-        self._layers = {id(m): each for m, each in zip(modules, numbered, strict=True)}
-        self._configs = following(model)
+        modules = (layer.module for layer in traced)
+        self._layers = {id(m): entry for m, entry in zip(modules, numbered, strict=True)}
+        self._configs = configs_naming_attention(model)
         self._in_force = in_force
-        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Do nothing: the model makes the angles of each step itself."""
+        """Do nothing: the model computes the rotary angles of each step itself."""
 
     def __call__(
         self,
@@ -134,18 +142,23 @@ class PagedDecoder:
         plans: Sequence[object],
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Return the logits of the tokens that ``rows`` names, or of all; see ``CausalLM``."""
+        """Compute the logits of the tokens in ``rows``, or of all tokens; see ``CausalLM``."""
         if not self._in_force():
             raise ConfigError("The model was restored. Try: language_model(adapt(model))")
-        kept = {} if rows is None or not self._keeps_rows else {"logits_to_keep": rows}
-        with named_attention(self._configs), visited_by(_Step(self._layers, caches, plans)):
+        row_arguments = (
+            {} if rows is None or not self._has_logits_to_keep else {"logits_to_keep": rows}
+        )
+        with (
+            using_adapted_attention(self._configs),
+            intercepted_by(_PagedStep(self._layers, caches, plans)),
+        ):
             out = self.model(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
                 past_key_values=None,
                 use_cache=False,
                 return_dict=True,
-                **kept,
+                **row_arguments,
             )
         logits: Tensor = out.logits[0]
-        return logits if rows is None or kept else logits[rows]
+        return logits if rows is None or row_arguments else logits[rows]

@@ -1,8 +1,8 @@
-"""The trial of a paged decoder: it must compute what its model computes without a cache.
+"""A trial of a paged decoder: its logits must equal those of the model without a cache.
 
-A prompt is computed in chunks and token by token, beside another sequence at the end of the
-context. Whatever a model keeps elsewhere than in pages, or mixes between tokens of a row, shows in
-the logits. The layer is then the first whose outputs differ though its inputs do not.
+A prompt is computed in chunks and token by token, together with a second sequence at the end of the
+context. State outside of pages, or mixing between tokens of a row, changes the logits. The
+unsupported layer is the first whose outputs differ although its inputs agree.
 
 Dimensions: T tokens of the prompt, V vocabulary.
 """
@@ -17,162 +17,169 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interposer_models._adapt.attention_trace import UnservedLayerError
-from interposer_models._adapt.noise import alone, bound_of, distance, rounded
+from interposer_models._adapt.attention_trace import UnsupportedLayerError
+from interposer_models._adapt.noise import distance, error_bound, perturbed_logits, plain_logits
 from interposer_models._adapt.paged_decoder import PagedDecoder
-from interposer_models._adapt.trial_length import further_tokens
+from interposer_models._adapt.trial_length import extra_trial_tokens
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.pages import PagePool
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.scheduler import Chunk
 from interposer_models._engine.sequence import Sequence
 
-# Tokens of the prompt and of the other sequence in each step. The other comes first in odd ones.
+# Tokens of the prompt and of the second sequence in each step; odd steps reverse their order.
 _STEPS = ((5, 3), (4, 2), (1, 1), (1, 1), (1, 1), (1, 0))
-_OUT = "out "
+_OUTPUT_PREFIX = "out "
 FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 States = dict[tuple[str, int, str], Tensor]
-"""By module, call and place among what it gets and returns: ``[T, ...]``."""
+"""Inputs and outputs ``[T, ...]`` by module, number of the call, and argument or result."""
 
 
 def try_paging(
     paged: PagedDecoder, device: str, numerics: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Run both, and compare the logits of every token.
+    """Compare the paged decoder's logits of every token with the model's.
 
-    The bound is what roundings explain. One at the embeddings is measured; each block has a few,
-    which are independent, in either run. The bound is twice their root of the sum of squares.
+    The effect of one rounding at the embeddings is measured; ``error_bound`` derives the allowed
+    distance from it.
 
-    Raises: UnservedLayerError: they disagree, or the model fails in rows of several sequences.
+    Raises: UnsupportedLayerError: logits differ, or the model fails on rows of several sequences.
     """
     vocabulary, context = paged.config.vocab_size, paged.config.max_position_embeddings
-    count = sum(count for count, _ in _steps(paged))
-    prompt = [(7 * i + 3) % vocabulary for i in range(min(count, context))]
+    num_tokens = sum(num_tokens for num_tokens, _ in _step_tokens(paged))
+    prompt = [(7 * i + 3) % vocabulary for i in range(min(num_tokens, context))]
     with numerics(), torch.inference_mode():
-        expected = alone(paged.model, prompt, device)
-        noisy = rounded(paged.model, prompt, device)
+        expected = plain_logits(paged.model, prompt, device)
+        perturbed = perturbed_logits(paged.model, prompt, device)
         try:
-            found = _in_steps(paged, prompt, device)
+            actual = _logits_in_steps(paged, prompt, device)
         except FAILURES as error:
-            if isinstance(error, UnservedLayerError):
+            if isinstance(error, UnsupportedLayerError):
                 raise
             reason = f"fails on a row of several sequences: {type(error).__name__}: {error}"
-            raise UnservedLayerError("", type(paged.model).__name__, reason) from error
-        bound = bound_of(paged.model, expected, noisy, len(paged.attention_layers))
-        apart = distance(found, expected)
-        if not apart <= bound:
-            raise _culprit(paged, prompt, device, bound)
+            raise UnsupportedLayerError("", type(paged.model).__name__, reason) from error
+        max_distance = error_bound(paged.model, expected, perturbed, len(paged.attention_layers))
+        # Negated, so that NaN fails the trial.
+        if not distance(actual, expected) <= max_distance:
+            raise _find_unsupported_layer(paged, prompt, device, max_distance)
 
 
-def _steps(paged: PagedDecoder) -> tuple[tuple[int, int], ...]:
-    """Return the tokens of both sequences in each step; the prompt exceeds what layers see."""
-    (count, other), *others = _STEPS
-    further, _ = further_tokens(paged.model)
-    return ((count + further, other), *others)
+def _step_tokens(paged: PagedDecoder) -> tuple[tuple[int, int], ...]:
+    """Return the tokens of both sequences in each step; the prompt exceeds the largest window."""
+    (count, second), *later_steps = _STEPS
+    extra_tokens, _ = extra_trial_tokens(paged.model)
+    return ((count + extra_tokens, second), *later_steps)
 
 
-def _in_steps(
+def _logits_in_steps(
     paged: PagedDecoder, prompt: list[int], device: str, states: list[States] | None = None
 ) -> Tensor:
-    """Return ``[T, V]`` of the paged decoder.
+    """Compute the logits ``[T, V]`` of the prompt by the paged decoder.
 
     Args:
-        states: of the prompt's tokens, one entry for each step is added.
+        states: receives the recorded states of the prompt's tokens, one entry for each step.
     """
     size, context = paged.page_size, paged.config.max_position_embeddings
-    steps = _steps(paged)
-    other_length = min(sum(count for _, count in steps), context)
-    pool = PagePool(2 * -(-max(len(prompt), other_length) // size), size)
+    steps_tokens = _step_tokens(paged)
+    second_length = min(sum(count for _, count in steps_tokens), context)
+    pool = PagePool(2 * -(-max(len(prompt), second_length) // size), size)
     caches = [
         layer.backend.kv_layout().allocate(1, pool.num_pages, device)[0]
         for layer in paged.attention_layers
     ]
     vocabulary = paged.config.vocab_size
-    other = [(5 * i + 1) % vocabulary for i in range(other_length)]
-    pair = [Sequence(i, each, SamplingParams(), 0) for i, each in enumerate((prompt, other))]
-    found = []
-    for number, wanted in enumerate(steps):
+    second_prompt = [(5 * i + 1) % vocabulary for i in range(second_length)]
+    pair = [
+        Sequence(i, tokens, SamplingParams(), 0) for i, tokens in enumerate((prompt, second_prompt))
+    ]
+    step_logits = []
+    for number, step_tokens in enumerate(steps_tokens):
         chunks = []
-        for sequence, count in zip(pair, wanted, strict=True):
-            left = min(count, len(sequence) - sequence.num_computed)
-            if left:
-                pool.extend(sequence.pages[0], sequence.num_computed + left)
-                chunks.append(Chunk(sequence, left))
+        for sequence, count in zip(pair, step_tokens, strict=True):
+            num_tokens = min(count, len(sequence) - sequence.num_computed)
+            if num_tokens:
+                pool.extend(sequence.pages[0], sequence.num_computed + num_tokens)
+                chunks.append(Chunk(sequence, num_tokens))
         if number % 2:
             chunks.reverse()
         if not chunks:
             break
         batch = StepBatch.build(chunks, size, device)
         owners = [chunk.sequence.id for chunk in chunks for _ in range(chunk.num_tokens)]
-        is_other = torch.tensor(owners, device=device)
-        far = is_other * (context - other_length)
-        batch = replace(batch, positions=batch.positions + far)
-        mine = (is_other == 0).nonzero()[:, 0]
+        sequence_ids = torch.tensor(owners, device=device)
+        position_offsets = sequence_ids * (context - second_length)
+        batch = replace(batch, positions=batch.positions + position_offsets)
+        prompt_rows = (sequence_ids == 0).nonzero()[:, 0]
         plans = {layer.backend: None for layer in paged.attention_layers}
-        planned = {backend: backend.plan(batch.attention) for backend in plans}
-        recorded: AbstractContextManager[States] = nullcontext({})
+        plan_by_backend = {backend: backend.plan(batch.attention) for backend in plans}
+        recording: AbstractContextManager[States] = nullcontext({})
         if states is not None:
-            recorded = _recorded(paged.model, len(owners))
-        with recorded as seen:
+            recording = _recording(paged.model, len(owners))
+        with recording as recorded_states:
             logits = paged(
                 batch.token_ids,
                 batch.positions,
                 caches,
-                [planned[layer.backend] for layer in paged.attention_layers],
+                [plan_by_backend[layer.backend] for layer in paged.attention_layers],
             )
         if states is not None:
-            states.append({key: each[mine] for key, each in seen.items()})
-        found.append(logits[mine])
+            states.append({key: tokens[prompt_rows] for key, tokens in recorded_states.items()})
+        step_logits.append(logits[prompt_rows])
         for chunk in chunks:
             chunk.sequence.num_computed += chunk.num_tokens
-    return torch.cat(found)
+    return torch.cat(step_logits)
 
 
-def _culprit(
-    paged: PagedDecoder, prompt: list[int], device: str, bound: float
-) -> UnservedLayerError:
-    """Return what to say of the first module that computes something else."""
-    with _recorded(paged.model, len(prompt)) as expected:
-        alone(paged.model, prompt, device)
+def _find_unsupported_layer(
+    paged: PagedDecoder, prompt: list[int], device: str, max_distance: float
+) -> UnsupportedLayerError:
+    """Return the error for the first module whose outputs differ although its inputs agree."""
+    with _recording(paged.model, len(prompt)) as expected:
+        plain_logits(paged.model, prompt, device)
     steps: list[States] = []
-    _in_steps(paged, prompt, device, steps)
+    _logits_in_steps(paged, prompt, device, steps)
     kinds = {name: type(module).__name__ for name, module in paged.model.named_modules()}
     reason = "computes something else with a paged cache: it keeps a state that pages do not hold"
-    strayed: set[tuple[str, int]] = set()
-    for key, whole in expected.items():
-        name, call, place = key
+    differing_calls: set[tuple[str, int]] = set()
+    for key, expected_states in expected.items():
+        name, call, position = key
         parts = [step[key] for step in steps if key in step]
         if len(parts) < len(steps) or len({part.shape[1:] for part in parts}) > 1:
             continue
         joined = torch.cat(parts)
-        if joined.shape == whole.shape and not distance(joined, whole) <= bound:
-            if place.startswith(_OUT) and (name, call) not in strayed:
-                return UnservedLayerError(name, kinds[name], reason)
-            strayed.add((name, call))
-    return UnservedLayerError("", type(paged.model).__name__, reason)
+        if (
+            joined.shape == expected_states.shape
+            and not distance(joined, expected_states) <= max_distance
+        ):
+            if position.startswith(_OUTPUT_PREFIX) and (name, call) not in differing_calls:
+                return UnsupportedLayerError(name, kinds[name], reason)
+            differing_calls.add((name, call))
+    return UnsupportedLayerError("", type(paged.model).__name__, reason)
 
 
 @contextmanager
-def _recorded(model: nn.Module, num_tokens: int) -> Iterator[States]:
-    """Note what modules get and return that has a row for each of the tokens, as they end."""
+def _recording(model: nn.Module, num_tokens: int) -> Iterator[States]:
+    """Record inputs and outputs of modules with a row for each token, in order of completion."""
     states: States = {}
     calls: dict[str, int] = {}
 
     def note(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any], out: object) -> None:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
             call = calls[name] = calls.get(name, -1) + 1
-            places = {f"in {place}": each for place, each in enumerate(given)}
-            places |= {f"in {place}": each for place, each in named.items()}
+            tensors = {f"in {position}": value for position, value in enumerate(args)}
+            tensors |= {f"in {position}": value for position, value in kwargs.items()}
             results = out if isinstance(out, tuple | list) else (out,)
-            places |= {f"{_OUT}{place}": each for place, each in enumerate(results)}
-            for place, each in places.items():
+            tensors |= {
+                f"{_OUTPUT_PREFIX}{position}": value for position, value in enumerate(results)
+            }
+            for position, value in tensors.items():
                 if (
-                    isinstance(each, Tensor)
-                    and each.is_floating_point()
-                    and each.shape[:2] == (1, num_tokens)
+                    isinstance(value, Tensor)
+                    and value.is_floating_point()
+                    and value.shape[:2] == (1, num_tokens)
                 ):
-                    states[name, call, place] = each[0].clone()
+                    states[name, call, position] = value[0].clone()
 
         return hook
 

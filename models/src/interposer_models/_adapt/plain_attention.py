@@ -1,4 +1,4 @@
-"""Attention with a cap on scores and with sinks, which sdpa has not.
+"""Attention with a softcap on scores and with sinks, both unsupported by sdpa.
 
 Dimensions: B sequences, N heads, K kv heads, D size of a query and key, E size of a value, T query
 tokens, U key tokens.
@@ -20,14 +20,14 @@ def plain_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention and its weights, computed in float32 or wider.
+    """Compute the attention and its weights in float32 or wider.
 
-    weights = softmax(cap(scale * q k^T) + mask) with cap(s) = softcap * tanh(s / softcap), and a
-    sink as one more score, which is left out of the sum over values.
+    weights = softmax(cap(scale * q k^T) + mask) with cap(s) = softcap * tanh(s / softcap). A sink
+    is one more score in the softmax, without a value.
 
     Args:
-        mask: ``[B, 1, T, U]``, bool or added to scores; None for all keys, or those up to each
-            query.
+        mask: ``[B, 1, T, U]``, bool or added to scores. None: all keys, or with ``causal`` the keys
+            up to each query.
     Returns: ``[B, T, N, E]``, dtype of ``query``; ``[B, N, T, U]``.
     """
     groups = query.shape[1] // key.shape[1]

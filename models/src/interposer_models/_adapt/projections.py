@@ -1,4 +1,4 @@
-"""Dense projections of a foreign model: nn.Linear, and Conv1D with its transposed weight.
+"""Binding of linear layers: nn.Linear, and Conv1D with its transposed weight.
 
 Dimensions: I input features, O output features.
 """
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from interposer import Verdict
 from interposer_models._adapt.adaptation import Adaptation, kernel_name
-from interposer_models._adapt.agreement import judge_calls, signs
-from interposer_models._adapt.forwards import Forward, one_input, own_forward
+from interposer_models._adapt.agreement import check_calls, random_signs
+from interposer_models._adapt.forwards import Forward, class_forward, forward_one_input
 from interposer_models._adapt.inner_forward import is_wrapped
 from interposer_models._adapt.packed_weight import PackedWeight, Restore
-from interposer_models._adapt.shards import is_sharded, local, local_parameters
+from interposer_models._adapt.shards import is_sharded, local_parameters, local_part
 from interposer_models._adapt.wrapped_forward import wrapped_forward
 from interposer_ops.devices import host_memory
 from interposer_ops.layers.embedding import LMHead
@@ -29,18 +29,19 @@ from interposer_ops.linear import linear
 _ROWS = 3
 
 Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
+"""A kernel and the operands after its input."""
 
 
 def bind_projection(
     adaptation: Adaptation, module: nn.Module, name: str, *, transposed: bool, is_head: bool
 ) -> str | Verdict:
-    """Bind a projection whose weight no other module has.
+    """Bind a projection whose weight belongs to no other module.
 
     Args:
-        transposed: its weight is ``[I, O]``.
-        is_head: it makes the logits, and quantization treats it as such.
+        transposed: the weight is ``[I, O]``.
+        is_head: the projection computes logits; quantization schemes select heads separately.
     """
-    fit = adaptation.judge(module, sharded=True)
+    fit = adaptation.check_module(module, sharded=True)
     if not fit:
         return fit
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
@@ -49,63 +50,63 @@ def bind_projection(
     wrapped = is_wrapped(module)
     if is_sharded(weight) and not wrapped:
         return Verdict.refuse("its weight is a part, and nothing says how to join what it returns")
-    held = local(weight).detach()
-    plain = held.T if transposed else held
+    stored = local_part(weight).detach()
+    plain = stored.T if transposed else stored
     if wrapped:
-        # Row parallel projections add it once, to the sum of what all processes return.
+        # Row-parallel projections add the bias once, to the all-reduced sum.
         bias = None
     layer = _layer(adaptation, name, plain, bias, is_head)
-    call = call_of(layer)
+    call = kernel_call(layer)
     quantized = not isinstance(layer.method, PlainLinear)
     if quantized and type(module) is not nn.Linear and not transposed:
         return Verdict.refuse(
             "its forward is its own, and cannot be compared with quantized weights"
         )
-    forward = one_input(*call, own_forward(module), weight.dtype, adaptation.device)
+    forward = forward_one_input(*call, class_forward(module), weight.dtype, adaptation.device)
     if wrapped:
         forward = wrapped_forward(module, call, weight.dtype, adaptation.device)
     if not quantized:
         with local_parameters(module, bias=bias) if wrapped else nullcontext():
-            verdict = judge_projection(module, forward, held, plain, bias)
+            verdict = check_projection(module, forward, stored, plain, bias)
         if not verdict:
             return verdict
     restore: Restore | None = None
     if not quantized:
-        restore = restore_of(layer.method.bound, call[1])
+        restore = find_restore(layer.method.bound, call[1])
         if restore is not None and transposed:
             restore = partial(_restore_transposed, restore)
     if quantized or restore is not None:
         packed = PackedWeight(weight, restore, f"{name}.weight")
-        verdict = give_up(adaptation, [(module, "weight")], weight, packed)
+        verdict = release_weight(adaptation, [(module, "weight")], weight, packed)
         if not verdict:
             return verdict
     adaptation.bind_forward(module, name, forward, guarded=not wrapped)
-    adaptation.layers[id(module),] = layer
-    return bound_name(layer)
+    adaptation.layers_by_modules[id(module),] = layer
+    return layer_kernel_name(layer)
 
 
-def give_up(
+def release_weight(
     adaptation: Adaptation,
     holders: list[tuple[nn.Module, str]],
     weight: Tensor,
     packed: PackedWeight,
 ) -> Verdict:
-    """Let ``packed`` hold the numbers alone, once it gave them back bit for bit."""
+    """Replace a weight by ``packed``, after checking that the restored weight is bit-identical."""
     if packed.restore is not None:
-        verdict = judge_restore(packed.restore, local(weight).detach())
+        verdict = check_restore(packed.restore, local_part(weight).detach())
         if not verdict:
             return verdict
     adaptation.changes.pack(holders, packed)
     return Verdict.accept()
 
 
-def judge_restore(restore: Restore, plain: Tensor) -> Verdict:
-    """Refuse a restore that gives other bits than ``plain`` has."""
-    # Memory of the last weight of this size serves again, so that no new pages are cleared.
+def check_restore(restore: Restore, plain: Tensor) -> Verdict:
+    """Refuse a restore whose result is not bit-identical to ``plain``."""
+    # The allocator reuses the last weight's memory, so that the kernel need not clear new pages.
     on_host = plain.device.type == "cpu"
-    found = host_memory.empty(plain.shape, plain.dtype) if on_host else torch.empty_like(plain)
-    restore(found)
-    if same_bits(found, plain):
+    restored = host_memory.empty(plain.shape, plain.dtype) if on_host else torch.empty_like(plain)
+    restore(restored)
+    if same_bits(restored, plain):
         return Verdict.accept()
     return Verdict.refuse("what its kernel packed cannot be given back bit for bit")
 
@@ -113,7 +114,7 @@ def judge_restore(restore: Restore, plain: Tensor) -> Verdict:
 def _layer(
     adaptation: Adaptation, name: str, plain: Tensor, bias: Tensor | None, is_head: bool
 ) -> Linear | LMHead:
-    """Return the standard layer with these weights, finalized; it is no part of the model."""
+    """Return a finalized standard layer with these weights; the layer is no part of the model."""
     site = adaptation.site(name, plain.dtype)
     layer: Linear | LMHead
     with torch.device("meta"):
@@ -121,81 +122,82 @@ def _layer(
             layer = LMHead(site, *plain.shape)
         else:
             layer = Linear(site, plain.shape[1], plain.shape[0], bias is not None)
-    fill(layer, weight=plain, bias=bias)
+    set_weights(layer, weight=plain, bias=bias)
     return layer
 
 
-def fill(layer: Any, **tensors: Tensor | None) -> None:
-    """Put tensors in place of a layer's parameters on the meta device, and finalize it.
+def set_weights(layer: Any, **tensors: Tensor | None) -> None:
+    """Replace a layer's parameters on the meta device by tensors, and finalize the layer.
 
-    Raises: ValueError: it has others.
+    Raises: ValueError: a tensor is missing or has another shape.
     """
     for name, parameter in layer._parameters.items():
         if parameter is None:
             continue
-        held = tensors.get(name)
-        if held is None or held.shape != parameter.shape:
+        tensor = tensors.get(name)
+        if tensor is None or tensor.shape != parameter.shape:
             raise ValueError(f"a layer of {type(layer).__name__} has the parameter {name!r} too")
-        filled = nn.Parameter(held.detach().contiguous(), requires_grad=False)
+        filled = nn.Parameter(tensor.detach().contiguous(), requires_grad=False)
         filled.__dict__.update(vars(parameter))
         layer._parameters[name] = filled
     layer.finalize()
-    # What the kernel does not hold is the model's.
+    # The kernel holds its own constants; the plain tensors belong to the model.
     for name in layer._parameters:
         layer._parameters[name] = None
 
 
-def call_of(layer: Linear | LMHead) -> Call:
-    """Return the kernel with its operands, or the forward of a class that replaces the layer."""
+def kernel_call(layer: Linear | LMHead) -> Call:
+    """Return the kernel with its operands, or the forward of a plugin's replacement layer."""
     if type(layer).forward in (Linear.forward, LMHead.forward) and layer.kernel is not None:
         return layer.kernel, layer.operands
     return layer.forward, ()
 
 
-def bound_name(layer: Linear | LMHead) -> str:
-    """Return what a layer was bound to."""
+def layer_kernel_name(layer: Linear | LMHead) -> str:
+    """Return the name of the kernel, or of the quantization method, that a layer uses."""
     if isinstance(layer.method, PlainLinear):
         return kernel_name(layer.method.bound.choice)
     return f"{type(layer.method).__module__.partition('.')[0]}/{type(layer.method).__name__}"
 
 
-def restore_of(bound: Any, operands: tuple[Any, ...]) -> Restore | None:
-    """Return what gives the plain weight back, None where it is still held or nothing does."""
-    if bound.restore is None or len(operands) != 2:
+def find_restore(bound_kernel: Any, operands: tuple[Any, ...]) -> Restore | None:
+    """Return a function that restores the plain weight; None for an unpacked or lossy kernel."""
+    if bound_kernel.restore is None or len(operands) != 2:
         return None
     prepared = dict(zip(("weight", "bias"), operands, strict=True))
 
     def restore(into: Tensor) -> None:
-        bound.restore(**prepared, into={"weight": into})
+        bound_kernel.restore(**prepared, into={"weight": into})
 
     return restore
 
 
-def judge_projection(
+def check_projection(
     module: nn.Module, forward: Forward, weight: Tensor, plain: Tensor, bias: Tensor | None
 ) -> Verdict:
-    """Refuse unless ``forward`` computes what the module does."""
+    """Refuse unless ``forward`` and the module's class compute the same."""
     in_features = plain.shape[1]
-    x = signs((_ROWS, in_features), weight.dtype, weight.device)
-    largest, rounded = largest_sum(plain, bias)
-    if type(module) is not nn.Linear:  # a forward of its own may treat batches in another way
+    x = random_signs((_ROWS, in_features), weight.dtype, weight.device)
+    largest, rounded = largest_row_sum(plain, bias)
+    if type(module) is not nn.Linear:  # a subclass may treat batches in another way
         x = x.unsqueeze(0)
-    original, sizes = own_forward(module), in_features + 1
-    return judge_calls(linear.tolerance, original, forward, x, sizes, largest, rounded)
+    original, sizes = class_forward(module), in_features + 1
+    return check_calls(linear.tolerance, original, forward, x, sizes, largest, rounded)
 
 
-def largest_sum(plain: Tensor, bias: Tensor | None) -> tuple[float, float]:
-    """Return the magnitude of what is added up for a row of signs, and of what may be rounded.
+def largest_row_sum(plain: Tensor, bias: Tensor | None) -> tuple[float, float]:
+    """Return bounds of the sums for an input of signs: the largest sum, and its rounded part.
 
     Args:
         plain: ``[O, I]``.
     """
-    # In the weight's own dtype, which is three times as fast; its rounding is allowed for.
+    # Summed in the weight's dtype, which is three times as fast as float32; the factor below
+    # allows for its rounding.
     terms = torch.linalg.vector_norm(plain, 1, dim=1)
     largest = float(terms.max()) * (1 + torch.finfo(plain.dtype).eps) if terms.numel() else 0.0
     if bias is None or not bias.numel():
         return largest, 0.0
-    # The product may be stored before the bias is added to it.
+    # The matmul's result may be rounded before the bias is added.
     return largest + float(bias.detach().abs().max()), largest
 
 
@@ -205,8 +207,10 @@ def _restore_transposed(restore: Restore, into: Tensor) -> None:
     into.copy_(dense.T)
 
 
-def same_bits(found: Tensor, expected: Tensor) -> bool:
-    """Say whether two tensors hold the same bits, whatever numbers these are."""
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[expected.itemsize]
+def same_bits(actual: Tensor, expected: Tensor) -> bool:
+    """Return True if two tensors hold the same bits, NaNs included."""
+    integer_dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        expected.itemsize
+    ]
     dense = expected.contiguous()
-    return torch.equal(found.view(width), dense.view(width))
+    return torch.equal(actual.view(integer_dtype), dense.view(integer_dtype))

@@ -1,7 +1,7 @@
-"""Padded batches as the sequences, one after the other, that ``ragged_attention`` takes.
+"""Conversion of padded batches to the ragged layout of ``ragged_attention``.
 
-Nothing is moved: padding, and memory between the rows of a cache, are sequences of their own, which
-nobody asks for.
+No data is moved: padding, and unused memory between the rows of a cache, become sequences whose
+results are ignored.
 
 Dimensions: B sequences, N heads, K kv heads, D head size, T query tokens, U key tokens.
 """
@@ -20,16 +20,16 @@ from interposer_models._adapt.masks import Run
 
 
 class Layout(NamedTuple):
-    """The starts of the sequences, and the lengths of the longest."""
+    """The starts of the sequences, and the lengths of the longest queries and keys."""
 
     query_starts: Tensor
     key_starts: Tensor
-    most_queries: int
-    most_keys: int
+    max_queries: int
+    max_keys: int
 
 
 @lru_cache(maxsize=64)
-def layout(
+def ragged_layout(
     batch: int,
     num_queries: int,
     num_keys: int,
@@ -41,9 +41,9 @@ def layout(
     """Return the layout of a batch.
 
     Args:
-        distance: rows of keys from one sequence to the next.
-        runs: keys that are no padding, None for all.
-        causal: queries stand where the last keys do.
+        distance: rows from the keys of one sequence to those of the next.
+        runs: unpadded keys of each sequence, None without padding.
+        causal: the last query is aligned with the last key.
     """
     queries, keys = [0], [0]
 
@@ -54,26 +54,26 @@ def layout(
 
     for index in range(batch):
         first, count = (0, num_keys) if runs is None else runs[index]
-        before, upto = 0, num_queries
+        num_before, query_end = 0, num_queries
         if causal:
             # The position of the first query among the keys.
             start = num_keys - num_queries
-            before = min(max(first - start, 0), num_queries)
-            upto = min(max(first + count - start, 0), num_queries)
-        add(before, first)
-        add(upto - before, count)
-        add(num_queries - upto, num_keys - first - count)
+            num_before = min(max(first - start, 0), num_queries)
+            query_end = min(max(first + count - start, 0), num_queries)
+        add(num_before, first)
+        add(query_end - num_before, count)
+        add(num_queries - query_end, num_keys - first - count)
         if index < batch - 1:
             add(0, distance - num_keys)
-    most = max((b - a for a, b in pairwise(keys)), default=1)
-    query_starts, key_starts = (torch.tensor(each, device=device) for each in (queries, keys))
-    return Layout(query_starts, key_starts, max(num_queries, 1), max(most, 1))
+    max_keys = max((b - a for a, b in pairwise(keys)), default=1)
+    query_starts, key_starts = (torch.tensor(starts, device=device) for starts in (queries, keys))
+    return Layout(query_starts, key_starts, max(num_queries, 1), max(max_keys, 1))
 
 
-def flat(tensors: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+def as_rows(tensors: Sequence[Tensor]) -> tuple[list[Tensor], int]:
     """Return ``[B, K, U, D]`` tensors as rows ``[rows, K, D]``, and the rows of one sequence.
 
-    They stay where they are if heads follow each other in memory, as those of a cache of rows do.
+    The result is a view if heads are adjacent in memory, as in a cache of rows.
     """
     rows = [tensor.transpose(1, 2) for tensor in tensors]
     batch, length = rows[0].shape[:2]

@@ -1,4 +1,4 @@
-"""Routers of a foreign model: leaves that choose the experts of each token.
+"""Binding of routers: leaf modules that choose the experts of each token.
 
 Dimensions: T tokens, H hidden size, E experts, K chosen experts.
 """
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from interposer import Verdict
 from interposer_models._adapt.adaptation import Adaptation, kernel_name
-from interposer_models._adapt.agreement import judge_agreement, normals
-from interposer_models._adapt.forwards import Forward, own_forward
+from interposer_models._adapt.agreement import check_agreement, random_normals
+from interposer_models._adapt.forwards import Forward, class_forward
 from interposer_models._adapt.packed_weight import PackedWeight, Restore
-from interposer_models._adapt.projections import Call, give_up, restore_of
+from interposer_models._adapt.projections import Call, find_restore, release_weight
 from interposer_models._adapt.router_candidates import Routing, find_routing
 from interposer_ops.linear import linear
 
@@ -26,13 +26,13 @@ Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def bind_router(adaptation: Adaptation, module: nn.Module, name: str) -> str | Verdict:
-    """Bind the projection of a router and its choice; it returns what its class does.
+    """Bind a router's projection and top-k choice to kernels.
 
-    Logits are rounded as the class rounds them, so that the same experts are chosen but for ties.
+    Logits are rounded as in the class, so that the same experts are chosen except for ties.
 
     Returns: the names of both kernels.
     """
-    fit = adaptation.judge(module)
+    fit = adaptation.check_module(module)
     if not fit:
         return fit
     routing = find_routing(module)
@@ -40,42 +40,42 @@ def bind_router(adaptation: Adaptation, module: nn.Module, name: str) -> str | V
         return Verdict.refuse("no op is known that computes what its class does")
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     assert weight is not None
-    x = normals((_TOKENS, weight.shape[1]), weight.dtype, weight.device)
+    x = random_normals((_TOKENS, weight.shape[1]), weight.dtype, weight.device)
     with torch.no_grad():
-        expected = own_forward(module)(x)
+        expected = class_forward(module)(x)
     logits = expected[routing.order[0]]
-    dtype = _computed_in(logits, weight.dtype)
+    dtype = _logits_dtype(logits, weight.dtype)
     site = adaptation.site(name, dtype)
-    bound = site.bind_kernel(
+    bound_kernel = site.bind_kernel(
         linear, in_features=weight.shape[1], out_features=weight.shape[0], biased=bias is not None
     )
-    chosen = site.bind_kernel(routing.op, **routing.dims())
-    prepared = bound.prepared(
+    topk = site.bind_kernel(routing.op, **routing.dims())
+    prepared = bound_kernel.prepared(
         weight=weight.detach().to(dtype), bias=None if bias is None else bias.detach().to(dtype)
     )
     operands = prepared["weight"], prepared["bias"]
-    correction = _held(module, routing.correction)
-    constant = chosen.prepared(bias=correction)["bias"] if routing.correction else None
+    correction = _tensor(module, routing.correction)
+    prepared_correction = topk.prepared(bias=correction)["bias"] if routing.correction else None
 
-    def choose(found: Tensor) -> tuple[Tensor, Tensor]:
-        return routing.choose(chosen.function, found, constant)
+    def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return routing.choose(topk.function, logits, prepared_correction)
 
-    call: Call = bound.function, operands
+    call: Call = bound_kernel.function, operands
     forward = _forward(module, routing, call, choose, (dtype, expected, adaptation.device))
     with torch.no_grad():
-        chosen_here = choose(logits.to(dtype))
-        sums = _sums(weight, bias, x)
-        verdict = _judge(routing, expected, forward(x), chosen_here, sums, weight.dtype)
+        choice = choose(logits.to(dtype))
+        bounds = _logit_bounds(weight, bias, x)
+        verdict = _check_choice(routing, expected, forward(x), choice, bounds, weight.dtype)
     if not verdict:
         return verdict
-    restore = _restore(restore_of(bound, operands), operands[0], weight, dtype)
+    restore = _find_restore(find_restore(bound_kernel, operands), operands[0], weight, dtype)
     if restore is not None:
         packed = PackedWeight(weight, restore, f"{name}.weight")
-        verdict = give_up(adaptation, [(module, "weight")], weight, packed)
+        verdict = release_weight(adaptation, [(module, "weight")], weight, packed)
         if not verdict:
             return verdict
     adaptation.bind_forward(module, name, forward)
-    return f"{kernel_name(bound.choice)}, {kernel_name(chosen.choice)}"
+    return f"{kernel_name(bound_kernel.choice)}, {kernel_name(topk.choice)}"
 
 
 def _forward(
@@ -83,102 +83,111 @@ def _forward(
     routing: Routing,
     call: Call,
     choose: Choose,
-    known: tuple[torch.dtype, tuple[Tensor, ...], torch.device],
+    context: tuple[torch.dtype, tuple[Tensor, ...], torch.device],
 ) -> Forward:
-    computed, expected, device = known
-    original, (kernel, operands) = own_forward(module), call
+    computed, expected, device = context
+    original, (kernel, operands) = class_forward(module), call
     weight = module._parameters["weight"]
     assert weight is not None
     dtype, hidden = weight.dtype, weight.shape[1]
     dtypes = [expected[at].dtype for at in routing.order]
-    correction = _held(module, routing.correction)
+    correction = _tensor(module, routing.correction)
 
-    def forward(*args: Any, **named: Any) -> Any:
-        if len(args) == 1 and not named:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
             (x,) = args
-            shaped = x.shape[-1] == hidden and (x.ndim == 2 or (routing.flattens and x.ndim > 2))
-            plain = x.dtype is dtype and x.device == device and not x.requires_grad
-            # Its bias is a buffer, which may be exchanged.
-            if shaped and plain and _held(module, routing.correction) is correction:
+            has_shape = x.shape[-1] == hidden and (x.ndim == 2 or (routing.flattens and x.ndim > 2))
+            is_plain = x.dtype is dtype and x.device == device and not x.requires_grad
+            # The correction bias is a buffer, which code of the user may replace.
+            if has_shape and is_plain and _tensor(module, routing.correction) is correction:
                 logits = kernel(x.reshape(-1, hidden).to(computed), *operands)
                 results = zip(routing.order, (logits, *choose(logits)), dtypes, strict=True)
-                made = {at: result.to(wanted) for at, result, wanted in results}
-                return tuple(made[at] for at in range(len(made)))
-        return original(*args, **named)
+                results_by_position = {
+                    at: result.to(dtype_out) for at, result, dtype_out in results
+                }
+                return tuple(results_by_position[at] for at in range(len(results_by_position)))
+        return original(*args, **kwargs)
 
     return forward
 
 
-def _held(module: nn.Module, name: str) -> Tensor | None:
-    found = module._buffers.get(name)
-    return module._parameters.get(name) if found is None else found
+def _tensor(module: nn.Module, name: str) -> Tensor | None:
+    buffer = module._buffers.get(name)
+    return module._parameters.get(name) if buffer is None else buffer
 
 
-def _computed_in(logits: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that logits were rounded to, whatever the class made of them then."""
+def _logits_dtype(logits: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the class rounded its logits."""
     exact = torch.equal(logits, logits.to(dtype).to(logits.dtype))
     return dtype if exact else torch.promote_types(dtype, torch.float32)
 
 
-def _restore(
-    restore: Restore | None, held: Any, weight: Tensor, dtype: torch.dtype
+def _find_restore(
+    restore: Restore | None, operand: Any, weight: Tensor, dtype: torch.dtype
 ) -> Restore | None:
-    """Return what gives the weight back, None where the kernel reads that one."""
+    """Return a function that restores the weight, None if the kernel reads the original."""
     if restore is not None:
-        return partial(_narrowed, restore, dtype)
-    if isinstance(held, Tensor) and held.data_ptr() != weight.data_ptr():
-        return partial(_copied, held)
+        return partial(_restore_narrowed, restore, dtype)
+    if isinstance(operand, Tensor) and operand.data_ptr() != weight.data_ptr():
+        return partial(_copy_into, operand)
     return None
 
 
-def _narrowed(restore: Restore, held_in: torch.dtype, into: Tensor) -> None:
-    dense = into.new_empty(into.shape, dtype=held_in)
+def _restore_narrowed(restore: Restore, packed_dtype: torch.dtype, into: Tensor) -> None:
+    dense = into.new_empty(into.shape, dtype=packed_dtype)
     restore(dense)
     into.copy_(dense)
 
 
-def _copied(held: Tensor, into: Tensor) -> None:
-    into.copy_(held)
+def _copy_into(weight: Tensor, into: Tensor) -> None:
+    into.copy_(weight)
 
 
-def _sums(weight: Tensor, bias: Tensor | None, x: Tensor) -> tuple[int, float, float]:
-    """Return how many terms a logit has, their largest sum of magnitudes, and it without a bias."""
-    product = float((x.abs().double() @ weight.detach().abs().double().T).max())
-    largest = product + (0.0 if bias is None else float(bias.detach().abs().max()))
-    return weight.shape[1] + 1, largest, 0.0 if bias is None else product
+def _logit_bounds(weight: Tensor, bias: Tensor | None, x: Tensor) -> tuple[int, float, float]:
+    """Return the number of terms of a logit, and its largest sum of magnitudes.
+
+    The third value is that sum without the bias, or 0 if there is no bias.
+    """
+    largest_matmul = float((x.abs().double() @ weight.detach().abs().double().T).max())
+    largest = largest_matmul + (0.0 if bias is None else float(bias.detach().abs().max()))
+    return weight.shape[1] + 1, largest, 0.0 if bias is None else largest_matmul
 
 
-def _judge(
+def _check_choice(
     routing: Routing,
     expected: tuple[Tensor, ...],
-    found: tuple[Tensor, ...],
-    chosen: tuple[Tensor, Tensor],
-    sums: tuple[int, float, float],
+    actual: tuple[Tensor, ...],
+    choice: tuple[Tensor, Tensor],
+    bounds: tuple[int, float, float],
     dtype: torch.dtype,
 ) -> Verdict:
-    """Refuse other logits, and another choice from the same logits.
+    """Refuse other logits, or another choice from the same logits.
 
     Args:
-        chosen: weights and ids that the kernel makes of the class's own logits.
-        sums: reduction, magnitude and what is rounded of a logit, as of a ``Case``.
+        choice: weights and ids that the kernel makes of the class's own logits.
+        bounds: reduction, magnitude and rounded magnitude of a logit, as of a ``Case``.
         dtype: the model's.
     """
-    for theirs, own in zip(expected, found, strict=True):
-        if (theirs.shape, theirs.dtype) != (own.shape, own.dtype):
+    for class_result, kernel_result in zip(expected, actual, strict=True):
+        if (class_result.shape, class_result.dtype) != (kernel_result.shape, kernel_result.dtype):
             return Verdict.refuse("it returns tensors of other shapes or dtypes than its class")
     logits, weights, ids = (expected[at] for at in routing.order)
-    verdict = judge_agreement(linear.tolerance, logits, found[routing.order[0]], *sums)
+    verdict = check_agreement(linear.tolerance, logits, actual[routing.order[0]], *bounds)
     if not verdict:
         return verdict
-    # Experts whose logits are equal have equal weights, and either may be chosen.
+    # Among experts with equal logits either may be chosen, so logits are compared instead of ids.
     ordered = []
-    for each, held in ((ids, weights), (chosen[1], chosen[0])):
-        ranked = logits.gather(-1, each.long()).sort(-1)
-        ordered.append((ranked.values, held.gather(-1, ranked.indices)))
-    (best, theirs), (own_best, own) = ordered
+    for expert_ids, expert_weights in ((ids, weights), (choice[1], choice[0])):
+        ranked = logits.gather(-1, expert_ids.long()).sort(-1)
+        ordered.append((ranked.values, expert_weights.gather(-1, ranked.indices)))
+    (best, class_result), (own_best, kernel_result) = ordered
     if not torch.equal(best, own_best):
         return Verdict.refuse("it chooses other experts from the same logits")
-    rounded = _computed_in(weights, dtype)
-    return judge_agreement(
-        routing.op.tolerance, theirs.to(rounded), own.to(rounded), logits.shape[-1], routing.scale
+    rounded = _logits_dtype(weights, dtype)
+    return check_agreement(
+        routing.op.tolerance,
+        class_result.to(rounded),
+        kernel_result.to(rounded),
+        logits.shape[-1],
+        routing.scale,
     )

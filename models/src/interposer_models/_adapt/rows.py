@@ -1,6 +1,6 @@
-"""Keys and values of one layer as rows of tokens, with room for more.
+"""Keys and values of one layer as rows of tokens, with spare capacity.
 
-Dimensions: B sequences, K kv heads, U tokens, D head size, C tokens that there is room for.
+Dimensions: B sequences, K kv heads, U tokens, D head size, C capacity in tokens.
 """
 
 from __future__ import annotations
@@ -8,14 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LEAST = 256
+_MIN_CAPACITY_TOKENS = 256
 
 
 class Rows:
-    """Two buffers ``[B, C, K, D]`` of which the tokens from ``start`` to ``end`` are held."""
+    """Two buffers ``[B, C, K, D]`` that hold the tokens from ``start`` to ``end``."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.buffers = tuple(self._room(states, _LEAST) for states in (keys, values))
+        self.buffers = tuple(
+            self._allocate(states, _MIN_CAPACITY_TOKENS) for states in (keys, values)
+        )
         self.start = self.end = 0
 
     @property
@@ -24,55 +26,55 @@ class Rows:
         return self.buffers[0].shape[0]
 
     @staticmethod
-    def _room(states: Tensor, tokens: int) -> Tensor:
+    def _allocate(states: Tensor, tokens: int) -> Tensor:
         batch, heads, _, size = states.shape
         return states.new_empty(batch, tokens, heads, size)
 
     def append(self, *states: Tensor) -> None:
-        """Hold ``[B, K, U, D]`` of keys and of values behind the others."""
+        """Append keys and values ``[B, K, U, D]``."""
         length = states[0].shape[2]
         if self.end + length > self.buffers[0].shape[1]:
-            self._make_room(length)
+            self._grow(length)
         for buffer, new in zip(self.buffers, states, strict=True):
             buffer[:, self.end : self.end + length] = new.transpose(1, 2)
         self.end += length
 
-    def _make_room(self, length: int) -> None:
-        held = self.end - self.start
-        room = max(_LEAST, 2 * (held + length))
-        moved = []
+    def _grow(self, length: int) -> None:
+        num_tokens = self.end - self.start
+        capacity = max(_MIN_CAPACITY_TOKENS, 2 * (num_tokens + length))
+        buffers = []
         for buffer in self.buffers:
-            # Half of the room at least is free afterwards, so that a token is copied a few times.
+            # Capacity at least doubles, so that each token is copied only a few times.
             batch, _, heads, size = buffer.shape
-            wider = buffer.new_empty(batch, room, heads, size)
-            wider[:, :held] = buffer[:, self.start : self.end]
-            moved.append(wider)
-        self.buffers = tuple(moved)
-        self.start, self.end = 0, held
+            wider = buffer.new_empty(batch, capacity, heads, size)
+            wider[:, :num_tokens] = buffer[:, self.start : self.end]
+            buffers.append(wider)
+        self.buffers = tuple(buffers)
+        self.start, self.end = 0, num_tokens
 
     def views(self, start: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return ``[B, K, U, D]`` of keys and values, without a copy."""
-        first = self.start if start is None else start
-        keys, values = (b[:, first : self.end].transpose(1, 2) for b in self.buffers)
+        """Return views of keys and values, ``[B, K, U, D]``."""
+        view_start = self.start if start is None else start
+        keys, values = (b[:, view_start : self.end].transpose(1, 2) for b in self.buffers)
         return keys, values
 
-    def select(self, index: Tensor) -> None:
-        """Keep the sequences that ``index`` names, in its order."""
+    def select(self, indices: Tensor) -> None:
+        """Keep the sequences in ``indices``, in their order."""
         device = self.buffers[0].device
-        index = index.to(device)
-        if torch.equal(index, torch.arange(self.buffers[0].shape[0], device=device)):
+        indices = indices.to(device)
+        if torch.equal(indices, torch.arange(self.buffers[0].shape[0], device=device)):
             return
-        moved = []
+        buffers = []
         for buffer in self.buffers:
-            _, room, heads, size = buffer.shape
-            chosen = buffer.new_empty(len(index), room, heads, size)
-            chosen[:, self.start : self.end] = buffer[:, self.start : self.end][index]
-            moved.append(chosen)
-        self.buffers = tuple(moved)
+            _, capacity, heads, size = buffer.shape
+            selected = buffer.new_empty(len(indices), capacity, heads, size)
+            selected[:, self.start : self.end] = buffer[:, self.start : self.end][indices]
+            buffers.append(selected)
+        self.buffers = tuple(buffers)
 
 
 def rows_of(keys: Tensor, values: Tensor) -> Rows:
-    """Return rows that hold ``[B, K, U, D]`` of keys and of values."""
+    """Return rows with the keys and values ``[B, K, U, D]``."""
     rows = Rows(keys, values)
     rows.append(keys, values)
     return rows

@@ -1,9 +1,9 @@
-"""A decoder of transformers where each sequence has a cache of its own.
+"""A transformers decoder in which each sequence has its own transformers cache.
 
-It serves models that keep more than keys and values, or whose attention no paged backend computes.
-The sequences of a step are computed one after the other, each by the model's own forward.
+This decoder serves models with other state than keys and values, or with an attention that no paged
+backend supports. The model's own forward computes the sequences of a step one after the other.
 
-Dimensions: T tokens of the step, R rows whose logits are wanted, V vocabulary.
+Dimensions: T tokens of the step, R rows with requested logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from interposer.errors import ConfigError
 from interposer_models._adapt.cache import new_cache
-from interposer_models._adapt.noise import alone, bound_of, distance, rounded
+from interposer_models._adapt.noise import distance, error_bound, perturbed_logits, plain_logits
 from interposer_models._adapt.paged_decoder import DecoderSizes
 from interposer_models._adapt.paged_trial import FAILURES
-from interposer_models._adapt.trial_length import further_tokens
+from interposer_models._adapt.trial_length import extra_trial_tokens
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.cache_shape import CacheGroup, CacheShape
 from interposer_models._engine.paged_model import PagedLayer
@@ -33,29 +33,29 @@ from interposer_models._engine.sequence import Sequence as EngineSequence
 from interposer_ops.layers.states import StateBatch, StateLayout
 
 _CACHE_NAMES = ("past_key_values", "cache_params")
-# Tokens of the prompt and of another sequence in each step of the trial.
+# Tokens of the prompt and of a second sequence in each step of the trial.
 _STEPS = ((5, 3), (4, 2), (1, 1), (1, 1), (1, 1), (1, 0))
 
 
 class _Slots:
-    """The state layer by which the engine gives each running sequence a number."""
+    """A state layer, so that the engine assigns a slot number to each running sequence."""
 
     def state_layout(self) -> StateLayout:
-        """Return one byte, which nobody reads."""
+        """Return a layout of one unused byte."""
         return StateLayout((((1,), torch.uint8),))
 
 
 class SequenceCaches:
-    """The ``PagedModel`` of a model of transformers whose sequences have caches of transformers.
+    """The ``PagedModel`` of a transformers model with a transformers cache for each sequence.
 
     Attributes:
-        by_token: what follows the first tokens of a sequence is computed one token at a time.
-        by_model: the model makes the caches itself, as they are of a class of its own.
-        pool: gives out the numbers of sequences; without its number, a cache is dropped.
+        by_token: tokens after the first chunk of a sequence are computed one at a time.
+        by_model: the model creates its caches, of a class of its own.
+        pool: assigns slots to sequences; the cache of a free slot is dropped.
     """
 
     attention_layers: ClassVar[Sequence[PagedLayer]] = ()
-    page_size: ClassVar[int] = 16  # tokens that the engine counts together; no memory has pages
+    page_size: ClassVar[int] = 16  # a unit for the engine's accounting; no memory has pages
     pool: PagePool | None = None
 
     def __init__(
@@ -76,10 +76,10 @@ class SequenceCaches:
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = next((name for name in _CACHE_NAMES if name in parameters), "")
         self._takes_positions = "position_ids" in parameters
-        self._keeps_rows = "logits_to_keep" in parameters
+        self._has_logits_to_keep = "logits_to_keep" in parameters
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Do nothing: the model makes the angles of each step itself."""
+        """Do nothing: the model computes the rotary angles of each step itself."""
 
     def __call__(
         self,
@@ -89,61 +89,66 @@ class SequenceCaches:
         plans: Sequence[Any],
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Return ``[R, V]``, the logits of the tokens that ``rows`` names in order, or of all."""
+        """Compute the logits ``[R, V]`` of the tokens in ``rows``, in order, or of all tokens."""
         if not self._in_force():
             raise ConfigError("The model was restored. Try: language_model(adapt(model))")
         batch: StateBatch = plans[-1].on_host()
-        for slot in self._unused():
+        for slot in self._free_slots():
             del self._caches[slot]
-        starts, wanted = batch.query_starts.tolist(), None if rows is None else rows.tolist()
+        starts = batch.query_starts.tolist()
+        requested_rows = None if rows is None else rows.tolist()
         results: list[Tensor] = []
         for number, slot in enumerate(batch.slots.tolist()):
             start, stop = starts[number], starts[number + 1]
             num_cached = int(batch.num_cached[number])
             if num_cached == 0:
                 self._caches[slot] = None if self.by_model else new_cache(self.model.config)
-            own = slice(start, stop)
-            kept: Sequence[int] = range(stop - start)
-            if wanted is not None:
-                kept = [row - start for row in wanted if start <= row < stop]
-            logits = self._extended(slot, token_ids[own], positions[own], num_cached, kept)
-            results.append(logits if len(kept) else logits[:0])
+            tokens = slice(start, stop)
+            sequence_rows: Sequence[int] = range(stop - start)
+            if requested_rows is not None:
+                sequence_rows = [row - start for row in requested_rows if start <= row < stop]
+            logits = self._extend(
+                slot, token_ids[tokens], positions[tokens], num_cached, sequence_rows
+            )
+            results.append(logits if len(sequence_rows) else logits[:0])
         return torch.cat(results)
 
     def num_bytes(self, slot: int) -> int:
-        """Return the bytes of keys, values and states that a sequence has."""
+        """Return the bytes of the sequence's keys, values and states."""
         return sum(tensor.nbytes for tensor in _tensors(self._caches[slot]))
 
-    def _unused(self) -> list[int]:
+    def _free_slots(self) -> list[int]:
         free = () if self.pool is None else self.pool.free_slots
         return [slot for slot in free if slot in self._caches]
 
-    def _extended(
-        self, slot: int, tokens: Tensor, positions: Tensor, num_cached: int, kept: Sequence[int]
+    def _extend(
+        self, slot: int, tokens: Tensor, positions: Tensor, num_cached: int, rows: Sequence[int]
     ) -> Tensor:
-        """Return the logits of the tokens that ``kept`` names, after adding all to the cache."""
+        """Append tokens to the cache, and return the logits of the tokens in ``rows``."""
         if self.by_token and num_cached:
-            each = [
+            token_logits = [
                 self._forward(slot, tokens[i : i + 1], positions[i : i + 1], [0])
                 for i in range(len(tokens))
             ]
-            return torch.cat([each[i] for i in kept]) if kept else each[-1]
-        return self._forward(slot, tokens, positions, kept)
+            return torch.cat([token_logits[i] for i in rows]) if rows else token_logits[-1]
+        return self._forward(slot, tokens, positions, rows)
 
-    def _forward(self, slot: int, tokens: Tensor, positions: Tensor, kept: Sequence[int]) -> Tensor:
-        named: dict[str, Any] = {"use_cache": True, "return_dict": True}
+    def _forward(
+        self, slot: int, tokens: Tensor, positions: Tensor, requested_rows: Sequence[int]
+    ) -> Tensor:
+        kwargs: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if (cache := self._caches[slot]) is not None:
-            named[self._cache_name] = cache
+            kwargs[self._cache_name] = cache
         if self._takes_positions:
-            named["position_ids"] = positions[None]
-        rows = torch.tensor([*kept] or [len(tokens) - 1], device=tokens.device)
-        if self._keeps_rows:
-            named["logits_to_keep"] = rows
-        out = self.model(input_ids=tokens[None], **named)
+            kwargs["position_ids"] = positions[None]
+        rows = torch.tensor([*requested_rows] or [len(tokens) - 1], device=tokens.device)
+        if self._has_logits_to_keep:
+            kwargs["logits_to_keep"] = rows
+        out = self.model(input_ids=tokens[None], **kwargs)
         if self.by_model:
             self._caches[slot] = out[self._cache_name]
         logits: Tensor = out.logits[0]
-        return logits if self._keeps_rows else logits[rows]
+        return logits if self._has_logits_to_keep else logits[rows]
 
 
 def sequence_caches(
@@ -153,61 +158,66 @@ def sequence_caches(
     numerics: Callable[[], AbstractContextManager[None]],
     in_force: Callable[[], bool],
 ) -> tuple[SequenceCaches, CacheShape, int] | None:
-    """Return a decoder that computes what the model computes without a cache, if there is one.
+    """Return a decoder with transformers caches that agrees with the model, if there is one.
 
-    A prompt is computed in chunks and token by token, beside another sequence. The logits must be
-    those of the model without a cache, within what roundings explain.
+    A prompt is computed in chunks and token by token, next to a second sequence. The logits must
+    agree within the bound that rounding explains.
 
-    Returns: the decoder, what a token takes in its caches, and the bytes that a sequence takes
-        whatever its length; None where caches change what the model computes.
+    Returns: the decoder, the cache shape of a token, and the constant bytes of a sequence.
     """
-    further, _ = further_tokens(model)
-    (count, other), *others = _STEPS
-    steps = ((count + further, other), *others)
+    extra_tokens, _ = extra_trial_tokens(model)
+    (count, second), *later_steps = _STEPS
+    steps = ((count + extra_tokens, second), *later_steps)
     num_tokens = min(sum(count for count, _ in steps), config.max_position_embeddings)
     prompt = [(7 * i + 3) % config.vocab_size for i in range(num_tokens)]
     with numerics(), torch.inference_mode():
-        expected = alone(model, prompt, device)
-        bound = bound_of(model, expected, rounded(model, prompt, device), 0)
+        expected = plain_logits(model, prompt, device)
+        max_distance = error_bound(model, expected, perturbed_logits(model, prompt, device), 0)
+        # The first working combination is used; it starts with new_cache and whole chunks.
         for by_model, by_token in product((False, True), repeat=2):
-            ways = {"by_token": by_token, "by_model": by_model}
-            decoder = SequenceCaches(model, config, in_force, **ways)
+            options = {"by_token": by_token, "by_model": by_model}
+            decoder = SequenceCaches(model, config, in_force, **options)
             try:
-                found, sizes = _in_steps(decoder, prompt, steps, device)
+                actual, sizes = _logits_in_steps(decoder, prompt, steps, device)
             except FAILURES:
                 continue
-            if distance(found, expected) <= bound:
+            if distance(actual, expected) <= max_distance:
                 (first, first_bytes), (last, last_bytes) = sizes
-                of_token = -(-(last_bytes - first_bytes) // max(last - first, 1))
-                group = CacheGroup(None, 1, of_token * decoder.page_size, None)
-                fixed = max(first_bytes - first * of_token, 0)
+                token_bytes = -(-(last_bytes - first_bytes) // max(last - first, 1))
+                group = CacheGroup(None, 1, token_bytes * decoder.page_size, None)
+                constant_bytes = max(first_bytes - first * token_bytes, 0)
                 return (
-                    SequenceCaches(model, config, in_force, **ways),
+                    SequenceCaches(model, config, in_force, **options),
                     CacheShape([group], decoder.page_size),
-                    fixed,
+                    constant_bytes,
                 )
     return None
 
 
-def _in_steps(
+def _logits_in_steps(
     decoder: SequenceCaches, prompt: list[int], steps: Sequence[tuple[int, int]], device: str
 ) -> tuple[Tensor, tuple[tuple[int, int], tuple[int, int]]]:
-    """Return ``[T, V]`` of the prompt, and its tokens and bytes after the first and last step."""
+    """Return the prompt's logits ``[T, V]``, and tokens and bytes after the first and last step."""
     vocabulary = decoder.config.vocab_size
-    other = [(5 * i + 1) % vocabulary for i in range(sum(count for _, count in steps))]
-    other = other[: decoder.config.max_position_embeddings]
-    pool = PagePool(2 * -(-max(len(prompt), len(other)) // decoder.page_size), decoder.page_size)
-    pair = [EngineSequence(i, each, SamplingParams(), 0) for i, each in enumerate((prompt, other))]
+    second_prompt = [(5 * i + 1) % vocabulary for i in range(sum(count for _, count in steps))]
+    second_prompt = second_prompt[: decoder.config.max_position_embeddings]
+    pool = PagePool(
+        2 * -(-max(len(prompt), len(second_prompt)) // decoder.page_size), decoder.page_size
+    )
+    pair = [
+        EngineSequence(i, tokens, SamplingParams(), 0)
+        for i, tokens in enumerate((prompt, second_prompt))
+    ]
     for slot, sequence in enumerate(pair):
         sequence.state_slot = slot
-    found, sizes = list[Tensor](), list[tuple[int, int]]()
-    for number, wanted in enumerate(steps):
+    step_logits, sizes = list[Tensor](), list[tuple[int, int]]()
+    for number, step_tokens in enumerate(steps):
         chunks = []
-        for sequence, count in zip(pair, wanted, strict=True):
-            left = min(count, len(sequence) - sequence.num_computed)
-            if left > 0:
-                pool.extend(sequence.pages[0], sequence.num_computed + left)
-                chunks.append(Chunk(sequence, left))
+        for sequence, count in zip(pair, step_tokens, strict=True):
+            num_tokens = min(count, len(sequence) - sequence.num_computed)
+            if num_tokens > 0:
+                pool.extend(sequence.pages[0], sequence.num_computed + num_tokens)
+                chunks.append(Chunk(sequence, num_tokens))
         if not chunks:
             break
         if number % 2:
@@ -215,24 +225,24 @@ def _in_steps(
         batch = StepBatch.build(chunks, decoder.page_size, device, with_states=True)
         plan = StateBatch.of(batch.attention)
         logits = decoder(batch.token_ids, batch.positions, [], [plan])
-        place = 0
+        row = 0
         for chunk in chunks:
             if chunk.sequence is pair[0]:
-                found.append(logits[place : place + chunk.num_tokens])
-            place += chunk.num_tokens
+                step_logits.append(logits[row : row + chunk.num_tokens])
+            row += chunk.num_tokens
             chunk.sequence.num_computed += chunk.num_tokens
         sizes.append((pair[0].num_computed, decoder.num_bytes(0)))
-    return torch.cat(found), (sizes[0], sizes[-1])
+    return torch.cat(step_logits), (sizes[0], sizes[-1])
 
 
 def _tensors(cache: Any) -> Iterable[Tensor]:
-    """Return what the layers of a cache hold: keys and values, or states in lists by number."""
-    found: dict[tuple[int, torch.Size], Tensor] = {}
+    """Return the tensors of a cache's layers: keys and values, or states in dicts by number."""
+    tensors: dict[tuple[int, torch.Size], Tensor] = {}
     for layer in getattr(cache, "layers", None) or [cache]:
-        held = [getattr(layer, "keys", None), getattr(layer, "values", None)]
+        values = [getattr(layer, "keys", None), getattr(layer, "values", None)]
         for value in vars(layer).values():
-            held += value.values() if isinstance(value, dict) else [value]
-        for each in held:
-            if isinstance(each, Tensor):
-                found[each.data_ptr(), each.shape] = each
-    return found.values()
+            values += value.values() if isinstance(value, dict) else [value]
+        for element in values:
+            if isinstance(element, Tensor):
+                tensors[element.data_ptr(), element.shape] = element
+    return tensors.values()

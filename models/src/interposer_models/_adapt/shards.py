@@ -1,6 +1,6 @@
-"""Weights of which this process holds a part, as tensor parallelism makes them.
+"""Sharded weights, as tensor parallelism of transformers makes them.
 
-The parameter is a ``DTensor`` of the whole shape; kernels read the tensor in it.
+The parameter is a ``DTensor`` of the global shape; kernels read the local tensor in it.
 """
 
 from __future__ import annotations
@@ -15,56 +15,57 @@ from torch import Tensor, nn
 
 
 def is_sharded(tensor: object) -> bool:
-    """Say whether a tensor is a ``DTensor``, without importing what nobody has used yet."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and isinstance(tensor, kind)
+    """Return True for a ``DTensor``, without importing torch.distributed."""
+    dtensor_class = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return dtensor_class is not None and isinstance(tensor, dtensor_class)
 
 
-def local(tensor: Any) -> Tensor:
-    """Return the part of a tensor that this process holds: of a plain one, all."""
+def local_part(tensor: Any) -> Tensor:
+    """Return this process's shard of a tensor; a plain tensor itself."""
     if not is_sharded(tensor):
-        plain: Tensor = tensor
-        return plain
+        unsharded: Tensor = tensor
+        return unsharded
     with torch.no_grad():
-        part: Tensor = tensor.to_local()
-    return part
+        shard: Tensor = tensor.to_local()
+    return shard
 
 
 class Sharding:
-    """The way in which a ``DTensor`` is parted, so that one can be made of another part."""
+    """The layout of a ``DTensor``, from which another ``DTensor`` can be made."""
 
-    def __init__(self, whole: Any) -> None:
-        self._mesh, self._placements = whole.device_mesh, whole.placements
-        self._shape, self._stride = whole.shape, whole.stride()
+    def __init__(self, dtensor: Any) -> None:
+        self._mesh, self._placements = dtensor.device_mesh, dtensor.placements
+        self._shape, self._stride = dtensor.shape, dtensor.stride()
 
-    def whole(self, part: Tensor) -> Tensor:
-        """Return ``part`` as what this process holds of the whole tensor."""
+    def global_tensor(self, shard: Tensor) -> Tensor:
+        """Return the ``DTensor`` whose local shard is ``shard``."""
         from torch.distributed.tensor import DTensor
 
-        made: Tensor = DTensor.from_local(
-            part,
+        dtensor: Tensor = DTensor.from_local(
+            shard,
             self._mesh,
             self._placements,
             run_check=False,
             shape=self._shape,
             stride=self._stride,
         )
-        return made
+        return dtensor
 
 
 @contextmanager
-def local_parameters(module: nn.Module, **others: Tensor | None) -> Iterator[None]:
-    """Let a module hold the local parts of its parameters within a ``with`` block.
+def local_parameters(module: nn.Module, **replacements: Tensor | None) -> Iterator[None]:
+    """Replace a module's parameters by their local shards within a ``with`` block.
 
     Args:
-        others: what it is to hold instead.
+        replacements: tensors for single parameters, by name.
     """
-    before = dict(module._parameters)
-    found: dict[str, Any] = {
-        name: None if tensor is None else local(tensor) for name, tensor in before.items()
+    original_parameters = dict(module._parameters)
+    shards: dict[str, Any] = {
+        name: None if tensor is None else local_part(tensor)
+        for name, tensor in original_parameters.items()
     }
-    module._parameters.update(found | others)
+    module._parameters.update(shards | replacements)
     try:
         yield
     finally:
-        module._parameters.update(before)
+        module._parameters.update(original_parameters)

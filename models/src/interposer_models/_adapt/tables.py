@@ -1,4 +1,4 @@
-"""Embeddings of a foreign model, and heads that share their table.
+"""Binding of embeddings, and of heads tied to an embedding's weight.
 
 Dimensions: V vocabulary, H hidden size.
 """
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from interposer import Verdict
 from interposer_models._adapt.adaptation import Adaptation, kernel_name
-from interposer_models._adapt.forwards import lookup, one_input, own_forward
+from interposer_models._adapt.forwards import class_forward, forward_lookup, forward_one_input
 from interposer_models._adapt.packed_weight import PackedWeight, Restore
 from interposer_models._adapt.projections import (
-    fill,
-    judge_projection,
-    restore_of,
+    check_projection,
+    find_restore,
     same_bits,
+    set_weights,
 )
 from interposer_ops.layers.embedding import Embedding, PlainEmbedding
 
-Named = tuple[str, nn.Module]
+NamedModule = tuple[str, nn.Module]
 
 _ROWS_AT_A_TIME = 4096
 
@@ -32,117 +32,124 @@ _ROWS_AT_A_TIME = 4096
 def bind_table(
     adaptation: Adaptation,
     name: str,
-    embeddings: list[Named],
-    heads: list[Named],
+    embeddings: list[NamedModule],
+    heads: list[NamedModule],
     holders: list[tuple[nn.Module, str]],
 ) -> None:
-    """Bind modules that share one table: those that look rows up, and heads.
+    """Bind the embeddings and heads that share one weight.
 
     Args:
-        name: of the embedding whose table it is.
-        holders: all modules that have the parameter, others included, with its name there.
+        name: of the embedding that owns the weight.
+        holders: all modules with the parameter, of any class, with the parameter's name there.
     """
     verdict = Verdict.accept()
     for _, module in (*embeddings, *heads):
-        verdict = adaptation.judge(module)
+        verdict = adaptation.check_module(module)
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             verdict = Verdict.refuse("it renormalises the rows that it looks up")
         if not verdict:
             break
-    for place, module in (*embeddings, *heads):
+    for module_name, module in (*embeddings, *heads):
         if not verdict:
-            adaptation.leave(module, place, verdict.reason)
+            adaptation.mark_skipped(module, module_name, verdict.reason)
     if not verdict:
         return
-    first, module = (*embeddings, *heads)[0]
+    first_name, module = (*embeddings, *heads)[0]
 
     def bind() -> str | Verdict:
         return _bind(adaptation, name, embeddings, heads, holders)
 
-    if adaptation.attempt(module, first, bind):
-        kernels = _kernels_of(adaptation, first)
-        for place, shared in embeddings:
-            adaptation.hold(shared, place, kernels[0])
-        for place, shared in heads:
-            adaptation.hold(shared, place, kernels[1])
+    if adaptation.attempt(module, first_name, bind):
+        kernels = _kernels_of(adaptation, first_name)
+        for module_name, tied_module in embeddings:
+            adaptation.mark_bound(tied_module, module_name, kernels[0])
+        for module_name, tied_module in heads:
+            adaptation.mark_bound(tied_module, module_name, kernels[1])
     else:
-        for place, shared in (*embeddings, *heads):
-            adaptation.leave(shared, place, adaptation.places[first].reason)
+        for module_name, tied_module in (*embeddings, *heads):
+            adaptation.mark_skipped(tied_module, module_name, adaptation.results[first_name].reason)
 
 
 def _kernels_of(adaptation: Adaptation, name: str) -> tuple[str, str]:
-    looked_up, _, multiplied = adaptation.places[name].kernel.partition(" ")
-    return looked_up, multiplied
+    lookup_kernel, _, head_kernel = adaptation.results[name].kernel.partition(" ")
+    return lookup_kernel, head_kernel
 
 
 def _bind(
     adaptation: Adaptation,
     name: str,
-    embeddings: list[Named],
-    heads: list[Named],
+    embeddings: list[NamedModule],
+    heads: list[NamedModule],
     holders: list[tuple[nn.Module, str]],
 ) -> str | Verdict:
-    """Return the names of both kernels, separated by a blank."""
+    """Return the names of the lookup kernel and the head kernel, separated by a space."""
     weight: Any = holders[0][0]._parameters[holders[0][1]]
     dtype = weight.dtype
     site = adaptation.site(name, dtype)
     head = adaptation.site(heads[0][0], dtype) if heads else None
     with torch.device("meta"):
         layer = Embedding(site, weight.shape[0], weight.shape[1], head)
-    fill(layer, weight=weight.data)
-    plain = isinstance(layer.method, PlainEmbedding)
+    set_weights(layer, weight=weight.data)
+    is_plain = isinstance(layer.method, PlainEmbedding)
     assert layer.lookup is not None
-    find = layer.lookup, layer.constants
-    for place, module in embeddings:
-        forward = lookup(*find, own_forward(module), weight.shape[0], adaptation.device)
-        if plain and not _same_rows(module, forward, weight):
+    lookup_call = layer.lookup, layer.constants
+    for module_name, module in embeddings:
+        forward = forward_lookup(
+            *lookup_call, class_forward(module), weight.shape[0], adaptation.device
+        )
+        if is_plain and not _same_rows(module, forward, weight):
             return Verdict.refuse("its kernel looks other rows up")
-        adaptation.bind_forward(module, place, forward)
-    for place, module in heads:
+        adaptation.bind_forward(module, module_name, forward)
+    for module_name, module in heads:
         assert layer.product is not None
         kernel, operands = layer.product
         bias = module._parameters.get("bias")
         if bias is not None:
-            kernel, operands = _biased(kernel), (bias.data, *operands)
-        forward = one_input(kernel, operands, own_forward(module), dtype, adaptation.device)
-        if plain:
-            verdict = judge_projection(module, forward, weight, weight.data, bias)
+            kernel, operands = _with_bias(kernel), (bias.data, *operands)
+        forward = forward_one_input(
+            kernel, operands, class_forward(module), dtype, adaptation.device
+        )
+        if is_plain:
+            verdict = check_projection(module, forward, weight, weight.data, bias)
             if not verdict:
                 return verdict
-        adaptation.bind_forward(module, place, forward)
+        adaptation.bind_forward(module, module_name, forward)
     if layer.product is not None:
-        verdict = _give_up(adaptation, layer, holders, weight, name)
+        verdict = _release_table(adaptation, layer, holders, weight, name)
         if not verdict:
             return verdict
     if not isinstance(layer.method, PlainEmbedding):
-        kind = f"{type(layer.method).__module__.partition('.')[0]}/{type(layer.method).__name__}"
-        return f"{kind} {kind}"
-    product = layer.method.product
-    multiplied = "" if product is None else kernel_name(product.choice)
-    return f"{kernel_name(layer.method.lookup.choice)} {multiplied}"
+        method_name = (
+            f"{type(layer.method).__module__.partition('.')[0]}/{type(layer.method).__name__}"
+        )
+        return f"{method_name} {method_name}"
+    matmul = layer.method.product
+    head_kernel = "" if matmul is None else kernel_name(matmul.choice)
+    return f"{kernel_name(layer.method.lookup.choice)} {head_kernel}"
 
 
-def _give_up(
+def _release_table(
     adaptation: Adaptation,
     layer: Embedding,
     holders: list[tuple[nn.Module, str]],
     weight: Tensor,
     name: str,
 ) -> Verdict:
-    """Let the packed table be the only one, if it can be given back or was quantized."""
+    """Pack the table if its lookups restore it bit for bit, or if it was quantized."""
     assert layer.product is not None
     assert layer.lookup is not None
     kernel, constants = layer.lookup, layer.constants
 
     def rows(ids: Tensor) -> Tensor:
-        found = kernel(ids.reshape(-1).long(), *constants)
-        return found.view(*ids.shape, found.shape[-1])
+        out = kernel(ids.reshape(-1).long(), *constants)
+        return out.view(*ids.shape, out.shape[-1])
 
     restore: Restore | None = None
     if isinstance(layer.method, PlainEmbedding):
-        if restore_of(layer.method.product, layer.product[1]) is None:
+        if find_restore(layer.method.product, layer.product[1]) is None:
             return Verdict.accept()
-        # By lookups, which can be checked a part at a time: tables are the largest weights.
+        # Restored by lookups in chunks: a table is the largest weight, and a full copy of it would
+        # raise the memory peak.
         for part in _parts(weight.shape[0]):
             ids = torch.arange(part.start, part.stop, device=weight.device)
             if not same_bits(rows(ids), weight.data[part]):
@@ -162,17 +169,17 @@ def _parts(num_rows: int) -> Iterator[slice]:
         yield slice(first, min(first + _ROWS_AT_A_TIME, num_rows))
 
 
-def _biased(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``kernel`` with a bias added to what it returns."""
+def _with_bias(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``kernel`` followed by the addition of a bias."""
 
-    def product(x: Tensor, bias: Tensor, *operands: Any) -> Tensor:
+    def head(x: Tensor, bias: Tensor, *operands: Any) -> Tensor:
         return kernel(x, *operands).add_(bias)
 
-    return product
+    return head
 
 
 def _same_rows(module: nn.Module, forward: Callable[..., Tensor], weight: Tensor) -> bool:
     num_rows = weight.shape[0]
     ids = torch.tensor([[0, num_rows // 2, num_rows - 1]], device=weight.device)
     with torch.no_grad():
-        return torch.equal(forward(ids), own_forward(module)(ids))
+        return torch.equal(forward(ids), class_forward(module)(ids))

@@ -1,4 +1,4 @@
-"""The length of a trial's text, which must exceed what a model's attention sees at once."""
+"""The length of a trial's prompt, which must exceed the attention window of the model."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from typing import Any
 
 from torch import nn
 
-_REACH = re.compile(r"(?:^|_)(?:window|window_size|chunk_size|index_topk|block_size)$")
-# A trial takes a few passes over its text, and two operations for each weight and token.
+_WINDOW_FIELD = re.compile(r"(?:^|_)(?:window|window_size|chunk_size|index_topk|block_size)$")
+# A trial takes a few passes over its prompt, with two operations for each weight and token.
 _MOST_WEIGHT_TOKENS = 500_000_000_000
-_LEAST_TOKENS = 160
+_MIN_LIMIT_TOKENS = 160
 
 
-def further_tokens(model: nn.Module) -> tuple[int, str]:
-    """Return by how many tokens a trial's text must be longer, and a note if it cannot be.
+def extra_trial_tokens(model: nn.Module) -> tuple[int, str]:
+    """Return the number of tokens to add to a trial's prompt, and a note if the number was limited.
 
-    They are as many as the largest window, chunk or top-k of the configuration. A text that would
-    take a large model minutes is cut; the note says which field is larger than that.
+    The number is the largest window, chunk or top-k in the configuration. It is limited where a
+    trial of a large model would take minutes; the note names the configuration's field.
     """
-    reaches = dict(_reaches(getattr(model, "config", None)))
-    if not reaches:
+    windows = dict(_window_fields(getattr(model, "config", None)))
+    if not windows:
         return 0, ""
-    field = max(reaches, key=reaches.__getitem__)
+    field = max(windows, key=windows.__getitem__)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    max_tokens = max(_LEAST_TOKENS, _MOST_WEIGHT_TOKENS // max(weights, 1))
-    if reaches[field] <= max_tokens:
-        return reaches[field], ""
-    return max_tokens, f"its trial had {max_tokens} tokens, fewer than {field} = {reaches[field]}"
+    max_tokens = max(_MIN_LIMIT_TOKENS, _MOST_WEIGHT_TOKENS // max(weights, 1))
+    if windows[field] <= max_tokens:
+        return windows[field], ""
+    return max_tokens, f"its trial had {max_tokens} tokens, fewer than {field} = {windows[field]}"
 
 
-def _reaches(config: Any, depth: int = 0) -> Iterator[tuple[str, int]]:
-    """Yield the fields of a configuration and its nested ones that limit the attended tokens."""
+def _window_fields(config: Any, depth: int = 0) -> Iterator[tuple[str, int]]:
+    """Yield the fields that limit attended tokens, of a configuration and its nested ones."""
     fields = dict(vars(config)) if hasattr(config, "model_type") else {}
     for name, value in fields.items():
         if hasattr(value, "model_type") and depth < 2:
-            yield from _reaches(value, depth + 1)
-        elif type(value) is int and value > 0 and _REACH.search(name):
+            yield from _window_fields(value, depth + 1)
+        elif type(value) is int and value > 0 and _WINDOW_FIELD.search(name):
             yield name, value
     size, count = fields.get("index_block_size"), fields.get("index_topk_blocks")
     if type(size) is int and type(count) is int:

@@ -1,4 +1,4 @@
-"""Forwards of projections and experts within those that tensor parallelism sets around them."""
+"""Inner forwards of projections and experts that tensor parallelism has wrapped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from interposer_models._adapt.forwards import Forward
 from interposer_models._adapt.packed_weight import PackedWeight
-from interposer_models._adapt.shards import is_sharded, local
+from interposer_models._adapt.shards import is_sharded, local_part
 
 
 def wrapped_forward(
@@ -19,48 +19,52 @@ def wrapped_forward(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Forward:
-    """Return a forward that multiplies, and adds the bias that the module holds at that time.
+    """Return a forward that runs the kernel, and adds the bias that the module has at call time.
 
-    What is around it may hide the bias, and gives whole tensors where gradients are recorded: these
-    calls, and those with another weight, are the class's own.
+    The wrapper may hide the bias during the call, and passes DTensors when gradients are recorded.
+    The class's forward serves DTensors and calls with another weight.
 
     Args:
-        call: the kernel with its operands; there is no bias among them.
+        call: the kernel with its operands, without a bias.
     """
     kernel, operands = call
     original = unpacked_forward(module)
-    first = module._parameters["weight"]
-    known = [first, None if first is None else local(first)]
+    initial_weight = module._parameters["weight"]
+    known_weights = [initial_weight, None if initial_weight is None else local_part(initial_weight)]
 
-    def forward(*args: Any, **named: Any) -> Any:
-        if len(args) == 1 and not named:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
             (x,) = args
-            held = module._parameters["weight"]
-            mine = isinstance(held, PackedWeight) or any(held is each for each in known)
-            plain = x.dtype is dtype and x.device == device and not x.requires_grad
-            if mine and plain and not is_sharded(x):
-                found = kernel(x, *operands)
+            weight = module._parameters["weight"]
+            is_known = isinstance(weight, PackedWeight) or any(
+                weight is candidate for candidate in known_weights
+            )
+            is_plain = x.dtype is dtype and x.device == device and not x.requires_grad
+            if is_known and is_plain and not is_sharded(x):
+                out = kernel(x, *operands)
                 bias = module._parameters.get("bias")
-                return found if bias is None else found + local(bias)
-        return original(*args, **named)
+                return out if bias is None else out + local_part(bias)
+        return original(*args, **kwargs)
 
     return forward
 
 
 def unpacked_forward(module: nn.Module) -> Forward:
-    """Return the forward of the module's class, with weights that a kernel packed made anew."""
+    """Return the class's forward, run with packed weights restored for the call."""
 
-    def forward(*args: Any, **named: Any) -> Any:
-        whole = any(is_sharded(each) for each in args)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        is_global = any(is_sharded(argument) for argument in args)
         packed = {
-            name: held
-            for name, held in module._parameters.items()
-            if isinstance(held, PackedWeight)
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if isinstance(parameter, PackedWeight)
         }
-        plain: Any = {name: each.plain() if whole else each.part() for name, each in packed.items()}
+        plain: Any = {
+            name: weight.plain() if is_global else weight.part() for name, weight in packed.items()
+        }
         module._parameters.update(plain)
         try:
-            return type(module).forward(module, *args, **named)
+            return type(module).forward(module, *args, **kwargs)
         finally:
             module._parameters.update(packed)
 

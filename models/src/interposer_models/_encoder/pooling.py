@@ -1,4 +1,4 @@
-"""From the vectors of a text's tokens to one of the text, as its checkpoint says.
+"""Pooling of token vectors to one vector for each text, as the checkpoint configures it.
 
 The files are those of sentence-transformers: modules.json, and a config.json for each module.
 Dimensions: B texts, T tokens, H hidden size.
@@ -24,14 +24,14 @@ Pool = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """The way in which a checkpoint makes one vector of many.
+    """The pooling of a checkpoint.
 
     Attributes:
-        modes: names of ``POOLS``; the vectors of several stand one behind the other.
-        unit: vectors are scaled to a length of 1.
-        max_tokens: longer texts are cut; None leaves that to the tokenizer.
-        prompts: texts that are put in front, by name.
-        default_prompt: the one that is put in front unless another is asked for.
+        modes: names of ``POOLS``; the vectors of several modes are concatenated.
+        unit: vectors are scaled to unit length.
+        max_tokens: longer texts are truncated; None uses the tokenizer's limit.
+        prompts: texts that can be prepended, by name.
+        default_prompt: name of the prompt that is prepended by default.
     """
 
     modes: tuple[str, ...] = ("mean",)
@@ -42,11 +42,11 @@ class Pooling:
 
     @classmethod
     def of(cls, folder: Path) -> Pooling:
-        """Return what the files in ``folder`` say; the mean of all tokens where there are none.
+        """Read the pooling from the files in ``folder``; without files, the mean of all tokens.
 
         Raises:
             CheckpointError: a file is corrupt.
-            UnsupportedModelError: it says what is not computed here.
+            UnsupportedModelError: a file names an unsupported module or pooling mode.
         """
         if not (folder / "modules.json").is_file():
             return cls()
@@ -61,17 +61,17 @@ class Pooling:
                 raise UnsupportedModelError(
                     folder, f"modules.json has a {kind!r}; read are Transformer, Pooling, Normalize"
                 )
-        said = _optional(folder / "config_sentence_transformers.json")
+        settings = _optional(folder / "config_sentence_transformers.json")
         max_tokens = _optional(folder / "sentence_bert_config.json").get("max_seq_length")
-        prompts = {k: v for k, v in (said.get("prompts") or {}).items() if isinstance(v, str)}
-        return cls(modes, unit, max_tokens, prompts, said.get("default_prompt_name"))
+        prompts = {k: v for k, v in (settings.get("prompts") or {}).items() if isinstance(v, str)}
+        return cls(modes, unit, max_tokens, prompts, settings.get("default_prompt_name"))
 
     def __call__(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Return ``[B, H]`` for each mode, float32.
+        """Pool token vectors to ``[B, H * modes]`` float32.
 
         Args:
             hidden: ``[B, T, H]``.
-            mask: ``[B, T]``, 1 where a token is one of the text.
+            mask: ``[B, T]``, 1 for tokens of the text, 0 for padding.
         """
         wide = hidden.float()
         out = torch.cat([POOLS[mode](wide, mask) for mode in self.modes], dim=1)
@@ -116,13 +116,13 @@ POOLS: dict[str, Pool] = {
     "mean_sqrt_len_tokens": _mean_sqrt_len,
     "weightedmean": _weighted_mean,
 }
-"""By the names of sentence-transformers, of ``(hidden [B, T, H], mask [B, T]) -> [B, H]``."""
-_OLDER = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean"}
-_OLDER |= {"weightedmean_tokens": "weightedmean"}
+"""By names of sentence-transformers: functions ``(hidden [B, T, H], mask [B, T]) -> [B, H]``."""
+_RENAMED_MODES = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean"}
+_RENAMED_MODES |= {"weightedmean_tokens": "weightedmean"}
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """Return path and kind of each module."""
+    """Return path and class name of each module in modules.json."""
     file = folder / "modules.json"
     try:
         modules = json.loads(file.read_text(encoding="utf-8"))
@@ -132,12 +132,14 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 
 def _modes(file: Path) -> tuple[str, ...]:
-    said = read_json(file)
-    found: Any = said.get("pooling_mode")
-    if found is None:
-        named = [key.removeprefix("pooling_mode_") for key, on in said.items() if on is True]
-        found = [_OLDER.get(name, name) for name in named if f"pooling_mode_{name}" in said]
-    modes = (found,) if isinstance(found, str) else tuple(found)
+    settings = read_json(file)
+    stored_modes: Any = settings.get("pooling_mode")
+    if stored_modes is None:
+        enabled = [key.removeprefix("pooling_mode_") for key, on in settings.items() if on is True]
+        stored_modes = [
+            _RENAMED_MODES.get(name, name) for name in enabled if f"pooling_mode_{name}" in settings
+        ]
+    modes = (stored_modes,) if isinstance(stored_modes, str) else tuple(stored_modes)
     if unknown := [mode for mode in modes if mode not in POOLS] or not modes:
         raise UnsupportedModelError(file, f"pools by {unknown}; known are {', '.join(POOLS)}")
     return modes

@@ -1,4 +1,4 @@
-"""``InterposerConfig``: quantization by a method of interposer, as transformers configures it."""
+"""``InterposerConfig``: the configuration by which transformers quantizes with interposer."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from interposer_models._online_quantization import TRANSFORMERS_METHOD, quantiza
 
 
 class InterposerConfig(QuantizationConfigMixin):
-    """The ``quantization_config`` by which ``from_pretrained`` quantizes plain weights.
+    """The ``quantization_config`` that makes ``from_pretrained`` quantize plain weights.
 
     Attributes:
-        method: what ``load(..., quantization=...)`` takes as a name: ``"int8"``, ``"int4"``,
-            ``"w4a8"``, ``"fp8"``, and what plugins add. Settings of the method are attributes too.
+        method: a method of ``load(..., quantization=...)``: ``"int8"``, ``"int4"``, ``"w4a8"``,
+            ``"fp8"``, or one of a plugin. Settings of the method are attributes, too.
     """
 
     def __init__(self, method: str | Mapping[str, Any], **settings: Any) -> None:
         """Check the method; its settings are checked when a model is loaded.
 
         Args:
-            method: a name, or settings with the name as ``quant_method``, as ``load`` takes them.
+            method: a name, or settings with the name as ``quant_method``, as for ``load``.
             settings: of the method, such as ``group_size`` or ``modules_to_not_convert``.
         Raises:
-            UnknownNameError: nothing that is installed quantizes by that method.
-            ConfigError: no method is named.
+            UnknownNameError: no installed plugin quantizes by this method.
+            ConfigError: no method is given.
         """
-        settings.pop("quant_method", None)  # how a file names this class
+        settings.pop("quant_method", None)  # in a config.json, the name of this class's method
         if isinstance(method, Mapping):
             settings = {**method, **settings}
             method = settings.pop("quant_method", None)
         if reserved := settings.keys() & {"method"}:
             raise ConfigError(f"{sorted(reserved)} is set twice")
-        wanted = {"quant_method": method, **settings}
-        quantization_settings(wanted, None, current_registry(), "")
-        # A string where transformers has an enumeration of its own methods, as it takes both.
+        method_and_settings = {"quant_method": method, **settings}
+        quantization_settings(method_and_settings, None, current_registry(), "")
+        # transformers has an enum of its own methods here, but also accepts a string.
         self.quant_method = cast("Any", TRANSFORMERS_METHOD)
         self.method = str(method)
         self.__dict__.update(settings)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The method and its settings, as ``load(..., quantization=...)`` takes them."""
-        stated = self.to_dict()
-        del stated["quant_method"]
-        return {"quant_method": stated.pop("method"), **stated}
+        """The method and its settings, as an argument for ``load(..., quantization=...)``."""
+        fields = self.to_dict()
+        del fields["quant_method"]
+        return {"quant_method": fields.pop("method"), **fields}

@@ -1,7 +1,7 @@
-"""The choice of modules and methods that quantize a model, as ``load(quantization=...)`` does.
+"""Quantization of a model's modules, by the same rules as ``load(quantization=...)``.
 
-A module keeps its plain weight where the scheme leaves it out, as ``load`` does. The modules are
-those of torch's own types: projections, and the table of token embeddings that the head shares.
+A module that the scheme excludes keeps its plain weight. Only torch's own classes are replaced:
+linear layers, and the embedding table that the head shares.
 
 Dimensions: V vocabulary, H hidden size, I input features, O output features.
 """
@@ -25,14 +25,14 @@ from interposer_ops.layers.linear import Linear, PlainLinear
 
 
 def quantize_modules(model: Any, resolver: Resolver) -> list[str]:
-    """Replace what the resolver's scheme quantizes, one module after the other.
+    """Replace the modules that the resolver's scheme quantizes, one after the other.
 
     Args:
         model: of transformers, with its weights in memory.
-    Returns: the names of the modules that were replaced.
+    Returns: the names of the replaced modules.
     Raises:
-        ConfigError: the scheme takes none of the model's modules.
-        CheckpointError: a weight holds what is no finite number.
+        ConfigError: the scheme quantizes none of the model's modules.
+        CheckpointError: a weight has values that are not finite.
     """
     names = {id(module): name for name, module in model.named_modules()}
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -41,21 +41,21 @@ def quantize_modules(model: Any, resolver: Resolver) -> list[str]:
             holders.setdefault(id(child), []).append((parent, key))
     head, table = model.get_output_embeddings(), _input_embeddings(model)
     replaced = dict[str, QuantizedModule]()
-    shared = None
+    tied_head = None
     if isinstance(head, nn.Linear) and table is not None and head.weight is table.weight:
-        shared = head
-        replaced |= _tied(resolver, head, names[id(head)], table, names[id(table)])
-        for name, both in replaced.items():
-            _put(holders[id(model.get_submodule(name))], both)
+        tied_head = head
+        replaced |= _quantize_tied(resolver, head, names[id(head)], table, names[id(table)])
+        for name, quantized_module in replaced.items():
+            _replace(holders[id(model.get_submodule(name))], quantized_module)
         del table
     for name in [*names.values()]:
         module = model.get_submodule(name)
-        # A subclass may compute something else with its weight.
-        if type(module) is not nn.Linear or module is shared:
+        # A subclass may use the weight in another way.
+        if type(module) is not nn.Linear or module is tied_head:
             continue
-        quantized = _linear(resolver, module, name, is_head=module is head)
+        quantized = _quantize_linear(resolver, module, name, is_head=module is head)
         if quantized is not None:
-            _put(holders[id(module)], quantized)  # at once, so that its plain weight goes
+            _replace(holders[id(module)], quantized)  # at once, to free the plain weight
             replaced[name] = quantized
     if not replaced:
         raise ConfigError(
@@ -65,7 +65,7 @@ def quantize_modules(model: Any, resolver: Resolver) -> list[str]:
     return list(replaced)
 
 
-def _linear(
+def _quantize_linear(
     resolver: Resolver, module: nn.Linear, name: str, *, is_head: bool
 ) -> QuantizedLinear | None:
     site = Site(resolver, name, module.weight.dtype)
@@ -77,15 +77,15 @@ def _linear(
             layer = Linear(site, module.in_features, module.out_features, module.bias is not None)
     if isinstance(layer.method, PlainLinear):
         return None
-    _fill(layer, weight=module.weight, bias=module.bias)
+    _quantize_weights(layer, weight=module.weight, bias=module.bias)
     assert layer.kernel is not None, "finalize sets it"
     return QuantizedLinear(name, module, layer.kernel, *layer.operands)
 
 
-def _tied(
+def _quantize_tied(
     resolver: Resolver, head: nn.Linear, head_name: str, table: nn.Embedding, table_name: str
 ) -> dict[str, QuantizedModule]:
-    """Return what takes the place of a head and of the table that it shares."""
+    """Return the replacements for a head and the embedding table that it shares."""
     dtype = table.weight.dtype
     site, head_site = Site(resolver, table_name, dtype), Site(resolver, head_name, dtype)
     if head.bias is not None:
@@ -94,24 +94,24 @@ def _tied(
         layer = Embedding(site, table.num_embeddings, table.embedding_dim, head_site)
     if isinstance(layer.method, PlainEmbedding):
         return {}
-    _fill(layer, weight=table.weight)
-    lookup, product = layer.lookup, layer.product
+    _quantize_weights(layer, weight=table.weight)
+    lookup, head_call = layer.lookup, layer.product
     assert lookup is not None, "finalize sets it"
-    assert product is not None, "there is a head"
+    assert head_call is not None, "there is a head"
     return {
         table_name: QuantizedEmbedding(table_name, table, lookup, *layer.constants),
-        head_name: QuantizedLinear(head_name, head, product[0], *product[1]),
+        head_name: QuantizedLinear(head_name, head, head_call[0], *head_call[1]),
     }
 
 
-def _fill(layer: Linear | LMHead | Embedding, **plain: Tensor | None) -> None:
-    """Give a layer on the meta device its weights, and let it quantize them."""
+def _quantize_weights(layer: Linear | LMHead | Embedding, **plain: Tensor | None) -> None:
+    """Replace a layer's meta parameters by plain weights, and quantize them."""
     for name, parameter in layer._parameters.items():
         if parameter is None:
             continue
-        given = plain[name]
-        assert given is not None, f"{name} of {layer.prefix}"
-        filled = nn.Parameter(given.detach(), requires_grad=False)
+        weight = plain[name]
+        assert weight is not None, f"{name} of {layer.prefix}"
+        filled = nn.Parameter(weight.detach(), requires_grad=False)
         filled.__dict__.update(vars(parameter))
         layer._parameters[name] = filled
     layer.finalize()
@@ -119,15 +119,15 @@ def _fill(layer: Linear | LMHead | Embedding, **plain: Tensor | None) -> None:
 
 def _input_embeddings(model: Any) -> nn.Embedding | None:
     try:
-        found = model.get_input_embeddings()
+        embeddings = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):
         return None
-    # Subclasses scale or add: only torch's own looks rows up and does nothing else.
-    return found if type(found) is nn.Embedding else None
+    # Subclasses may scale or add: only torch's own class is a plain lookup.
+    return embeddings if type(embeddings) is nn.Embedding else None
 
 
-def _put(holders: list[tuple[nn.Module, str]], module: nn.Module) -> None:
-    """Put a module wherever the plain one stands; some models share a module."""
+def _replace(holders: list[tuple[nn.Module, str]], module: nn.Module) -> None:
+    """Replace a module in all of its parents; some models share a module."""
     nn.Module.train(module, mode=False)  # as transformers leaves a model that it loads
     for parent, key in holders:
         setattr(parent, key, module)

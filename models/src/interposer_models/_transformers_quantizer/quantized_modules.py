@@ -1,6 +1,7 @@
-"""Modules that compute with quantized weights, in place of those that held plain ones.
+"""Modules with quantized weights that replace torch's modules with plain weights.
 
-A packed weight is made for the processor it was packed on, so it is neither saved nor pickled.
+A packed weight is specific to the processor that it was packed on, so these modules are neither
+saved nor pickled.
 
 Dimensions: V vocabulary, H hidden size, I input features, O output features.
 """
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from interposer.errors import ConfigError
 
-_NEXT = (
+_SUGGESTION = (
     "Try: save the model before it is quantized, or `interposer quantize PATH NEW` for a "
     "checkpoint of quantized weights"
 )
@@ -38,7 +39,7 @@ class QuantizedModule(nn.Module):
         self._operands = operands
 
     def train(self, mode: bool = True) -> QuantizedModule:
-        """Refuse to be trained: no gradients are recorded.
+        """Refuse training mode, as kernels record no gradients.
 
         Raises: ConfigError: ``mode`` is true.
         """
@@ -51,7 +52,7 @@ class QuantizedModule(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> QuantizedModule:
-        """Return a module that shares the constants, as nobody writes to them."""
+        """Return a module that shares the constants, which never change."""
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)
         for name in ("_parameters", "_buffers", "_modules"):
@@ -61,24 +62,27 @@ class QuantizedModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
             f"{self.place} holds weights that are packed for this processor, so that it cannot be "
-            f"pickled. {_NEXT}"
+            f"pickled. {_SUGGESTION}"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
-        """Refuse another dtype or device; transformers and torch move and convert by this."""
+        """Refuse another dtype or device.
+
+        torch and transformers move and convert modules by ``_apply``.
+        """
         sample = torch.empty(1, dtype=self.dtype, device=self.device)
-        made = fn(sample)
-        if (made.dtype, made.device) != (sample.dtype, sample.device):
+        converted = fn(sample)
+        if (converted.dtype, converted.device) != (sample.dtype, sample.device):
             raise ConfigError(
                 f"{self.place} holds weights that are quantized for {self.dtype} on {self.device}, "
-                f"not for {made.dtype} on {made.device}. Try: from_pretrained(..., dtype=...), "
-                "which quantizes for it"
+                f"not for {converted.dtype} on {converted.device}. Try: "
+                "from_pretrained(..., dtype=...), which quantizes for it"
             )
         return self
 
 
 class _WeightFacts(Tensor):
-    """The shape, dtype and device of a weight whose plain numbers are gone."""
+    """A tensor with the shape, dtype and device of a weight, but without its values."""
 
     place: str
 
@@ -90,7 +94,7 @@ class _WeightFacts(Tensor):
         facts.place = module.place
         return facts
 
-    # torch's own stubs say less of these two than it asks for.
+    # torch's type stubs declare less than torch passes to these two methods.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"the weight of {self.place}, {tuple(self.shape)}, {self.dtype}, quantized"
 
@@ -102,16 +106,16 @@ class _WeightFacts(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[Any, Any] | None = None,
     ) -> NoReturn:
-        """Refuse to compute with it."""
-        places = [each.place for each in args if isinstance(each, cls)]
+        """Refuse any computation on the missing values."""
+        names = [argument.place for argument in args if isinstance(argument, cls)]
         raise ConfigError(
-            f"{func} reads the plain weight of {', '.join(places) or 'a module'}, which was given "
-            f"up when it was quantized. {_NEXT}"
+            f"{func} reads the plain weight of {', '.join(names) or 'a module'}, which was given "
+            f"up when it was quantized. {_SUGGESTION}"
         )
 
 
 class QuantizedLinear(QuantizedModule):
-    """A projection of ``[..., I]`` to ``[..., O]``."""
+    """A linear layer from ``[..., I]`` to ``[..., O]``."""
 
     def __init__(self, place: str, plain: nn.Linear, kernel: Callable[..., Tensor], *operands: Any):
         super().__init__(place, plain.weight, kernel, *operands)
@@ -119,14 +123,14 @@ class QuantizedLinear(QuantizedModule):
 
     @property
     def weight(self) -> Tensor:
-        """A tensor without numbers, which tells the dtype, the device and the shape.
+        """A tensor without values, for code that reads its dtype, device or shape.
 
-        Some models ask for these. What reads its numbers raises.
+        Reading its values raises.
         """
         return _WeightFacts((self.out_features, self.in_features), self)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the projection of ``input``."""
+        """Multiply ``input`` by the quantized weight, and add the bias if any."""
         return self._kernel(input, *self._operands)
 
     def extra_repr(self) -> str:
@@ -135,7 +139,7 @@ class QuantizedLinear(QuantizedModule):
 
 
 class QuantizedEmbedding(QuantizedModule):
-    """A table that is looked up: integers of any shape to rows of H."""
+    """An embedding table: ids of any shape to rows of size H."""
 
     def __init__(
         self, place: str, plain: nn.Embedding, kernel: Callable[..., Tensor], *operands: Any
@@ -145,11 +149,11 @@ class QuantizedEmbedding(QuantizedModule):
 
     @property
     def weight(self) -> Tensor:
-        """A tensor without numbers, which tells the dtype, the device and the shape."""
+        """A tensor without values, for code that reads its dtype, device or shape."""
         return _WeightFacts((self.num_embeddings, self.embedding_dim), self)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the rows of ``input``."""
+        """Look up the rows of the ids in ``input``."""
         rows = self._kernel(input.reshape(-1), *self._operands)
         return rows.reshape(*input.shape, self.embedding_dim)
 

@@ -1,7 +1,7 @@
-"""The quantizer that transformers asks, and its registration.
+"""The quantizer class for transformers, and its registration.
 
-Source: transformers 5.23, ``quantizers/base.py`` (what is called, and when), ``quantizers/auto.py``
-(names, which can be registered once).
+Source: transformers 5.23, ``quantizers/base.py`` (the methods and the order of their calls),
+    ``quantizers/auto.py`` (names can be registered once).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from interposer_models._transformers_quantizer.module_quantization import quanti
 
 
 class InterposerQuantizer(HfQuantizer):
-    """Quantizes a model's projections once transformers has loaded them.
+    """Quantizes a model's projections after transformers has loaded the plain weights.
 
     Attributes:
-        resolver: made the choices; ``interposer.explain(model.hf_quantizer)`` tells them.
-        quantized: names of the modules that hold quantized weights.
+        resolver: chose the kernels; ``interposer.explain(model.hf_quantizer)`` lists them.
+        quantized: names of the modules with quantized weights.
     """
 
     quantization_config: InterposerConfig
-    # A folder that names this method holds plain weights all the same.
+    # A checkpoint that names this method still stores plain weights.
     requires_calibration = False
 
     def __init__(self, quantization_config: InterposerConfig, **kwargs: Any) -> None:
@@ -45,32 +45,33 @@ class InterposerQuantizer(HfQuantizer):
 
     @property
     def device(self) -> torch.device:
-        """The place where weights are quantized and used."""
+        """The device on which weights are quantized and used."""
         return torch.device(self.placement.device.torch_device)
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Choose the scheme, before a weight is read.
+        """Choose the scheme, before any weight is read.
 
         Raises:
-            UnknownNameError: the method is not known.
-            ConfigError: it does not take the settings, or the device map names other devices.
+            UnknownNameError: no installed plugin quantizes by this method.
+            ConfigError: a setting is invalid, or the device map names another device.
         """
         settings = quantization_settings(
             self.quantization_config.settings, None, self.resolver.registry, ""
         )
         assert settings is not None, "a method was asked for"
         self.resolver.choose_scheme(settings)
-        wanted = kwargs.get("device_map")
-        others = {torch.device(d) for d in (wanted or {}).values() if d != "disk"} - {self.device}
-        if others or (isinstance(wanted, dict) and "disk" in wanted.values()):
+        device_map = kwargs.get("device_map")
+        named_devices = {torch.device(d) for d in (device_map or {}).values() if d != "disk"}
+        other_devices = named_devices - {self.device}
+        if other_devices or (isinstance(device_map, dict) and "disk" in device_map.values()):
             raise ConfigError(
-                f"device_map is {wanted!r}, but weights are quantized for {self.device}, where the "
-                f"platform {self.placement.platform.name!r} runs. "
+                f"device_map is {device_map!r}, but weights are quantized for {self.device}, where "
+                f"the platform {self.placement.platform.name!r} runs. "
                 f"Try: device_map={{'': '{self.device}'}}"
             )
 
     def update_device_map(self, device_map: Any) -> Any:
-        """Return where the weights go: to the device of the platform."""
+        """Return the device map; the default is the platform's device."""
         if device_map is None and self.device.type != "cpu":
             return {"": str(self.device)}
         return device_map
@@ -78,11 +79,11 @@ class InterposerQuantizer(HfQuantizer):
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype to compute in.
 
-        Raises: UnknownNameError: the platform does not compute in it.
+        Raises: UnknownNameError: the platform does not support the dtype.
         """
-        offered = self.placement.platform.dtypes(self.placement.device.torch_device)
-        if dtype not in offered:
-            listed = [str(each).removeprefix("torch.") for each in offered]
+        supported_dtypes = self.placement.platform.dtypes(self.placement.device.torch_device)
+        if dtype not in supported_dtypes:
+            listed = [str(supported).removeprefix("torch.") for supported in supported_dtypes]
             where = f"on platform {self.placement.platform.name!r}"
             raise UnknownNameError("dtype", str(dtype).removeprefix("torch."), listed, where=where)
         return dtype
@@ -94,7 +95,9 @@ class InterposerQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self) -> bool:
-        """Raise, as transformers would answer False with a hint at the log.
+        """Refuse to save the model, as packed weights are specific to this processor.
+
+        transformers would only log a hint if this method returned False.
 
         Raises: ConfigError: always.
         """
@@ -108,11 +111,11 @@ class InterposerQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """False: no gradients are recorded."""
+        """False, as kernels record no gradients."""
         return False
 
     def __deepcopy__(self, memo: object) -> InterposerQuantizer:
-        # It holds what was chosen, which nothing changes.
+        # The choices are final, so that copies can share them.
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -120,18 +123,19 @@ class InterposerQuantizer(HfQuantizer):
 
 
 def register() -> None:
-    """Make transformers know the method, once.
+    """Register the method with transformers; repeated calls do nothing.
 
-    Raises: ConfigError: another package has registered something of that name.
+    Raises: ConfigError: another package registered a method of this name.
     """
-    known = AUTO_QUANTIZATION_CONFIG_MAPPING.get(TRANSFORMERS_METHOD)
-    quantizer = AUTO_QUANTIZER_MAPPING.get(TRANSFORMERS_METHOD)
-    if (known, quantizer) == (InterposerConfig, InterposerQuantizer):
+    registered_config = AUTO_QUANTIZATION_CONFIG_MAPPING.get(TRANSFORMERS_METHOD)
+    registered_quantizer = AUTO_QUANTIZER_MAPPING.get(TRANSFORMERS_METHOD)
+    if (registered_config, registered_quantizer) == (InterposerConfig, InterposerQuantizer):
         return
-    if known is not None or quantizer is not None:
+    if registered_config is not None or registered_quantizer is not None:
         raise ConfigError(
             f"transformers knows the quantization method {TRANSFORMERS_METHOD!r} already, as "
-            f"{known or quantizer}. Try: import interposer_models.quantizer before that package"
+            f"{registered_config or registered_quantizer}. "
+            "Try: import interposer_models.quantizer before that package"
         )
     register_quantization_config(TRANSFORMERS_METHOD)(InterposerConfig)
     register_quantizer(TRANSFORMERS_METHOD)(InterposerQuantizer)
