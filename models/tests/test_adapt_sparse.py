@@ -80,7 +80,8 @@ def test_the_name_equals_the_one_that_it_stands_for() -> None:
     for same in (copy.deepcopy(name), pickle.loads(pickle.dumps(name))):
         assert isinstance(same, AliasedName)
         assert same == "sdpa"
-    assert not isinstance(attention_name_for(llama(), "sdpa"), AliasedName)  # which compares nothing
+    # Llama compares no names.
+    assert not isinstance(attention_name_for(llama(), "sdpa"), AliasedName)
 
 
 @pytest.mark.slow

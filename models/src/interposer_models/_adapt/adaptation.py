@@ -28,9 +28,9 @@ class Adaptation:
         results: module results by module name.
         handled_ids: ids of the modules that later passes skip.
         notes: remarks about the model as a whole.
-        layers_by_modules: the standard layer that computes a group of modules, by the ids of these
-            modules: one projection, merged projections, or a gated MLP.
-        wrapped_ids: ids of the modules whose forward was wrapped by another library.
+        layers_by_modules: the standard layer that computes one projection, merged projections or a
+            gated MLP, by the ids of the replaced modules.
+        wrapped_ids: ids of the modules with a forward wrapped by another library.
     """
 
     def __init__(self, model: nn.Module, placement: Placement, resolver: Resolver) -> None:
@@ -55,7 +55,7 @@ class Adaptation:
         return check_module(module, self.device, self._supported_dtypes, sharded=sharded)
 
     def check_rows(self, dtype: torch.dtype, device: torch.device) -> Verdict:
-        """Refuse a dtype or device whose rows the platform's kernels cannot read."""
+        """Refuse rows of a dtype or on a device that the platform's kernels cannot read."""
         if device.type == self.device.type and dtype in self._supported_dtypes:
             return Verdict.accept()
         return Verdict.refuse(f"rows of {dtype} on {device} are not what its platform computes on")
@@ -65,7 +65,7 @@ class Adaptation:
         return Site(self.resolver, name, dtype)
 
     def attempt(self, module: nn.Module, name: str, bind: Bind) -> bool:
-        """Bind a module and return True; undo all changes of ``bind`` if it refuses or fails.
+        """Bind a module and return True; on a refusal or failure of ``bind``, undo the changes.
 
         The module is marked bound or skipped.
         """
@@ -84,7 +84,7 @@ class Adaptation:
         return True
 
     def mark_skipped(self, module: nn.Module, name: str, reason: str) -> None:
-        """Record that a module keeps its own forward."""
+        """Record that a module keeps the forward of the class."""
         self.results[name] = Place(name, type(module).__name__, reason=reason)
         self.handled_ids.add(id(module))
 
@@ -123,7 +123,7 @@ def kernel_name(choice: Choice) -> str:
 
 
 def _guarded(module: nn.Module, forward: Forward) -> Forward:
-    """Return a forward that runs ``forward`` only while the module has its present parameters."""
+    """Return a forward that runs ``forward`` only while the module has the present parameters."""
     parameters, original_forward = dict(module._parameters), class_forward(module)
 
     def guarded(*args: Any, **kwargs: Any) -> Any:

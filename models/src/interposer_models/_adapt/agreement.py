@@ -16,8 +16,8 @@ _SEED = 1
 def random_signs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return random numbers of 1 and -1, the same at every call.
 
-    Every dtype represents them exactly. Their dot product with a row of weights is at most the
-    row's sum of magnitudes.
+    Every dtype represents 1 and -1 exactly. The dot product of a row of weights with signs is at
+    most the row's sum of magnitudes.
     """
     generator = torch.Generator().manual_seed(_SEED)
     bits = torch.randint(0, 2, shape, generator=generator)

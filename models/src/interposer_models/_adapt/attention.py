@@ -154,7 +154,7 @@ class AdaptedAttention:
     def _kernel(
         self, module: nn.Module, key: _KernelKey
     ) -> tuple[Callable[..., Tensor] | None, str]:
-        """Return the kernel and its name, or None and the reason why there is none."""
+        """Return the kernel with the kernel's name, or None with a reason."""
         if key not in self._kernels:
             self._kernels[key] = self._bind(self._name(module), key)
         kernel_and_name = self._kernels[key]
@@ -208,8 +208,8 @@ def assign_attention(attention: AdaptedAttention, adaptation: Adaptation) -> Non
 def allow_softcap_and_sinks(adaptation: Adaptation, config: object) -> None:
     """Pass softcaps and sinks to the modules with this configuration.
 
-    Only for models whose class refuses sdpa: sdpa ignores both, so a model that asks for sdpa
-    expects its results without.
+    For classes that refuse sdpa. sdpa ignores softcaps and sinks, so that a model that selects sdpa
+    expects results without both.
     """
     for module in adaptation.model.modules():
         if getattr(module, "config", None) is config:
@@ -217,7 +217,7 @@ def allow_softcap_and_sinks(adaptation: Adaptation, config: object) -> None:
 
 
 def make_attention(sdpa: Attend) -> Attend:
-    """Return the attention function for transformers, with ``sdpa`` as its fallback."""
+    """Return the attention function for transformers; ``sdpa`` is the fallback."""
 
     def attention(
         module: nn.Module,
@@ -312,7 +312,7 @@ def _is_causal(module: nn.Module, query: Tensor, is_causal: bool | None) -> bool
 
 
 def _unsupported_reason(query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> str:
-    """Return why a kernel cannot read the tensors, or "" if it can."""
+    """Return the reason why a kernel cannot read the tensors, or ""."""
     if not query.dtype == key.dtype == value.dtype:
         return "query, key and value differ in their dtype"
     if query.device.type != device.type:

@@ -55,7 +55,7 @@ class AttentionInterceptor(Protocol):
         ...
 
     def mask(self, make: MakeMask, settings: Mapping[str, Any]) -> Tensor | None:
-        """Return the mask for these settings; ``make`` is the function that would make it."""
+        """Return the mask for ``settings``; ``make(**settings)`` makes the regular mask."""
         ...
 
 

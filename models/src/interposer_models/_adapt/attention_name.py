@@ -14,10 +14,10 @@ _COMPARISON = re.compile(r"attn_impl\w*\s*(?:==|!=|(?:not\s+)?in\b)|[=!]=\s*[\w.
 
 
 class AliasedName(str):
-    """The name of interposer's attention, which also equals the name that it replaces.
+    """The name of interposer's attention, which also equals the replaced name.
 
     transformers looks up the attention by hash. Some modules, such as those with a sparse indexer,
-    build a mask only if the name equals "sdpa". With an ``AliasedName`` they build the mask, and
+    build a mask only if the name equals "sdpa". With an ``AliasedName`` such a module builds the mask, and
     interposer's attention receives the same mask as sdpa. A kernel that does not support the mask's
     pattern delegates the call to sdpa.
     """

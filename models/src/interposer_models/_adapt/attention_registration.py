@@ -29,7 +29,7 @@ ATTENTION_FIELD = "_attn_implementation_internal"
 def bind_attention(adaptation: Adaptation) -> None:
     """Route the attention of a model from sdpa to interposer's attention.
 
-    Models whose classes support only eager attention are also routed, if a trial agrees.
+    Models of classes with only eager attention are also routed, if a trial agrees.
     """
     if "transformers" not in sys.modules:
         return
@@ -94,7 +94,7 @@ def configs_naming_attention(model: nn.Module) -> tuple[Any, ...]:
 
 @contextmanager
 def using_adapted_attention(configs: Iterable[Any]) -> Iterator[None]:
-    """Let these configurations name interposer's attention within a ``with`` block."""
+    """Let configurations name interposer's attention within a ``with`` block."""
     changed: list[tuple[dict[str, Any], Any]] = []
     try:
         for config in configs:
@@ -113,7 +113,7 @@ def using_adapted_attention(configs: Iterable[Any]) -> Iterator[None]:
 
 
 def _configs_with_attention(adaptation: Adaptation, name: str) -> Iterator[Any]:
-    """Yield the configurations that name this attention and whose models can be routed.
+    """Yield the configurations that name this attention and belong to models that can be routed.
 
     Args:
         name: an attention; ``eager`` counts only if the classes support no other.
@@ -126,7 +126,7 @@ def _configs_with_attention(adaptation: Adaptation, name: str) -> Iterator[Any]:
 
 
 def _configs_with_models(adaptation: Adaptation) -> list[tuple[Any, list[tuple[str, nn.Module]]]]:
-    """Return each configuration that names an attention, with the models that use it."""
+    """Return each configuration that names an attention, with the models of this configuration."""
     from transformers import PretrainedConfig, PreTrainedModel
 
     models_by_config: dict[int, tuple[Any, list[tuple[str, nn.Module]]]] = {}
@@ -140,7 +140,7 @@ def _configs_with_models(adaptation: Adaptation) -> list[tuple[Any, list[tuple[s
 
 
 def _record_skipped_models(adaptation: Adaptation, reasons: Mapping[int, str]) -> None:
-    """Record the models that keep their own attention.
+    """Record the models that keep the attention of the class.
 
     Args:
         reasons: additional reasons, by the id of the configuration.

@@ -35,7 +35,7 @@ class TracedLayer:
     """A layer that attends over the keys of its own sequence.
 
     Attributes:
-        name: dotted, as ``named_modules`` has it.
+        name: dotted, as in ``named_modules``.
         key_size: of queries and keys; ``value_size`` may differ.
         sinks: the layer passes a sink for each head.
     """
@@ -72,7 +72,7 @@ class AttentionTrace:
     """An interceptor that records the layers of a forward of one sequence without a cache.
 
     Attributes:
-        layers: in the order in which they are called.
+        layers: in the order of their calls.
     """
 
     def __init__(self, model: nn.Module, sdpa: Callable[..., tuple[Tensor, Any]]) -> None:
@@ -81,7 +81,7 @@ class AttentionTrace:
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def mask(self, make: MakeMask, settings: Mapping[str, Any]) -> Tensor | None:
-        """Return a mask that carries its pattern, also in cases where sdpa needs no mask."""
+        """Return a mask with pattern facts, also in cases where sdpa needs no mask."""
         explicit_settings = {
             **settings,
             "allow_is_causal_skip": False,
@@ -93,7 +93,7 @@ class AttentionTrace:
         """Return None, so that every layer calls ``attend``."""
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Record the layer, and compute its attention by sdpa, without sinks and softcap.
+        """Record the layer, and compute the attention by sdpa, without sinks and softcap.
 
         Raises: UnsupportedLayerError: the layer does not attend as a decoder layer does.
         """

@@ -1,7 +1,7 @@
 """The forward of a transformer layer that runs as one standard decoder block.
 
-The block runs over the pages of the engine or of a ``RowsCache``. All other calls run the layer's
-class, whose parts are bound one by one.
+The block runs over the pages of the engine or of a ``RowsCache``. All other calls run the forward
+of the layer's class, with the parts bound one by one.
 
 Dimensions: B sequences, T tokens, H hidden size, D head size.
 """

@@ -1,6 +1,6 @@
-"""A trace that recognizes pre-norm decoder blocks by their data flow.
+"""A trace that recognizes pre-norm decoder blocks by data flow.
 
-The layer's parts and its attention are replaced by leaves that return random float64 numbers. The
+The layer's parts and attention are replaced by leaves that return random float64 numbers. The
 layer is a decoder block if each part receives exactly the numbers that a block would pass to it.
 
 Dimensions: B sequences, T tokens, H hidden size, N heads, K kv heads, D head size.
@@ -30,7 +30,7 @@ UNREAD_ARGUMENTS = ("position_ids", "use_cache", "output_hidden_states")
 
 
 class BlockParts(NamedTuple):
-    """The parts of a block, by the names of child modules, and the arguments of its attention.
+    """The parts of a block, by the names of child modules, and the arguments of the attention.
 
     Attributes:
         query_norm, key_norm: "" for heads without a norm.
@@ -113,11 +113,9 @@ class _TracingAttention:
         self.out: Tensor | None = None
 
     def mask(self, make: MakeMask, settings: Mapping[str, Any]) -> Tensor | None:
-        """Return the mask that ``make`` makes."""
         return make(**settings)
 
-    def paged_cache(self, module: nn.Module) -> None:
-        """Return None, so that the layer calls ``attend``."""
+    def paged_cache(self, module: nn.Module) -> None: ...
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Record the call, and return ``[B, T, N, D]``."""
@@ -136,7 +134,6 @@ class _Cache:
         self.updates: list[tuple[Tensor, Tensor, int]] = []
 
     def update(self, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """Record and return the keys and values."""
         self.updates.append((key.clone(), value.clone(), index))
         return key, value
 
@@ -226,7 +223,7 @@ def _trace(
 
 
 def _with_leaves(module: nn.Module, prefix: str, calls: list[_Call], scale: float) -> nn.Module:
-    """Return a shallow copy of a module whose children are leaves, without an instance forward."""
+    """Return a shallow copy of a module, with leaves as children and without an instance forward."""
     # __init__ is skipped: the copy needs the attributes of the instance, not new weights.
     twin: Any = object.__new__(type(module))
     vars(twin).update(vars(module))

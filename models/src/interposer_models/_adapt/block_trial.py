@@ -1,4 +1,4 @@
-"""A numerical trial of a decoder block against the layer that it replaces.
+"""A numerical trial of a decoder block against the replaced layer.
 
 Dimensions: B sequences, T tokens, H hidden size, D head size.
 """
@@ -35,10 +35,10 @@ _STEPS = (5, 1, 2)
 def check_block(
     module: nn.Module, parts: BlockParts, forward: BlockForward, hidden_size: int
 ) -> Verdict:
-    """Refuse a block whose results differ from its layer's by more than rounding explains.
+    """Refuse a block with results further from the layer's than rounding explains.
 
     Both run over a cache. The effect of one rounding of the input is measured. Each run has
-    ``ROUNDINGS`` independent roundings; the bound is twice their root of the sum of squares.
+    ``ROUNDINGS`` independent roundings; the bound is twice the root of the sum of squares.
     """
     num_tokens, dtype = sum(_STEPS), forward.backend.spec.dtype
     x = random_normals((1, num_tokens, hidden_size), dtype, torch.device("cpu"))
@@ -113,13 +113,12 @@ class _Trial:
 
 
 class _SingleLayerCache:
-    """A cache with one layer, whatever its index."""
+    """A cache with one layer, for any layer index."""
 
     def __init__(self) -> None:
         self._layer = DynamicLayer()
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values, and return all of them."""
         return self._layer.update(key, value)
 
 
@@ -130,16 +129,11 @@ class _PagedInterceptor:
         self._paged = paged
 
     def paged_cache(self, module: nn.Module) -> PagedCache:
-        """Return the paged cache."""
         return self._paged
 
     def mask(self, make: MakeMask, settings: Mapping[str, Any]) -> Tensor | None:
-        """Return the mask that ``make`` makes."""
         return make(**settings)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Refuse the call, as a block computes its own attention.
-
-        Raises: RuntimeError: always.
-        """
+        # A block computes its own attention, so that this call means a wrong trace.
         raise RuntimeError("a block asked for its attention")

@@ -1,4 +1,4 @@
-"""Detection of changes to a layer's modules, which disable its decoder block."""
+"""Detection of changes to a layer's modules, which disable the decoder block."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Watch:
     loops.
 
     Args:
-        layer: its own hooks are not watched, as the caller runs them.
-        attention: the child whose forward may be a ``ModuleForward``.
+        layer: hooks of the layer itself are not watched, as the caller runs them.
+        attention: the child that may have a ``ModuleForward``.
     """
 
     def __init__(self, layer: nn.Module, attention: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """A KV cache that grows in place and returns views.
 
-The cache layers of transformers copy all past tokens at every step. These layers hold rows of
+The cache layers of transformers copy all past tokens at every step. The layers here hold rows of
 tokens, the layout that ``ragged_attention`` reads, with spare capacity.
 
 Dimensions: B sequences, K kv heads, U tokens, D head size, C capacity in tokens.
@@ -22,8 +22,8 @@ from interposer_models._adapt.rows import Rows, rows_of
 class RowsLayer(DynamicLayer):
     """A cache layer that keeps every token.
 
-    The layer holds pages while only a decoder block uses it. Reading ``keys`` or ``values``
-    converts the layer to rows for good, so that writes to these tensors take effect.
+    The layer holds pages while only a decoder block uses the cache. Reading ``keys`` or ``values``
+    converts the layer to rows for good, so that writes to both tensors take effect.
     """
 
     rows: Rows | Pages | None = None
@@ -105,7 +105,7 @@ class RowsLayer(DynamicLayer):
         return super().get_seq_length()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate buffers for keys and values of these sizes."""
+        """Allocate buffers for keys and values of the given shapes."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.rows = Rows(key_states, value_states)
         self.is_initialized = True
@@ -120,7 +120,7 @@ class RowsLayer(DynamicLayer):
         return self._update_views()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens; their number is passed as a negative number."""
+        """Drop the last ``-tokens_to_remove`` tokens."""
         if isinstance(self.rows, Pages) and tokens_to_remove <= 0:
             self.rows.truncate(max(self.rows.length + tokens_to_remove, 0))
             return
@@ -183,7 +183,7 @@ class RowsSlidingLayer(RowsLayer, DynamicSlidingWindowLayer):
     is_sliding = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make the buffers for keys and values of these sizes."""
+        """Allocate buffers for keys and values of the given shapes."""
         super().lazy_initialization(key_states, value_states)
         self._sliding_window_tensor = self._sliding_window_tensor.to(self.device)
 
@@ -229,7 +229,7 @@ class RowsSlidingLayer(RowsLayer, DynamicSlidingWindowLayer):
 
 
 class RowsCache(DynamicCache):
-    """A ``DynamicCache`` whose plain and sliding layers grow in place."""
+    """A ``DynamicCache`` with plain and sliding layers that grow in place."""
 
     def __init__(self, config: PretrainedConfig | None = None) -> None:
         super().__init__(config=config)

@@ -17,7 +17,7 @@ _TRIM_AFTER_BYTES = 64 << 20
 
 
 class Changes:
-    """Changes to instances, in order, each with its inverse. Classes are never changed."""
+    """Changes to instances, in order, each with an inverse. Classes are never changed."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []

@@ -1,7 +1,7 @@
 """The attention of adapted models as one op in graphs of ``torch.compile``.
 
 The graph stores the label of the module. At run time the op finds the attention by this label, and
-computes the call as it would be computed without a compiler.
+computes the call as without a compiler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _libraries: list[torch.library.Library] = []  # an op is unregistered with its l
 
 
 def register_labels(owner: AttentionOwner, names: dict[int, str]) -> dict[int, str]:
-    """Register an attention and return the label of each of its modules, by the module's id."""
+    """Register an attention and return a label for each module, by the module's id."""
     _define()
     number = str(next(_numbers))
     _owners[number] = owner

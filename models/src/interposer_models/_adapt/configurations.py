@@ -1,7 +1,7 @@
 """Private copies of the configurations of an adapted model.
 
 Models made from one configuration share the object. Without copies, the attention's name written to
-the configuration would apply to all of these models.
+the configuration would apply to all models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Routing of models that support only eager attention, because they have softcaps or sinks.
+"""Routing of models that support only eager attention, because of softcaps or sinks.
 
 sdpa supports neither, so these classes refuse it. A trial compares the model's own attention with
 the kernels' attention, so that no class must be known by name.
@@ -49,7 +49,7 @@ def bind_eager(
     """Let configurations name interposer's attention, if a trial agrees with the eager attention.
 
     Args:
-        attention_field: the attribute of a configuration that names its attention.
+        attention_field: the attribute of a configuration that names the attention.
     """
     model = adaptation.model
     savepoint = adaptation.changes.savepoint()

@@ -35,7 +35,7 @@ _RELATIVE_TOLERANCE = 2e-5
 
 
 class Form(NamedTuple):
-    """The layout of the matrices in a module, as transformers' classes state it.
+    """The layout of the matrices in a module, as stated by transformers' classes.
 
     Attributes:
         alternating: gate and up columns alternate, instead of gate first.
@@ -67,7 +67,7 @@ def looks_like_experts(module: nn.Module) -> bool:
 
 
 def bind_experts(adaptation: Adaptation, module: Any, name: str) -> str | Verdict:
-    """Bind experts whose layout and activation ``fused_experts`` supports."""
+    """Bind experts with a layout and activation that ``fused_experts`` supports."""
     verdict = adaptation.check_module(module, sharded=True)
     if not verdict:
         return verdict
@@ -211,7 +211,7 @@ def _constants(module: nn.Module, form: Form) -> Iterator[Tensor | None]:
 def _random_routing(
     count: int, top_k: int, hidden: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random tokens, distinct experts for each token, and their weights."""
+    """Return random tokens, distinct experts for each token, and routing weights."""
     generator = torch.Generator().manual_seed(4)
     x = random_normals((_TOKENS, hidden), dtype, device)
     scores = torch.rand(_TOKENS, count, generator=generator)

@@ -41,7 +41,7 @@ _ROUNDINGS = 10
 def bind_gated_mlp(
     adaptation: Adaptation, module: nn.Module, name: str, parts: GatedParts
 ) -> str | Verdict:
-    """Bind a gated MLP and its three projections, which can still be called one by one."""
+    """Bind a gated MLP and all three projections, which can still be called one by one."""
     gate, up, down = (module._modules[projection] for projection in parts[:3])
     assert isinstance(gate, nn.Linear)
     assert isinstance(up, nn.Linear)
@@ -183,7 +183,7 @@ def _forward(
 
 
 def _check_layer(module: nn.Module, layer: GatedMLP, weight: Tensor) -> Verdict:
-    """Refuse a layer whose results differ from the module's in root mean square.
+    """Refuse a layer with results that differ from the module's in root mean square.
 
     Each rounding adds a relative error of at most half an epsilon. The error of a sum of n terms in
     float32 grows with the root of n.

@@ -24,7 +24,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class GatedParts(NamedTuple):
-    """Names of the three projections of a gated MLP, and of its activation."""
+    """Names of the three projections of a gated MLP, and of the activation."""
 
     gate: str
     up: str

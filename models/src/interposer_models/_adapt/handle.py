@@ -1,4 +1,4 @@
-"""Entry point ``adapt``: run a transformers model on interposer's kernels, and restore it."""
+"""Entry point ``adapt``: run a transformers model on interposer's kernels, and back."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Adapted(Generic[M]):
 
     @property
     def resolver(self) -> Resolver:
-        """The resolver that chose the kernels; its notes list the reasons of module results."""
+        """The resolver that chose the kernels, with notes for the reasons of module results."""
         resolver = self._adaptation.resolver
         resolver.notes[:] = [*notes(self.places), *self._adaptation.notes]
         return resolver
@@ -104,8 +104,8 @@ def adapt(
 ) -> Adapted[M]:
     """Run a transformers model on the kernels that interposer selects for this machine.
 
-    The model is changed in place, instance by instance; its classes stay. A module that no kernel
-    can replace keeps its own forward, and its result states the reason.
+    The model is changed in place, instance by instance; classes stay unchanged. A module that no kernel
+    can replace keeps the class's forward, with a reason in ``places``.
 
     Args:
         model: in evaluation mode, with its weights in memory.
@@ -164,7 +164,7 @@ def adapt(
 
 
 def _as_mapping(settings: Any) -> Mapping[str, Any] | None:
-    """Return a model's quantization settings as a mapping; transformers has a class for them."""
+    """Convert a model's quantization settings, an object in transformers, to a mapping."""
     if settings is None or isinstance(settings, Mapping):
         return settings
     plain: Mapping[str, Any] = settings.to_dict()

@@ -24,7 +24,7 @@ _DEPTH = 2
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Return True if an instance has a forward other than its class's."""
+    """Return True if an instance has another forward than the class's."""
     forward = vars(module).get("forward")
     return forward is not None and not _is_class_forward(forward, module)
 
@@ -33,7 +33,7 @@ def find_rewrap(module: nn.Module) -> Rewrap | None:
     """Return a function that rebuilds the instance's wrapper around another inner forward.
 
     The wrapper must hold the class's forward in a variable of its closure, in an attribute of an
-    object there, or in one attribute of the module. The wrapper itself is not changed; it is
+    object there, or in one attribute of the module. The wrapper itself is not changed, but
     rebuilt around copies.
 
     Returns: None if the wrapper does not hold the class's forward.
@@ -66,7 +66,7 @@ def _placeholder(*_: Any) -> None:
 
 
 def _replace_in_cell(cell: CellType, module: nn.Module, inner: Forward) -> tuple[CellType, bool]:
-    """Return a cell with ``inner`` in place of the class's forward, and whether it was replaced."""
+    """Return a cell with ``inner`` in place of the class's forward, and True if replaced."""
     try:
         content = cell.cell_contents
     except ValueError:  # not filled yet

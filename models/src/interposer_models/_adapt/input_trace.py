@@ -20,7 +20,7 @@ _MIN_GROUP_SIZE = 2
 
 
 class _Call(NamedTuple):
-    """One call of a child; holding the tensor keeps its id unique."""
+    """One call of a child; the reference to the tensor keeps the tensor's id unique."""
 
     child: str
     x: Tensor
@@ -28,7 +28,7 @@ class _Call(NamedTuple):
 
 
 class _RecordingChild(nn.Module):
-    """A child that records its calls."""
+    """A child that records calls."""
 
     def __init__(self, child: nn.Module, name: str, calls: list[_Call]) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class _RecordingChild(nn.Module):
 
 
 class _UnknownArgument:
-    """An argument whose value the trace does not know."""
+    """An argument of unknown value."""
 
     def __iter__(self) -> Iterator[_UnknownArgument]:
         # Classes unpack only the pair of cosines and sines before they project.
@@ -58,7 +58,7 @@ class _UnknownArgument:
 def find_sharing(module: nn.Module) -> list[tuple[str, ...]]:
     """Return the groups of projections that read the same tensor for any arguments of the module.
 
-    Projections of an optional argument, such as encoder states, form a group of their own.
+    Projections of an optional argument, such as encoder states, form a separate group.
     """
     linears = {n: c for n, c in module._modules.items() if type(c) is nn.Linear}
     if len(linears) < _MIN_GROUP_SIZE:
@@ -122,7 +122,7 @@ def _parts(names: set[str], calls: list[_Call], is_complete: bool) -> list[tuple
 
 
 def _trace(module: nn.Module, arguments: dict[str, Any]) -> tuple[list[_Call], bool]:
-    """Return the calls of children, and True if the forward ran to its end."""
+    """Return the calls of children, and True if the forward completed."""
     calls: list[_Call] = []
     stand_in: Any = object.__new__(type(module))
     vars(stand_in).update(vars(module))

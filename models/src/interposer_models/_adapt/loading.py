@@ -50,11 +50,10 @@ def load_adapted(
     progress: Callable[[int, int], None] | None = None,
     **others: Any,
 ) -> LanguageModel:
-    """Load a decoder of transformers, adapt it, and run it in the engine.
+    """Load and adapt a decoder of transformers for the engine.
 
     Args:
-        checkpoint: a folder, or a model on a hub, whose weights are fetched after the checks of its
-            config.
+        checkpoint: a folder, or a model on a hub; weights are fetched after the config was checked.
         config: policy for this model, including the requested platform.
         others: the remaining arguments of ``interposer_models.load``.
     Raises:

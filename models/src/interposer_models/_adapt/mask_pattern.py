@@ -1,4 +1,4 @@
-"""Detection of a mask's pattern by evaluating its function at a few pairs of positions.
+"""Detection of a mask's pattern by evaluating the mask function at a few pairs of positions.
 
 Kernels support four patterns: all keys, keys up to the query, and either within a window. Other
 masks, such as image blocks, packed sequences and chunks, have no pattern here.
@@ -35,9 +35,9 @@ _PATTERNS: dict[Hashable, Pattern | None] = {}
 
 
 def find_pattern(function: MaskFunction) -> Pattern | None:
-    """Return the pattern of a transformers mask function, None if it is unsupported.
+    """Return the pattern of a transformers mask function, None for an unsupported pattern.
 
-    A function that holds tensors depends on more than positions, so that it has no pattern.
+    A function that holds tensors depends on more than positions, and has no pattern.
     """
     constants: set[int] = set()
     key = _function_key(function, constants)

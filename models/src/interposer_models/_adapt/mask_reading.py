@@ -1,4 +1,4 @@
-"""Detection of a mask's pattern from its elements, for masks whose function is unknown.
+"""Detection of a mask's pattern from its elements, for unknown mask functions.
 
 Each supported pattern is generated and compared with every element of the mask. Reading elements
 would synchronize with an accelerator, so only masks in host memory are read.
@@ -60,7 +60,7 @@ def read_mask(mask: Tensor, batch: int, num_queries: int, num_keys: int) -> Mask
 
 
 def _is_range_mask(visible: Tensor, starts: Tensor, ends: Tensor, num_keys: int) -> bool:
-    """Return True if each query attends exactly to the keys from its start up to its end."""
+    """Return True if each query attends exactly to the keys from ``starts`` up to ``ends``."""
     keys = torch.arange(num_keys)
     if starts.ndim == 1:
         starts, ends = starts[:, None], ends[:, None]

@@ -2,7 +2,7 @@
 
 The function returns the mask that sdpa would get, so that every call can be delegated to sdpa. If
 kernels support the mask's pattern, the tensor carries ``MaskFacts`` as an attribute. A model that
-changes the mask makes a new tensor without the attribute, so its calls are delegated.
+changes the mask makes a new tensor without the attribute, so that calls are delegated.
 
 Dimensions: B sequences, U key tokens.
 """

@@ -183,7 +183,7 @@ def bind_merged(
 def _merged_layer(
     adaptation: Adaptation, name: str, parts: dict[str, Any], dtype: torch.dtype
 ) -> MergedLinear:
-    """Return the standard layer for these projections, on the meta device."""
+    """Return the standard layer for the projections, on the meta device."""
     label = "+".join(parts)
     site = adaptation.site(f"{name}.{label}" if name else label, dtype)
     sizes = {label: part.out_features for label, part in parts.items()}
@@ -196,7 +196,7 @@ def _merged_layer(
 def _kernels_without_merging(
     adaptation: Adaptation, name: str, projection: Any, dtype: torch.dtype
 ) -> set[str]:
-    """Return the kernels that the projection would run on by itself."""
+    """Return the kernels that the projection would run on without merging."""
     with torch.device("meta"):
         Linear(
             adaptation.site(name, dtype),

@@ -56,7 +56,7 @@ class GlobalOverride:
 
 
 class ModuleForward:
-    """The forward of ``module``'s class, with these changes.
+    """The forward of ``module``'s class, with an override and a scope.
 
     Attributes:
         override: replaces a function that the forward calls, except under ``torch.compile``.

@@ -174,7 +174,7 @@ def _matrices(model: nn.Module) -> Holders:
 
 
 def _conv1d_class() -> type[nn.Module] | None:
-    """Return transformers' Conv1D, a linear layer with a transposed weight, if it was imported."""
+    """Return transformers' Conv1D, a linear layer with a transposed weight, if imported."""
     module = sys.modules.get("transformers.pytorch_utils")
     conv1d: type[nn.Module] | None = getattr(module, "Conv1D", None)
     return conv1d

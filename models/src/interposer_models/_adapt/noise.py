@@ -1,4 +1,4 @@
-"""Rounding noise of a decoder: the effect of one rounding on its logits, and the bound for many.
+"""Rounding noise of a decoder: the effect of one rounding on logits, and the bound for many.
 
 Dimensions: T tokens of the prompt, V vocabulary.
 """
@@ -21,7 +21,7 @@ def error_bound(model: nn.Module, expected: Tensor, perturbed: Tensor, num_layer
     """Return the largest relative distance from ``expected`` that rounding explains.
 
     Each block has ``ROUNDINGS`` independent roundings, in either run. The bound is twice the root
-    of the sum of their squares.
+    of the sum of squares.
 
     Args:
         perturbed: the result of ``perturbed_logits``.

@@ -64,7 +64,7 @@ _SOURCES: weakref.WeakKeyDictionary[type[nn.Module], bytes] = weakref.WeakKeyDic
 
 
 def find_norm(module: nn.Module) -> Norm | None:
-    """Return the norm that the class of a leaf computes, None if no op supports it.
+    """Return the norm that the class of a leaf computes, None for unsupported classes.
 
     Results are cached by a hash of the class's source and of the attributes that may change the
     computation: bools and strings.

@@ -33,7 +33,7 @@ def find_layer_norm(module: nn.LayerNorm) -> Norm | Verdict:
 
 
 def bind_norm(adaptation: Adaptation, module: nn.Module, name: str, norm: Norm) -> str | Verdict:
-    """Bind a leaf to a kernel of the norm op that it computes."""
+    """Bind a leaf to a kernel of the matching norm op."""
     fit = adaptation.check_module(module)
     if not fit:
         return fit

@@ -1,6 +1,6 @@
-"""A parameter whose values exist only in the packed form of a kernel.
+"""A parameter with values that exist only in the packed form of a kernel.
 
-The parameter has the shape, dtype and device of the plain weight. Reading its values restores the
+The parameter has the shape, dtype and device of the plain weight. Reading values restores the
 plain weight bit for bit; writing raises an error.
 """
 
@@ -32,7 +32,7 @@ class PackedWeight(nn.Parameter):
     """A stand-in for a weight that a kernel packed.
 
     Attributes:
-        restore: None for a quantized weight, whose plain values are lost.
+        restore: None for a quantized weight: the plain values are lost.
         lookup: returns single rows without restoring the others; None if not supported.
     """
 
@@ -67,7 +67,7 @@ class PackedWeight(nn.Parameter):
     _sharding: Sharding | None
 
     def plain(self) -> Tensor:
-        """Return the plain weight, the same tensor as long as a reference to it exists.
+        """Return the plain weight, the same tensor while a reference to that tensor exists.
 
         Raises: ConfigError: the weight was quantized.
         """

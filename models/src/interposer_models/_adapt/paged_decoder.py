@@ -34,7 +34,7 @@ from interposer_ops.attention import common_page_size
 
 
 class PagedLayer:
-    """One attention layer with its paged backend."""
+    """One attention layer with a paged backend."""
 
     def __init__(self, traced: TracedLayer, resolver: Resolver, page_size: int) -> None:
         self.name = traced.name
@@ -61,7 +61,7 @@ class PagedLayer:
 
 
 class _PagedStep:
-    """An interceptor that lets every layer attend over its paged cache."""
+    """An interceptor that lets every layer attend over a paged cache."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class PagedDecoder:
 
     Attributes:
         model: of transformers.
-        attention_layers: in the order in which they are called.
+        attention_layers: in the order of calls.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class PagedDecoder:
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Do nothing: the model computes the rotary angles of each step itself."""
+        """Do nothing: the model's forward computes the rotary angles of each step."""
 
     def __call__(
         self,

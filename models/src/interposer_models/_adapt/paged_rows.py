@@ -1,7 +1,7 @@
 """A KV cache in a backend's pages, for batches of sequences of equal length.
 
 A decoder block writes and reads the pages. Other code gets rows of tokens: the position of each
-element in a page is found by storing numbers that encode their own index.
+element in a page is found by storing numbers that encode an index.
 
 Dimensions: B sequences, K kv heads, U tokens, D head size, P pages, S page size.
 """
@@ -22,7 +22,7 @@ _BASE = 128
 
 
 class PageIndex:
-    """The position in a page of each element of its keys and values.
+    """The position in a page of each key and value element.
 
     Args:
         index: int64 ``[2 * K * S * D]``, keys before values.
@@ -179,7 +179,7 @@ class Pages:
         self.length = length
 
     def select(self, indices: Tensor) -> None:
-        """Keep the sequences in ``indices``, in their order."""
+        """Keep only the sequences ``indices``, in that order."""
         count = -(-self.length // self.index.page_size)
         pages = torch.arange(count)[:, None] * self.batch + indices.to("cpu")
         selected = Pages(self.index, len(indices))

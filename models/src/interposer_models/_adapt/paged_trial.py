@@ -1,8 +1,8 @@
-"""A trial of a paged decoder: its logits must equal those of the model without a cache.
+"""A trial that compares a paged decoder's logits with the model's logits without a cache.
 
 A prompt is computed in chunks and token by token, together with a second sequence at the end of the
 context. State outside of pages, or mixing between tokens of a row, changes the logits. The
-unsupported layer is the first whose outputs differ although its inputs agree.
+unsupported layer is the first with different outputs for equal inputs.
 
 Dimensions: T tokens of the prompt, V vocabulary.
 """
@@ -42,7 +42,7 @@ def try_paging(
     """Compare the paged decoder's logits of every token with the model's.
 
     The effect of one rounding at the embeddings is measured; ``error_bound`` derives the allowed
-    distance from it.
+    distance.
 
     Raises: UnsupportedLayerError: logits differ, or the model fails on rows of several sequences.
     """
@@ -134,7 +134,7 @@ def _logits_in_steps(
 def _find_unsupported_layer(
     paged: PagedDecoder, prompt: list[int], device: str, max_distance: float
 ) -> UnsupportedLayerError:
-    """Return the error for the first module whose outputs differ although its inputs agree."""
+    """Return the error for the first module with different outputs for equal inputs."""
     with _recording(paged.model, len(prompt)) as expected:
         plain_logits(paged.model, prompt, device)
     steps: list[States] = []

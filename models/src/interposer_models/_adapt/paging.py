@@ -69,18 +69,18 @@ def language_model(
 ) -> LanguageModel:
     """Run an adapted decoder in interposer's engine: continuous batching over a paged KV cache.
 
-    The model's own forward runs. A trace records its attention layers, and a trial compares the
-    logits of a paged batch with those of the model without a cache.
+    The model's own forward runs. A trace records the attention layers, and a trial compares the
+    logits of a paged batch with the model's logits without a cache.
 
     Args:
-        adapted: the result of ``adapt``; do not restore it while the language model is in use.
+        adapted: the result of ``adapt``; do not restore the model while the engine is in use.
         tokenizer: of transformers, a ``TextTokenizer``, or the directory of one. Without it,
             prompts are token ids.
         cache_tokens, max_sequences, max_step_tokens: as for ``load``; if ``cache_tokens`` is None,
             the cache may take a quarter of the free memory.
     Raises:
         UnsupportedModelError: a layer keeps a state that pages cannot hold, such as a recurrent
-            state, or no paged backend supports its attention; the message names the layer.
+            state, or no paged backend supports the attention; the message names the layer.
         NoCandidateError: no installed backend supports the attention of a layer.
         ConfigError: the model was restored, a size is not a positive integer, the cache does not
             fit, or the config enables graphs or compilation.

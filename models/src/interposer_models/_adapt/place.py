@@ -13,8 +13,8 @@ class Place:
     """The result for one module of an adapted model.
 
     Attributes:
-        name: dotted, as ``named_modules`` has it.
-        kind: the name of its class.
+        name: dotted, as in ``named_modules``.
+        kind: the name of the module's class.
         kernel: ``provider/name`` of the kernel the module is bound to; "" if the module was
             skipped.
         reason: why the module was skipped; for a bound module a remark, mostly "".

@@ -20,7 +20,7 @@ def plain_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the attention and its weights in float32 or wider.
+    """Compute the attention and the attention weights in float32 or wider.
 
     weights = softmax(cap(scale * q k^T) + mask) with cap(s) = softcap * tanh(s / softcap). A sink
     is one more score in the softmax, without a value.

@@ -1,4 +1,4 @@
-"""Binding of linear layers: nn.Linear, and Conv1D with its transposed weight.
+"""Binding of linear layers: nn.Linear, and Conv1D with a transposed weight.
 
 Dimensions: I input features, O output features.
 """
@@ -35,7 +35,7 @@ Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 def bind_projection(
     adaptation: Adaptation, module: nn.Module, name: str, *, transposed: bool, is_head: bool
 ) -> str | Verdict:
-    """Bind a projection whose weight belongs to no other module.
+    """Bind a projection that shares its weight with no other module.
 
     Args:
         transposed: the weight is ``[I, O]``.
@@ -101,7 +101,7 @@ def release_weight(
 
 
 def check_restore(restore: Restore, plain: Tensor) -> Verdict:
-    """Refuse a restore whose result is not bit-identical to ``plain``."""
+    """Refuse a restore with a result that is not bit-identical to ``plain``."""
     # The allocator reuses the last weight's memory, so that the kernel need not clear new pages.
     on_host = plain.device.type == "cpu"
     restored = host_memory.empty(plain.shape, plain.dtype) if on_host else torch.empty_like(plain)
@@ -147,7 +147,7 @@ def set_weights(layer: Any, **tensors: Tensor | None) -> None:
 
 
 def kernel_call(layer: Linear | LMHead) -> Call:
-    """Return the kernel with its operands, or the forward of a plugin's replacement layer."""
+    """Return the kernel with operands, or the forward of a plugin's replacement layer."""
     if type(layer).forward in (Linear.forward, LMHead.forward) and layer.kernel is not None:
         return layer.kernel, layer.operands
     return layer.forward, ()
@@ -186,7 +186,7 @@ def check_projection(
 
 
 def largest_row_sum(plain: Tensor, bias: Tensor | None) -> tuple[float, float]:
-    """Return bounds of the sums for an input of signs: the largest sum, and its rounded part.
+    """Return bounds of the sums for an input of signs: the largest sum, and the rounded part.
 
     Args:
         plain: ``[O, I]``.

@@ -1,7 +1,7 @@
 """Conversion of padded batches to the ragged layout of ``ragged_attention``.
 
-No data is moved: padding, and unused memory between the rows of a cache, become sequences whose
-results are ignored.
+No data is moved: padding, and unused memory between the rows of a cache, become sequences with
+ignored results.
 
 Dimensions: B sequences, N heads, K kv heads, D head size, T query tokens, U key tokens.
 """
@@ -41,7 +41,7 @@ def ragged_layout(
     """Return the layout of a batch.
 
     Args:
-        distance: rows from the keys of one sequence to those of the next.
+        distance: rows from the keys of one sequence to the keys of the next.
         runs: unpadded keys of each sequence, None without padding.
         causal: the last query is aligned with the last key.
     """

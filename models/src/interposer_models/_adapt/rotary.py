@@ -1,6 +1,6 @@
 """Binding of rotary embeddings: functions that the forward of a class calls by a global name.
 
-Such a function is recognized by its results. An instance runs a copy of the class's forward in
+Such a function is recognized by results. An instance runs a copy of the class's forward in
 which the name refers to the kernel; the class's Python module stays unchanged.
 
 Dimensions: B sequences, N heads, K kv heads, T tokens, D head size.
@@ -37,7 +37,7 @@ Rotate = Callable[..., Pair]
 
 
 def bind_rotary(adaptation: Adaptation) -> None:
-    """Let modules call the rotary kernel in place of their own rotary function."""
+    """Let modules call the rotary kernel in place of the class's rotary function."""
     if adaptation.device.type != "cpu":
         # Each step compares the halves of a table, which would synchronize with a device.
         return
@@ -62,7 +62,7 @@ class AdaptedRotary:
     """The rotary function of one module.
 
     Args:
-        original: the replaced function; it serves calls that the kernel does not support.
+        original: the replaced function, for calls that the kernel does not support.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class AdaptedRotary:
 
 
 class _CachedTables(NamedTuple):
-    """The prepared tables of a step, with the tensors that they were prepared from."""
+    """The prepared tables of a step, with the source tensors."""
 
     cos: weakref.ref[Tensor]
     sin: weakref.ref[Tensor]
@@ -207,7 +207,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _is_supported(query: Any, key: Any, cos: Any, sin: Any) -> bool:
-    """Return True if the kernel supports these tensors and returns the original's layout."""
+    """Return True if the kernel supports the tensors and returns the original's layout."""
     for tensor in (query, key, cos, sin):
         if not isinstance(tensor, Tensor) or not tensor.is_cpu or tensor.requires_grad:
             return False

@@ -34,7 +34,7 @@ _MOST_EXPERTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The rule by which a router chooses experts from its logits.
+    """The rule by which a router chooses experts from logits.
 
     Attributes:
         scoring: ``"softmax"`` or ``"sigmoid"``.
@@ -96,7 +96,7 @@ class Routing:
 def looks_like_router(module: nn.Module) -> bool:
     """Return True for a leaf with a matrix ``[E, H]`` and otherwise only vectors ``[E]``.
 
-    One of its integers must be smaller than E, as the number of chosen experts is.
+    The leaf must hold an integer smaller than E, as the number of chosen experts is.
     """
     weight = module._parameters.get("weight")
     if module._modules or weight is None or weight.ndim != 2:
@@ -114,7 +114,7 @@ _ROUTINGS = weakref.WeakKeyDictionary()
 
 
 def find_routing(module: nn.Module) -> Routing | None:
-    """Return the routing that the class of a leaf computes, None if no op supports it.
+    """Return the routing that the class of a leaf computes, None for unsupported classes.
 
     Results are cached by class, and by the numbers and tensor sizes of the instance.
     """
@@ -141,7 +141,7 @@ def _search(module: nn.Module) -> Routing | None:
 
 
 class _Probe:
-    """A router with random weights, random tokens, and the result of its class."""
+    """A router with random weights, random tokens, and the class's result."""
 
     def __init__(self, router: nn.Module, x: Tensor, out: tuple[Tensor, ...]) -> None:
         self.router, self.x, self.out = router, x, out

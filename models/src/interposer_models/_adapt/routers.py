@@ -117,7 +117,7 @@ def _tensor(module: nn.Module, name: str) -> Tensor | None:
 
 
 def _logits_dtype(logits: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the class rounded its logits."""
+    """Return the dtype to which the class rounded the logits."""
     exact = torch.equal(logits, logits.to(dtype).to(logits.dtype))
     return dtype if exact else torch.promote_types(dtype, torch.float32)
 
@@ -144,7 +144,7 @@ def _copy_into(weight: Tensor, into: Tensor) -> None:
 
 
 def _logit_bounds(weight: Tensor, bias: Tensor | None, x: Tensor) -> tuple[int, float, float]:
-    """Return the number of terms of a logit, and its largest sum of magnitudes.
+    """Return the number of terms of a logit, and the largest sum of magnitudes.
 
     The third value is that sum without the bias, or 0 if there is no bias.
     """

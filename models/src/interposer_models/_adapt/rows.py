@@ -59,7 +59,7 @@ class Rows:
         return keys, values
 
     def select(self, indices: Tensor) -> None:
-        """Keep the sequences in ``indices``, in their order."""
+        """Keep only the sequences ``indices``, in that order."""
         device = self.buffers[0].device
         indices = indices.to(device)
         if torch.equal(indices, torch.arange(self.buffers[0].shape[0], device=device)):

@@ -50,7 +50,7 @@ class SequenceCaches:
 
     Attributes:
         by_token: tokens after the first chunk of a sequence are computed one at a time.
-        by_model: the model creates its caches, of a class of its own.
+        by_model: the model creates the caches, of a class of the model.
         pool: assigns slots to sequences; the cache of a free slot is dropped.
     """
 
@@ -79,7 +79,7 @@ class SequenceCaches:
         self._has_logits_to_keep = "logits_to_keep" in parameters
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Do nothing: the model computes the rotary angles of each step itself."""
+        """Do nothing: the model's forward computes the rotary angles of each step."""
 
     def __call__(
         self,

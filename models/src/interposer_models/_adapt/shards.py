@@ -1,6 +1,6 @@
-"""Sharded weights, as tensor parallelism of transformers makes them.
+"""Sharded weights of transformers' tensor parallelism.
 
-The parameter is a ``DTensor`` of the global shape; kernels read the local tensor in it.
+The parameter is a ``DTensor`` of the global shape; kernels read the local tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_sharded(tensor: object) -> bool:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Return this process's shard of a tensor; a plain tensor itself."""
+    """Return this process's shard of a tensor, or the whole of a plain tensor."""
     if not is_sharded(tensor):
         unsharded: Tensor = tensor
         return unsharded
@@ -38,7 +38,7 @@ class Sharding:
         self._shape, self._stride = dtensor.shape, dtensor.stride()
 
     def global_tensor(self, shard: Tensor) -> Tensor:
-        """Return the ``DTensor`` whose local shard is ``shard``."""
+        """Return the ``DTensor`` with the local shard ``shard``."""
         from torch.distributed.tensor import DTensor
 
         dtensor: Tensor = DTensor.from_local(
@@ -54,7 +54,7 @@ class Sharding:
 
 @contextmanager
 def local_parameters(module: nn.Module, **replacements: Tensor | None) -> Iterator[None]:
-    """Replace a module's parameters by their local shards within a ``with`` block.
+    """Replace a module's parameters by local shards within a ``with`` block.
 
     Args:
         replacements: tensors for single parameters, by name.

@@ -135,7 +135,7 @@ def _release_table(
     weight: Tensor,
     name: str,
 ) -> Verdict:
-    """Pack the table if its lookups restore it bit for bit, or if it was quantized."""
+    """Pack a table that lookups restore bit for bit, or that was quantized."""
     assert layer.product is not None
     assert layer.lookup is not None
     kernel, constants = layer.lookup, layer.constants

@@ -17,7 +17,7 @@ _MIN_LIMIT_TOKENS = 160
 def extra_trial_tokens(model: nn.Module) -> tuple[int, str]:
     """Return the number of tokens to add to a trial's prompt, and a note if the number was limited.
 
-    The number is the largest window, chunk or top-k in the configuration. It is limited where a
+    The number is the largest window, chunk or top-k in the configuration, limited where a
     trial of a large model would take minutes; the note names the configuration's field.
     """
     windows = dict(_window_fields(getattr(model, "config", None)))
@@ -32,7 +32,7 @@ def extra_trial_tokens(model: nn.Module) -> tuple[int, str]:
 
 
 def _window_fields(config: Any, depth: int = 0) -> Iterator[tuple[str, int]]:
-    """Yield the fields that limit attended tokens, of a configuration and its nested ones."""
+    """Yield the fields that limit attended tokens, also of nested configurations."""
     fields = dict(vars(config)) if hasattr(config, "model_type") else {}
     for name, value in fields.items():
         if hasattr(value, "model_type") and depth < 2:

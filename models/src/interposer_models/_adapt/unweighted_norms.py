@@ -1,6 +1,6 @@
-"""Binding of norms without a weight, for each row size that their inputs can have.
+"""Binding of norms without a weight, for each possible row size of the inputs.
 
-Such a norm holds neither size nor dtype of its input. Both are taken from the parent's other
+Such a norm holds neither size nor dtype of the input. Both are taken from the parent's other
 modules: the input comes from a projection or a table, as a whole or split into heads.
 """
 

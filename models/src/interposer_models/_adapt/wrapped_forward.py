@@ -25,7 +25,7 @@ def wrapped_forward(
     The class's forward serves DTensors and calls with another weight.
 
     Args:
-        call: the kernel with its operands, without a bias.
+        call: the kernel with operands, without a bias.
     """
     kernel, operands = call
     original = unpacked_forward(module)

@@ -28,7 +28,7 @@ class Encoder:
 
     ``interposer.explain(encoder.adapted)`` lists its kernels.
 
-    Any thread may call it; threads take turns, batch by batch.
+    Any thread may call the methods; threads take turns, batch by batch.
 
     Attributes:
         adapted: the adapted model.
@@ -103,7 +103,7 @@ class Encoder:
         return prompts[name]
 
     def _run(self, texts: Sequence[Text], batch_size: int, get_rows: Any) -> Tensor:
-        """Run all texts in batches of similar length, and return their rows in input order."""
+        """Run all texts in batches of similar length, and return the rows in input order."""
         if type(batch_size) is not int or batch_size < 1:
             raise RequestError(f"batch_size is {batch_size!r}, must be a positive integer")
         order = sorted(range(len(texts)), key=lambda i: len("".join(texts[i])), reverse=True)
@@ -133,7 +133,7 @@ def load_encoder(
     *,
     quantization: str | Mapping[str, Any] | None = None,
 ) -> Encoder:
-    """Load a model that embeds or classifies texts, and adapt it.
+    """Load and adapt a model that embeds or classifies texts.
 
     Pooling follows the checkpoint's sentence-transformers files. Decoders are also supported.
 

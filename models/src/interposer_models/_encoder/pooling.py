@@ -1,6 +1,6 @@
-"""Pooling of token vectors to one vector for each text, as the checkpoint configures it.
+"""Pooling of token vectors to one vector for each text, as configured in the checkpoint.
 
-The files are those of sentence-transformers: modules.json, and a config.json for each module.
+The files of sentence-transformers are modules.json, and a config.json for each module.
 Dimensions: B texts, T tokens, H hidden size.
 """
 

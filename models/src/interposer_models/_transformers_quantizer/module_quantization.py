@@ -85,7 +85,7 @@ def _quantize_linear(
 def _quantize_tied(
     resolver: Resolver, head: nn.Linear, head_name: str, table: nn.Embedding, table_name: str
 ) -> dict[str, QuantizedModule]:
-    """Return the replacements for a head and the embedding table that it shares."""
+    """Return the replacements for a head and the tied embedding."""
     dtype = table.weight.dtype
     site, head_site = Site(resolver, table_name, dtype), Site(resolver, head_name, dtype)
     if head.bias is not None:
@@ -105,7 +105,7 @@ def _quantize_tied(
 
 
 def _quantize_weights(layer: Linear | LMHead | Embedding, **plain: Tensor | None) -> None:
-    """Replace a layer's meta parameters by plain weights, and quantize them."""
+    """Replace a layer's meta parameters by plain weights, and quantize the weights."""
     for name, parameter in layer._parameters.items():
         if parameter is None:
             continue

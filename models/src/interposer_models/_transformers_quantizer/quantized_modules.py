@@ -1,6 +1,6 @@
 """Modules with quantized weights that replace torch's modules with plain weights.
 
-A packed weight is specific to the processor that it was packed on, so these modules are neither
+A packed weight is specific to the processor that it was packed on, so such modules are neither
 saved nor pickled.
 
 Dimensions: V vocabulary, H hidden size, I input features, O output features.
@@ -123,9 +123,9 @@ class QuantizedLinear(QuantizedModule):
 
     @property
     def weight(self) -> Tensor:
-        """A tensor without values, for code that reads its dtype, device or shape.
+        """A tensor without values, for code that reads dtype, device or shape.
 
-        Reading its values raises.
+        Reading values raises.
         """
         return _WeightFacts((self.out_features, self.in_features), self)
 
@@ -149,7 +149,7 @@ class QuantizedEmbedding(QuantizedModule):
 
     @property
     def weight(self) -> Tensor:
-        """A tensor without values, for code that reads its dtype, device or shape."""
+        """A tensor without values, for code that reads dtype, device or shape."""
         return _WeightFacts((self.num_embeddings, self.embedding_dim), self)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The quantizer class for transformers, and its registration.
+"""The quantizer class for transformers, and the registration.
 
 Source: transformers 5.23, ``quantizers/base.py`` (the methods and the order of their calls),
     ``quantizers/auto.py`` (names can be registered once).
