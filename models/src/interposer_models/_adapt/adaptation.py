@@ -72,6 +72,8 @@ class Adaptation:
         savepoint = self.changes.savepoint()
         try:
             kernel = bind()
+        # Trials run foreign forwards and plugin kernels. Any failure of these leaves the module as
+        # it was.
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             kernel = Verdict.refuse(
                 f"binding it failed: {type(error).__name__}: {error}", traceback.format_exc()
@@ -128,6 +130,8 @@ def _guarded(module: nn.Module, forward: Forward) -> Forward:
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         current = module._parameters
+        # torch.func.functional_call and adapters exchange parameters for a call. The kernel's
+        # constants belong to the parameters at bind time.
         if all(current.get(name) is parameter for name, parameter in parameters.items()):
             return forward(*args, **kwargs)
         return original_forward(*args, **kwargs)
@@ -159,6 +163,8 @@ def _refuse_conversion(module: nn.Module, name: str) -> Callable[..., nn.Module]
         for parameter in module._parameters.values():
             if parameter is None:
                 continue
+            # fn is applied to one element: it cannot reach the kernel's constants, so only a
+            # conversion that changes nothing is allowed.
             sample = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
             converted = fn(sample)
             if (converted.dtype, converted.device) != (sample.dtype, sample.device):

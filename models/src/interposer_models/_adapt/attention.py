@@ -110,6 +110,7 @@ class AdaptedAttention:
             pattern = facts.pattern
         if reason := _unsupported_reason(query, key, value, self._adaptation.device):
             return reason
+        # A window that covers all keys hides none, so that no windowed kernel is needed.
         windowed = pattern.window is not None and pattern.window <= num_keys
         kernel_key = _KernelKey(
             num_heads,
@@ -185,6 +186,7 @@ class AdaptedAttention:
         return type(module).__name__ if name is None else name
 
     def _record(self, module: nn.Module, kernel: str, reason: str) -> None:
+        # Called at every attention call: each kernel and reason is recorded once.
         if (id(module), kernel or reason) in self._recorded_reasons:
             return
         self._recorded_reasons[id(module), kernel or reason] = None
@@ -261,6 +263,8 @@ def make_attention(sdpa: Attend) -> Attend:
             if not isinstance(outcome, str):
                 return outcome
             if not is_compiling():
+                # No record under torch.compile: delegate changes Python state, which a graph cannot
+                # repeat.
                 owner.delegate(module, outcome)
         return _fallback(module, sdpa, *states, options, dropout)
 
@@ -348,6 +352,7 @@ def _run_kernel(
         batch, num_queries, num_keys, sequence_rows, runs, causal, query.device
     )
     if sinks is not None:
+        # Sinks are parameters, which may require gradients; kernels are bound for one dtype.
         sinks = sinks.detach().to(query.dtype)
     out = kernel(queries, keys, values, *batch_layout, scale, causal, window, softcap, sinks, None)
     return out.view(batch, num_queries, num_heads, -1)
@@ -382,6 +387,7 @@ def _check_kernel(
             score_options = cap, sinks
             expected, _ = plain_attention(query, keys, values, mask, 0.25, False, *score_options)
         else:
+            # sdpa repeats kv heads only for modules that name num_key_value_groups.
             groups = key.num_heads // key.num_kv_heads
             wide = (keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1))
             expected, _ = sdpa(nn.Module(), query, *wide, mask, scaling=0.25, is_causal=False)

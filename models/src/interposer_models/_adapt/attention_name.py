@@ -17,9 +17,9 @@ class AliasedName(str):
     """The name of interposer's attention, which also equals the replaced name.
 
     transformers looks up the attention by hash. Some modules, such as those with a sparse indexer,
-    build a mask only if the name equals "sdpa". With an ``AliasedName`` such a module builds the mask, and
-    interposer's attention receives the same mask as sdpa. A kernel that does not support the mask's
-    pattern delegates the call to sdpa.
+    build a mask only if the name equals "sdpa". With an ``AliasedName`` such a module builds the
+    mask, and interposer's attention receives the same mask as sdpa. A kernel that does not support
+    the mask's pattern delegates the call to sdpa.
     """
 
     _names: tuple[str, ...]

@@ -37,6 +37,7 @@ def bind_attention(adaptation: Adaptation) -> None:
         _record_skipped_models(adaptation, {})
         return
     copy_configurations(adaptation)
+    # Collected again, as copy_configurations has replaced the objects.
     configs_by_name = _replaceable_configs(adaptation)
     savepoint = adaptation.changes.savepoint()
     assign_attention(AdaptedAttention(adaptation, register_attention()), adaptation)
@@ -71,6 +72,7 @@ def register_attention() -> Attend:
 
     functions, masks = AttentionInterface(), AttentionMaskInterface()
     sdpa: Attend = functions[_SDPA]
+    # The registry of transformers is global, so that one registration serves all models.
     if NAME not in functions:
         AttentionMaskInterface.register(NAME, make_mask_function(masks[_SDPA]))
         AttentionInterface.register(NAME, make_attention(sdpa))
@@ -164,6 +166,7 @@ def _follows_interface(model: nn.Module) -> bool:
 
 
 def _skip_model(adaptation: Adaptation, module: nn.Module, name: str, reason: str) -> None:
+    # Only the attention is skipped: other passes may still bind this module.
     was_handled = id(module) in adaptation.handled_ids
     adaptation.mark_skipped(module, name, reason)
     if not was_handled:

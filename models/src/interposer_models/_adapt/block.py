@@ -141,6 +141,7 @@ class BlockForward:
         rows = x.reshape(-1, hidden_size)
         interceptor = INTERCEPTOR.get()
         if interceptor is not None:
+            # The engine's steps are one row with the tokens of all sequences.
             paged = interceptor.paged_cache(self._attention) if batch == 1 else None
             if paged is None or paged[0] is not self.backend:
                 return ""
@@ -152,6 +153,7 @@ class BlockForward:
             pages.reserve(num_tokens)
             plan = self._steps.plan(self.backend, pages, num_tokens)
             out, stream = self._forward(rows, None, *angles, pages.cache, plan, None)
+            # Only after the forward, so that a failed step leaves the cache unchanged.
             pages.length += num_tokens
         return torch.add(stream, out, out=torch.empty_like(out)).view(shape)
 

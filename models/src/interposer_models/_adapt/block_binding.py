@@ -183,6 +183,7 @@ class _BlockBinder:
                 ),
                 lambda _: mlp,
             )
+        # The standard class runs its parts one by one, as the transformers layer does already.
         if type(block) is DecoderBlock:
             return Verdict.refuse("no installed layer computes a block at once")
         self_attention = block.self_attn
@@ -194,6 +195,8 @@ class _BlockBinder:
                 return Verdict.refuse(
                     f"a block has a {type(block_layer).__name__} in place of a part"
                 )
+            # The block shares kernels and packed constants of the bound parts: no weight is packed
+            # twice.
             for parameter in block_layer._parameters:
                 block_layer._parameters[parameter] = None
             block_layer.method, block_layer.kernel, block_layer.operands = (

@@ -223,7 +223,7 @@ def _trace(
 
 
 def _with_leaves(module: nn.Module, prefix: str, calls: list[_Call], scale: float) -> nn.Module:
-    """Return a shallow copy of a module, with leaves as children and without an instance forward."""
+    """Return a shallow copy of a module with leaves as children, without an instance forward."""
     # __init__ is skipped: the copy needs the attributes of the instance, not new weights.
     twin: Any = object.__new__(type(module))
     vars(twin).update(vars(module))
@@ -268,6 +268,8 @@ def _match_parts(module: nn.Module, attention: str, trace: _BlockTrace) -> Block
         candidates = (call for call in calls if isinstance(module.get_submodule(call.label), kind))
         return [call for call in candidates if _is_close(call.x, x)]
 
+    # The steps follow the data flow of a block: input norm, projections with optional per-head
+    # norms and rotation, output projection, post-attention norm, MLP.
     input_norms = reading(x)
     if len(input_norms) != 1:
         return Verdict.refuse("no norm alone reads what it is given")
@@ -277,6 +279,7 @@ def _match_parts(module: nn.Module, attention: str, trace: _BlockTrace) -> Block
     ):
         for call in reading(input_norms[0].out, nn.Linear):
             per_head = call.out.unflatten(-1, (-1, state.shape[-1]))
+            # A query or key may pass a per-head norm before the rotation.
             for norm in (None, *reading(per_head)):
                 normalized = per_head if norm is None else norm.out
                 candidate = (
@@ -307,6 +310,7 @@ def _match_parts(module: nn.Module, attention: str, trace: _BlockTrace) -> Block
         *filter(None, head_norms.values()),
     }
     called_labels |= {output_calls[0].label, post_norms[0].label, mlps[0].label}
+    # An additional call may have an effect that the comparisons above do not show.
     if called_labels != labels:
         return Verdict.refuse("it calls other parts besides")
     window = attention_call.options.get("sliding_window")

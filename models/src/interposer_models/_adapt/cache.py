@@ -85,6 +85,7 @@ class RowsLayer(DynamicLayer):
                 pages.fill(*self._shown)
         self.dtype, self.device = index.dtype, torch.device("cpu")
         self.is_initialized, self.rows = True, pages
+        # Views of the former rows would become stale with the next step.
         self._keys = self._values = None
         return pages
 
@@ -163,6 +164,7 @@ class RowsLayer(DynamicLayer):
                 assert isinstance(self.rows, Rows)
                 assert previous[1] is not None
                 self.rows.append(previous[0], previous[1])
+        # Code of the user, such as a beam search, may assign new tensors to keys and values.
         elif self.keys is not self._shown[0] or self.values is not self._shown[1]:
             assert self.keys is not None
             assert self.values is not None

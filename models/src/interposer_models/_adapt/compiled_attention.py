@@ -28,6 +28,7 @@ class AttentionOwner(Protocol):
         ...
 
 
+# Weak, so that a compiled graph does not keep a model alive.
 _owners: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _libraries: list[torch.library.Library] = []  # an op is unregistered with its library

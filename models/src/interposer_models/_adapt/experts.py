@@ -172,6 +172,7 @@ def _find_activation(module: Any, form: Form, hidden: int, inner: int) -> str | 
     probe = copy.copy(module)
     if hasattr(module, "config"):
         probe.config = copy.copy(module.config)
+        # Other implementations may not support float64.
         probe.config._experts_implementation = "eager"
     probe.num_experts = _NUM_PROBE_EXPERTS
     probe._parameters = {
@@ -241,6 +242,8 @@ def _check_forward(
             if gate_up_bias is not None:
                 projected = projected + gate_up_bias[expert].abs().double()
             gate, up = projected.chunk(2)
+            # swiglu_oai multiplies by up + 1; for other activations the bound is larger than
+            # needed.
             activated = gate * (up + 1)
             total += float(weights[token, position]) * (down[expert].abs().double() @ activated)
         largest = max(largest, float(total.max()))

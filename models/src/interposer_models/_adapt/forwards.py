@@ -56,6 +56,7 @@ def forward_lookup(
         (ids,) = args
         flat = ids.reshape(-1).long()
         # The original raises for an id out of range; a kernel would read past the table.
+        # Under torch.compile, reading values would break the graph.
         if not is_compiling() and flat.numel():
             lowest, highest = flat.aminmax()
             if lowest < 0 or highest >= num_rows:

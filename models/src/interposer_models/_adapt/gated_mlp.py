@@ -101,6 +101,7 @@ def bind_gated_mlp(
     )
     forwards = []
     is_quantized = (not both_plain, not both_plain, not down_plain)
+    # parts also names the activation, so that zip stops after the three projections.
     for label, projection, call, restore, quantized in zip(
         parts, (gate, up, down), calls, restores, is_quantized, strict=False
     ):

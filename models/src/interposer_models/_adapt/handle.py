@@ -48,7 +48,7 @@ class Adapted(Generic[M]):
 
     @property
     def resolver(self) -> Resolver:
-        """The resolver that chose the kernels, with notes for the reasons of module results."""
+        """The resolver that chose the kernels, with notes for all module results."""
         resolver = self._adaptation.resolver
         resolver.notes[:] = [*notes(self.places), *self._adaptation.notes]
         return resolver
@@ -104,8 +104,8 @@ def adapt(
 ) -> Adapted[M]:
     """Run a transformers model on the kernels that interposer selects for this machine.
 
-    The model is changed in place, instance by instance; classes stay unchanged. A module that no kernel
-    can replace keeps the class's forward, with a reason in ``places``.
+    The model is changed in place, instance by instance; classes stay unchanged. A module that no
+    kernel can replace keeps the class's forward, with a reason in ``places``.
 
     Args:
         model: in evaluation mode, with its weights in memory.
@@ -145,6 +145,8 @@ def adapt(
     heads = set(head_ids(model))
     with placement.platform.numerics(config.numerics), host_memory.reused():
         try:
+            # The order matters. A tied weight is bound with all of its holders, and a composite
+            # before its leaves. Blocks reuse the layers and the attention of bound parts.
             bind_tables(adaptation)
             bind_composites(adaptation)
             bind_leaves(adaptation, heads)
@@ -157,6 +159,7 @@ def adapt(
             raise
     if placement.device.torch_device == "cpu":
         host_memory.trim()
+    # Refuses rules of the config that name no module of this model.
     resolver.check_places()
     adapted = Adapted(model, adaptation, quantization)
     adaptation.changes.set(model, _HANDLE_ATTRIBUTE, adapted)

@@ -73,6 +73,7 @@ def load_adapted(
                 f"which takes none. Try: load(path) without {name}"
             )
     placement = place(config)
+    # Weights may be large downloads: arguments and architecture were checked first.
     fetched = with_weights(checkpoint)
     assert isinstance(fetched, Checkpoint)
     checkpoint = fetched

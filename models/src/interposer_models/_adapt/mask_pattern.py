@@ -83,6 +83,7 @@ def _probe(function: MaskFunction, numbers: list[int]) -> Pattern | None:
     actual = torch.as_tensor(function(zero, zero, queries, keys)).expand(len(probed), len(probed))
     patterns = [Pattern(True), Pattern(False)]
     for number in numbers:
+        # transformers' bidirectional windows include the distance number itself.
         patterns += [Pattern(True, number), Pattern(False, number + 1)]
     matching = [p for p in patterns if torch.equal(_visible(p, queries, keys), actual)]
     return matching[0] if matching else None

@@ -26,6 +26,7 @@ def read_mask(mask: Tensor, batch: int, num_queries: int, num_keys: int) -> Mask
     if mask.shape[1:] != (1, num_queries, num_keys) or mask.shape[0] not in (1, batch):
         return None
     visible = mask[:, 0]
+    # In all supported patterns the last query attends to the last visible key.
     last_row = visible[:, -1]
     counts = last_row.sum(1)
     ends = num_keys - last_row.flip(1).int().argmax(1)

@@ -49,6 +49,7 @@ def make_mask_function(sdpa_mask: Callable[..., Tensor | None]) -> Callable[...,
     """Wrap transformers' mask function for sdpa: attach ``MaskFacts`` to each mask."""
 
     def mask_function(*args: Any, **settings: Any) -> Tensor | None:
+        # transformers passes keywords; positional arguments mean another caller.
         interceptor = None if args or is_compiling() else INTERCEPTOR.get()
         if interceptor is not None:
             return interceptor.mask(make_mask, settings)

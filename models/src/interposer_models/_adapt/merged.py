@@ -132,6 +132,8 @@ def bind_merged(
     quantized = not isinstance(layer.method, PlainLinear)
     kernel, merged_kernels = layer_kernel_name(layer), _kernels_at(adaptation, layer.prefix)
     for part_name, part in zip(names, parts, strict=True):
+        # A merged site has other sizes and another name, so that rules or measurements may select
+        # another kernel. Merging must not change the selection.
         unmerged_kernels = _kernels_without_merging(adaptation, part_name, part, dtype)
         if unmerged_kernels != merged_kernels:
             listed = [
@@ -150,6 +152,8 @@ def bind_merged(
     merged_weight = None
     if restore is not None:
         merged_weight = _MergedWeight(restore, sum(weight.shape[0] for weight in weights))
+        # The checks below restore each projection: one restore of the merged weight serves all of
+        # them.
         merged_weight.cache(weights[0])
     start = 0
     for part_name, part in zip(names, parts, strict=True):

@@ -97,6 +97,8 @@ class ModuleForward:
             scope.exit(state)
 
     def _find_hooks(self) -> list[Any]:
+        # A hook may read or change a child's input between the projections, which a shared matmul
+        # would not see. The dictionaries are collected once, as torch updates them in place.
         hooks = [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]
         for label in self.watched_children:
             child = self.module._modules[label]

@@ -38,6 +38,7 @@ def bind_tables(adaptation: Adaptation) -> None:
         ]
         is_tied = bool(projections) and len(holders) > 1
         lookups = [*embeddings, *((n, m) for n, m in other_holders if isinstance(m, nn.Embedding))]
+        # Without an embedding, no lookup could restore the packed weight for the other holders.
         if is_tied and not lookups:
             names = ", ".join(name for name, _, _ in holders)
             for name, module in projections:
@@ -69,6 +70,7 @@ def bind_composites(adaptation: Adaptation) -> None:
         gated_parts = find_gated(module)
         if gated_parts is not None and _bind_gated(adaptation, module, name, gated_parts):
             continue
+        # Larger groups first: a projection can be merged only once.
         for group in sorted(find_sharing(module), key=len, reverse=True):
             _bind_merged(adaptation, module, name, group)
 

@@ -24,6 +24,8 @@ _WRITES = (
     "{} would write to {!r}, which is packed for the kernel that reads it. "
     "Try: adapted.restore(), change the weights, and adapt() again"
 )
+# Reading ``.data`` or detaching must return a plain tensor: code of the user copies weights that
+# way.
 _DETACH = torch.ops.aten.detach.default
 _EMBEDDING = torch.ops.aten.embedding.default
 
@@ -124,6 +126,7 @@ class PackedWeight(nn.Parameter):
         """Run ``func`` on the plain weight, or refuse if ``func`` writes to it."""
         if func is _DETACH:
             return args[0].plain()
+        # A lookup restores only the requested rows of a large table.
         if func is _EMBEDDING and isinstance(args[0], cls) and args[0].lookup is not None:
             return args[0].lookup(args[1])
         keywords = dict(kwargs or {})

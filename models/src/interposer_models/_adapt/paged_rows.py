@@ -79,6 +79,8 @@ def find_page_index(backend: AttentionBackend) -> PageIndex | Verdict:
     plan = backend.plan(uniform_batch(1, spec.page_size, 0, spec.page_size))
     query = torch.zeros(spec.page_size, spec.num_heads, spec.head_size, dtype=spec.dtype)
     decoded = torch.zeros(cache.numel(), dtype=torch.int64)
+    # Each pass stores one base-128 digit of every element's index. Positions of a page that stay
+    # negative hold no element.
     factor = 1
     while factor < numbers.numel():
         keys, values = (numbers // factor % _BASE).to(spec.dtype).transpose(1, 2).contiguous()

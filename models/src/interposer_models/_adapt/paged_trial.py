@@ -101,6 +101,7 @@ def _logits_in_steps(
             if num_tokens:
                 pool.extend(sequence.pages[0], sequence.num_computed + num_tokens)
                 chunks.append(Chunk(sequence, num_tokens))
+        # The order of sequences in a row must not matter.
         if number % 2:
             chunks.reverse()
         if not chunks:
@@ -108,6 +109,8 @@ def _logits_in_steps(
         batch = StepBatch.build(chunks, size, device)
         owners = [chunk.sequence.id for chunk in chunks for _ in range(chunk.num_tokens)]
         sequence_ids = torch.tensor(owners, device=device)
+        # The second sequence ends at the end of the context, to expose angles that depend on the
+        # longest sequence.
         position_offsets = sequence_ids * (context - second_length)
         batch = replace(batch, positions=batch.positions + position_offsets)
         prompt_rows = (sequence_ids == 0).nonzero()[:, 0]

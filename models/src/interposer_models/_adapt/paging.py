@@ -119,6 +119,7 @@ def language_model(
         max_step_tokens=max_step_tokens,
         numerics=plan.numerics,
     )
+    # The pool assigns the slots by which the decoder finds the cache of a sequence.
     if isinstance(decoder, SequenceCaches):
         decoder.pool = runner.pools[0]
     engine = Engine(
@@ -172,6 +173,7 @@ def _choose_decoder(
             backends = [layer.backend for layer in paged.attention_layers]
             return paged, CacheShape.of(backends, paged.page_size, **sizes), 0
         except UnsupportedLayerError as error:
+            # Pages do not serve the layer; a transformers cache for each sequence may.
             model, in_force = adapted.model, lambda: is_in_force(adapted)
             decoder_and_shape = sequence_caches(model, config, device, plan.numerics, in_force)
             if decoder_and_shape is None:

@@ -58,6 +58,7 @@ def bind_projection(
     layer = _layer(adaptation, name, plain, bias, is_head)
     call = kernel_call(layer)
     quantized = not isinstance(layer.method, PlainLinear)
+    # A subclass's forward is only trusted after a comparison, which quantization error would fail.
     if quantized and type(module) is not nn.Linear and not transposed:
         return Verdict.refuse(
             "its forward is its own, and cannot be compared with quantized weights"
@@ -138,6 +139,7 @@ def set_weights(layer: Any, **tensors: Tensor | None) -> None:
         if tensor is None or tensor.shape != parameter.shape:
             raise ValueError(f"a layer of {type(layer).__name__} has the parameter {name!r} too")
         filled = nn.Parameter(tensor.detach().contiguous(), requires_grad=False)
+        # Keeps the attributes that the layer set on its parameter.
         filled.__dict__.update(vars(parameter))
         layer._parameters[name] = filled
     layer.finalize()

@@ -98,6 +98,7 @@ class AdaptedRotary:
             bound_kernel = site.bind_kernel(rotary_embedding, head_size=size, rotary_size=size)
         except NoCandidateError:
             return None
+        # The reference is not faster than the class's own function.
         if bound_kernel.function is rotary_embedding.reference:
             return None
         verdict = self._check_kernel(bound_kernel.function, size, dtype)
@@ -150,6 +151,7 @@ class _CachedTables(NamedTuple):
 class RotaryTables(threading.local):
     """The cosine and sine tables in the op's layout, shared by layers with the same tables."""
 
+    # All layers of a step get the same tables, so that one entry suffices.
     cached: _CachedTables | None = None
 
     def prepare(self, cos: Tensor, sin: Tensor, batch: int) -> Pair | None:

@@ -225,6 +225,7 @@ def _candidates(module: nn.Module, probe: _Probe) -> Iterator[Routing]:
     """Yield all routings with the numbers and tensors that the module holds."""
     num_experts = probe.logits.shape[-1]
     corrections = ["", *(name for name, _ in _tensors(module) if name not in ("weight", "bias"))]
+    # A routed_scaling_factor is a float attribute of the module.
     scales = {1.0, *(float(value) for value in vars(module).values() if type(value) is float)}
     numbers = {value for value in vars(module).values() if type(value) is int and value > 0}
     groups = [(1, 1)] + [

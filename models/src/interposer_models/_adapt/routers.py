@@ -44,6 +44,8 @@ def bind_router(adaptation: Adaptation, module: nn.Module, name: str) -> str | V
     with torch.no_grad():
         expected = class_forward(module)(x)
     logits = expected[routing.order[0]]
+    # Some classes compute logits in float32 from bfloat16 weights; others round them to bfloat16
+    # first.
     dtype = _logits_dtype(logits, weight.dtype)
     site = adaptation.site(name, dtype)
     bound_kernel = site.bind_kernel(

@@ -92,6 +92,7 @@ class SequenceCaches:
         """Compute the logits ``[R, V]`` of the tokens in ``rows``, in order, or of all tokens."""
         if not self._in_force():
             raise ConfigError("The model was restored. Try: language_model(adapt(model))")
+        # Slots and lengths are read on the host, as each sequence is a call of its own.
         batch: StateBatch = plans[-1].on_host()
         for slot in self._free_slots():
             del self._caches[slot]
@@ -182,6 +183,7 @@ def sequence_caches(
             except FAILURES:
                 continue
             if distance(actual, expected) <= max_distance:
+                # A line through both measurements: slope per token, constant part for states.
                 (first, first_bytes), (last, last_bytes) = sizes
                 token_bytes = -(-(last_bytes - first_bytes) // max(last - first, 1))
                 group = CacheGroup(None, 1, token_bytes * decoder.page_size, None)

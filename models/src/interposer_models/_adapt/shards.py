@@ -25,6 +25,7 @@ def local_part(tensor: Any) -> Tensor:
     if not is_sharded(tensor):
         unsharded: Tensor = tensor
         return unsharded
+    # to_local records a gradient otherwise.
     with torch.no_grad():
         shard: Tensor = tensor.to_local()
     return shard

@@ -71,6 +71,7 @@ def bind_table(
 
 
 def _kernels_of(adaptation: Adaptation, name: str) -> tuple[str, str]:
+    # _bind returns both names in one string, as attempt records one kernel.
     lookup_kernel, _, head_kernel = adaptation.results[name].kernel.partition(" ")
     return lookup_kernel, head_kernel
 

@@ -37,6 +37,7 @@ def bind_unweighted_norm(
     sample = next(
         (parameter for parameter in parent.parameters() if parameter.is_floating_point()), None
     )
+    # Too many candidates cost a kernel binding each; further sizes run the class's forward.
     sizes = list(dict.fromkeys(_sizes(parent)))[:_MAX_SIZES]
     if sample is None or not sizes:
         return Verdict.refuse("it has no weight, and nothing beside it says size and dtype")

@@ -62,6 +62,8 @@ def unpacked_forward(module: nn.Module) -> Forward:
         plain: Any = {
             name: weight.plain() if is_global else weight.part() for name, weight in packed.items()
         }
+        # The class's forward reads the parameters of the module, so that plain tensors are put
+        # there for the call.
         module._parameters.update(plain)
         try:
             return type(module).forward(module, *args, **kwargs)

@@ -46,6 +46,7 @@ class Encoder:
         self.labels = tuple(labels)
         self._lock = FairLock()
         if tokenizer.pad_token is None:
+            # The attention mask hides padding, so that any token can pad.
             tokenizer.pad_token = tokenizer.eos_token
 
     def embed(
@@ -106,6 +107,7 @@ class Encoder:
         """Run all texts in batches of similar length, and return the rows in input order."""
         if type(batch_size) is not int or batch_size < 1:
             raise RequestError(f"batch_size is {batch_size!r}, must be a positive integer")
+        # Texts of similar length are padded little.
         order = sorted(range(len(texts)), key=lambda i: len("".join(texts[i])), reverse=True)
         model = self.adapted.model
         limit = {} if self.pooling.max_tokens is None else {"max_length": self.pooling.max_tokens}

@@ -79,6 +79,7 @@ class Pooling:
 
 
 def _cls(hidden: Tensor, mask: Tensor) -> Tensor:
+    # The first token that is no padding: padding may be on the left.
     return hidden[torch.arange(len(hidden)), mask.argmax(1)]
 
 
@@ -134,6 +135,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 def _modes(file: Path) -> tuple[str, ...]:
     settings = read_json(file)
     stored_modes: Any = settings.get("pooling_mode")
+    # Older files have a boolean for each mode instead.
     if stored_modes is None:
         enabled = [key.removeprefix("pooling_mode_") for key, on in settings.items() if on is True]
         stored_modes = [

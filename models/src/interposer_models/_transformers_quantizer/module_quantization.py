@@ -47,6 +47,7 @@ def quantize_modules(model: Any, resolver: Resolver) -> list[str]:
         replaced |= _quantize_tied(resolver, head, names[id(head)], table, names[id(table)])
         for name, quantized_module in replaced.items():
             _replace(holders[id(model.get_submodule(name))], quantized_module)
+        # Releases the reference to the plain table.
         del table
     for name in [*names.values()]:
         module = model.get_submodule(name)
@@ -88,6 +89,7 @@ def _quantize_tied(
     """Return the replacements for a head and the tied embedding."""
     dtype = table.weight.dtype
     site, head_site = Site(resolver, table_name, dtype), Site(resolver, head_name, dtype)
+    # The tied layer computes a head without a bias only.
     if head.bias is not None:
         return {}
     with torch.device("meta"):

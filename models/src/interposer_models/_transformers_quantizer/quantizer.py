@@ -91,6 +91,7 @@ class InterposerQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         with self.placement.platform.numerics(self.resolver.config.numerics), torch.no_grad():
             self.quantized = tuple(quantize_modules(model, self.resolver))
+        # Refuses rules of the config that name no module of this model.
         self.resolver.check_places()
         return model
 
