@@ -84,9 +84,9 @@ def reasons(adapted: Any) -> list[str]:
     return [place.reason for place in adapted.places if place.kind.endswith("Attention")]
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Say whether float32 results of some twenty operations in a row agree."""
-    return bool((found - expected).abs().max() <= 2e-5 * expected.abs().max())
+    return bool((actual - expected).abs().max() <= 2e-5 * expected.abs().max())
 
 
 @torch.no_grad()
@@ -131,7 +131,7 @@ def test_padded_batches_in_chunks_compute_the_same(
 
 
 @torch.no_grad()
-def test_masks_of_other_patterns_are_delegated_and_told() -> None:
+def test_calls_with_unsupported_masks_are_delegated_and_reported() -> None:
     model = llama()
     ids = torch.arange(1, 11)[None]
     blocks = torch.ones(10, 10, dtype=torch.bool).tril()
@@ -164,7 +164,7 @@ def test_a_static_cache_computes_the_same() -> None:
     assert all(close(a, b) for a, b in zip(run(), expected, strict=True))
 
 
-def test_attention_that_was_chosen_otherwise_stays() -> None:
+def test_a_model_with_another_attention_implementation_keeps_it() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES)
     config._attn_implementation = "eager"
@@ -175,7 +175,7 @@ def test_attention_that_was_chosen_otherwise_stays() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [capped, sunk])
-def test_caps_and_sinks_run_on_a_kernel(kind: Any) -> None:
+def test_softcaps_and_sinks_run_on_a_kernel(kind: Any) -> None:
     model = kind()
     ids = torch.arange(1, 10)[None]
     expected = model(ids, output_attentions=True)
@@ -185,26 +185,26 @@ def test_caps_and_sinks_run_on_a_kernel(kind: Any) -> None:
     assert len(attentions) == 2
     assert all(place.is_bound for place in attentions)
     # What is said of them besides is not that a call was delegated.
-    said = {place.reason.partition(" by ")[0] for place in attentions}
-    assert said <= {"", "rotary embedding"}
+    reasons_before_by = {place.reason.partition(" by ")[0] for place in attentions}
+    assert reasons_before_by <= {"", "rotary embedding"}
     # Weights of the softmax are nothing that a kernel returns.
-    found = model(ids, output_attentions=True)
-    assert close(found.logits, expected.logits)
-    assert len(found.attentions) == len(expected.attentions) == 2
+    actual = model(ids, output_attentions=True)
+    assert close(actual.logits, expected.logits)
+    assert len(actual.attentions) == len(expected.attentions) == 2
     assert any("its attention weights are requested" in reason for reason in reasons(adapted))
     adapted.restore()
     assert model.config._attn_implementation == "eager"
     assert torch.equal(model(ids).logits, expected.logits)
 
 
-def test_an_attention_that_does_something_else_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_eager_attention_with_other_results_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
 
     monkeypatch.setattr(modeling_llama.LlamaPreTrainedModel, "_supports_sdpa", False)
     eager = modeling_llama.eager_attention_forward
 
-    def doubled(*args: Any, **named: Any) -> Any:
-        out, weights = eager(*args, **named)
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        out, weights = eager(*args, **kwargs)
         return 2 * out, weights
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", doubled)
@@ -220,7 +220,7 @@ def test_an_attention_that_does_something_else_stays(monkeypatch: pytest.MonkeyP
     assert model.config._attn_implementation == "interposer"
 
 
-def test_the_configuration_is_given_back_and_not_saved(tmp_path: Any) -> None:
+def test_the_configuration_is_restored_and_not_saved(tmp_path: Any) -> None:
     model = llama()
     model.config.save_pretrained(tmp_path / "before")
     adapted = adapt(model)
@@ -232,27 +232,27 @@ def test_the_configuration_is_given_back_and_not_saved(tmp_path: Any) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_models_that_share_a_configuration_are_adapted_each_for_itself() -> None:
+def test_models_that_share_a_configuration_are_adapted_independently() -> None:
     model = capped()
-    other = AutoModelForCausalLM.from_config(model.config).eval()
-    assert other.config is model.config
+    second_model = AutoModelForCausalLM.from_config(model.config).eval()
+    assert second_model.config is model.config
     ids = torch.arange(1, 10)[None]
-    expected = model(ids).logits, other(ids).logits
+    expected = model(ids).logits, second_model(ids).logits
     first = adapt(model)
-    assert other.config._attn_implementation == "eager"
-    assert torch.equal(other(ids).logits, expected[1])
-    second = adapt(other)
-    for adapted, wanted in zip((first, second), expected, strict=True):
-        assert close(adapted.model(ids).logits, wanted)
+    assert second_model.config._attn_implementation == "eager"
+    assert torch.equal(second_model(ids).logits, expected[1])
+    second = adapt(second_model)
+    for adapted, logits in zip((first, second), expected, strict=True):
+        assert close(adapted.model(ids).logits, logits)
         kernels = {p.kernel for p in adapted.places if p.kind.endswith("Attention")}
         assert all("ragged_attention" in kernel for kernel in kernels), kernels
     first.restore()
     assert second.model.config._attn_implementation == "interposer"
     second.restore()
-    assert model.config is other.config
+    assert model.config is second_model.config
 
 
-def test_what_is_assigned_to_a_configuration_outlives_the_adaptation() -> None:
+def test_values_assigned_to_a_configuration_survive_restore() -> None:
     model = llama()
     adapted = adapt(model)
     model.config.pad_token_id = 7
@@ -281,10 +281,10 @@ class TwinCaches:
     def update(self, length: int) -> None:
         states = [torch.randn(self.batch, 2, length, 8) for _ in range(4)]
         for layer in (0, 1):
-            found, expected = (
+            actual, expected = (
                 cache.update(*states[2 * layer : 2 * layer + 2], layer) for cache in self.caches
             )
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
     def check(self) -> None:
         assert self.ours.get_seq_length() == self.theirs.get_seq_length()
@@ -311,7 +311,7 @@ STEPS = st.one_of(
     recording=st.booleans(),
     steps=st.lists(STEPS, max_size=8),
 )
-def test_a_cache_of_rows_holds_what_one_of_transformers_does(
+def test_a_rows_cache_equals_a_transformers_cache(
     window: int | None, recording: bool, steps: list[tuple[str, int]]
 ) -> None:
     twins = TwinCaches(window)
@@ -392,8 +392,8 @@ def test_generate_gives_the_same_tokens(kind: Any, mode: str) -> None:
 
     def run() -> torch.Tensor:
         torch.manual_seed(3)
-        found: torch.Tensor = model.generate(ids, attention_mask=padding, **options)
-        return found
+        actual: torch.Tensor = model.generate(ids, attention_mask=padding, **options)
+        return actual
 
     expected = run()
     adapt(model)
@@ -415,7 +415,7 @@ def test_assisted_generation_gives_the_same_tokens(kind: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_cache_of_ones_own_is_used() -> None:
+def test_generate_uses_the_cache_of_the_caller() -> None:
     model = llama()
     adapt(model)
     cache = DynamicCache(config=model.config)

@@ -91,16 +91,16 @@ def layers_of(adapted: Adapted[Any]) -> dict[str, str]:
     }
 
 
-def left(adapted: Adapted[Any]) -> str:
+def skip_notes(adapted: Adapted[Any]) -> str:
     """Return the lines that say why something is computed part by part."""
     lines = str(explain(adapted)).splitlines()
     return "\n".join(line for line in lines if "part by part" in line)
 
 
-def greedy(model: Any, ids: torch.Tensor = IDS, count: int = 6, **named: Any) -> torch.Tensor:
-    named = {"do_sample": False, **named}
+def greedy(model: Any, ids: torch.Tensor = IDS, count: int = 6, **options: Any) -> torch.Tensor:
+    options = {"do_sample": False, **options}
     tokens: torch.Tensor = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **named
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options
     )
     return tokens
 
@@ -108,16 +108,16 @@ def greedy(model: Any, ids: torch.Tensor = IDS, count: int = 6, **named: Any) ->
 @torch.no_grad()
 def steps(model: Any, cache: Any, lengths: tuple[int, ...] = (5, 1, 2, 1)) -> torch.Tensor:
     """Return the logits of tokens that are computed over a cache in steps."""
-    found, first = [], 0
+    actual, first = [], 0
     for length in lengths:
         ids = IDS[:, first : first + length]
-        found.append(model(ids, past_key_values=cache, use_cache=True).logits)
+        actual.append(model(ids, past_key_values=cache, use_cache=True).logits)
         first += length
-    return torch.cat(found, dim=1)
+    return torch.cat(actual, dim=1)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_block_gives_the_same_tokens_and_the_model_back(name: str) -> None:
+def test_a_block_generates_the_same_tokens_and_is_restored(name: str) -> None:
     model = build(BLOCKS[name]())
     state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     expected, beams = greedy(model), greedy(model, num_beams=3)
@@ -126,7 +126,7 @@ def test_a_block_gives_the_same_tokens_and_the_model_back(name: str) -> None:
     assert torch.equal(greedy(model), expected)
     assert torch.equal(greedy(model, num_beams=3), beams)
     assert layers_of(adapted) == {"model.layers.0": "", "model.layers.1": ""}
-    assert not left(adapted)
+    assert not skip_notes(adapted)
     adapted.restore()
     assert torch.equal(steps(model, DynamicCache(config=model.config)), before)
     assert all("forward" not in vars(module) for module in model.modules())
@@ -142,28 +142,28 @@ def test_a_block_is_as_close_to_the_exact_result_as_the_layer(
     expected = steps(model, DynamicCache(config=model.config))
     exact = steps(copy.deepcopy(model).double(), DynamicCache())
     adapted = adapt(model, config)
-    found = steps(model, adapted.new_cache())
+    actual = steps(model, adapted.new_cache())
     assert layers_of(adapted) == {"model.layers.0": "", "model.layers.1": ""}
-    error, theirs = ((each - exact).norm() / exact.norm() for each in (found, expected))
+    error, theirs = ((result - exact).norm() / exact.norm() for result in (actual, expected))
     # Both round to the model's dtype as often, or less.
     assert error <= 2 * theirs
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_layer_that_is_another_says_so(name: str) -> None:
+def test_a_layer_that_is_no_block_is_skipped_with_a_reason(name: str) -> None:
     make, reason = OTHERS[name]
     model = build(make())
     expected = greedy(model)
     adapted = adapt(model, CONFIG)
     assert torch.equal(greedy(model), expected)
     assert not layers_of(adapted)
-    assert reason in left(adapted)
+    assert reason in skip_notes(adapted)
 
 
-def test_layers_without_a_gated_mlp_are_not_spoken_of() -> None:
+def test_layers_without_a_gated_mlp_get_no_note() -> None:
     adapted = adapt(build(PhiConfig(**SIZES)), CONFIG)
     assert not layers_of(adapted)
-    assert not left(adapted)
+    assert not skip_notes(adapted)
 
 
 class Doubled(nn.Module):
@@ -184,7 +184,7 @@ def hooked(layer: Any) -> Callable[[], None]:
 
 
 def hooked_before(layer: Any) -> Callable[[], None]:
-    handle = layer.mlp.down_proj.register_forward_pre_hook(lambda _, given: (2 * given[0],))
+    handle = layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: (2 * args[0],))
     return lambda: handle.remove()
 
 
@@ -192,10 +192,10 @@ def wrapped(layer: Any) -> Callable[[], None]:
     base = layer.self_attn.o_proj
     layer.self_attn.o_proj = Doubled(base)
 
-    def back() -> None:
+    def undo() -> None:
         layer.self_attn.o_proj = base
 
-    return back
+    return undo
 
 
 def replaced(layer: Any) -> Callable[[], None]:
@@ -203,19 +203,19 @@ def replaced(layer: Any) -> Callable[[], None]:
     inner = module.forward
     module.forward = lambda x: 2 * inner(x)
 
-    def back() -> None:
+    def undo() -> None:
         module.forward = inner
 
-    return back
+    return undo
 
 
 def turned_off(layer: Any) -> Callable[[], None]:
     layer.self_attn.config._attn_implementation = "eager"
 
-    def back() -> None:
+    def undo() -> None:
         layer.self_attn.config._attn_implementation = "interposer"
 
-    return back
+    return undo
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def turned_off(layer: Any) -> Callable[[], None]:
         (turned_off, "another attention"),
     ],
 )
-def test_what_is_changed_in_a_layer_later_counts(
+def test_later_changes_to_a_layer_take_effect(
     change: Callable[[Any], Callable[[], None]], reason: str
 ) -> None:
     config = BLOCKS["qwen3"]()
@@ -239,83 +239,87 @@ def test_what_is_changed_in_a_layer_later_counts(
         plain = steps(
             model, DynamicCache(config=config) if model is before else adapted.new_cache()
         )
-        back = change(model.model.layers[1])
-        other = steps(
+        undo = change(model.model.layers[1])
+        expected_steps = steps(
             model, DynamicCache(config=config) if model is before else adapted.new_cache()
         )
-        back()
+        undo()
         again = steps(
             model, DynamicCache(config=config) if model is before else adapted.new_cache()
         )
-        expected.append((plain, other, again))
-    for found, right in zip(expected[1], expected[0], strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+        expected.append((plain, expected_steps, again))
+    for actual, right in zip(expected[1], expected[0], strict=True):
+        torch.testing.assert_close(actual, right, rtol=1e-4, atol=1e-4)
     assert torch.equal(expected[1][0], expected[1][2])
-    said = layers_of(adapted)
-    assert reason in said["model.layers.1"]
-    assert ("another attention" in reason) == (reason in said["model.layers.0"])
+    layers = layers_of(adapted)
+    assert reason in layers["model.layers.1"]
+    assert ("another attention" in reason) == (reason in layers["model.layers.0"])
 
 
-def test_hooks_that_were_there_are_called_and_leave_the_layer_in_parts() -> None:
-    model, seen = build(BLOCKS["llama"]()), []
-    model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: seen.append(1))
+def test_existing_hooks_are_called_and_prevent_a_block() -> None:
+    model, events = build(BLOCKS["llama"]()), []
+    model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: events.append(1))
     adapted = adapt(model, CONFIG)
-    assert not seen
+    assert not events
     steps(model, adapted.new_cache())
-    assert len(seen) == 4
+    assert len(events) == 4
     assert list(layers_of(adapted)) == ["model.layers.1"]
-    assert "model.layers.0: computed part by part: a module within it has hooks" in left(adapted)
+    assert "model.layers.0: computed part by part: a module within it has hooks" in skip_notes(
+        adapted
+    )
 
 
-def test_a_forward_that_was_set_around_a_part_leaves_the_layer_in_parts() -> None:
-    model, seen = build(BLOCKS["llama"]()), []
+def test_a_wrapped_forward_of_a_part_prevents_a_block() -> None:
+    model, events = build(BLOCKS["llama"]()), []
     projection = model.model.layers[0].self_attn.o_proj
     inner = projection.forward
 
     def around(x: torch.Tensor) -> Any:
-        seen.append(x.shape)
+        events.append(x.shape)
         return inner(x)
 
     projection.forward = around
     adapted = adapt(model, CONFIG)
-    seen.clear()
+    events.clear()
     steps(model, adapted.new_cache())
-    assert len(seen) == 4
+    assert len(events) == 4
     assert list(layers_of(adapted)) == ["model.layers.1"]
-    assert "model.layers.0: computed part by part: another library put a forward" in left(adapted)
+    assert "model.layers.0: computed part by part: another library put a forward" in skip_notes(
+        adapted
+    )
 
 
 @torch.no_grad()
-def test_hidden_states_and_hooks_on_layers_get_what_they_return() -> None:
-    model, seen = build(BLOCKS["llama"]()), []
+def test_hidden_states_and_layer_hooks_get_the_results_of_blocks() -> None:
+    model, events = build(BLOCKS["llama"]()), []
     expected = model(IDS, output_hidden_states=True).hidden_states
     model = build(BLOCKS["llama"]())
     adapted = adapt(model, CONFIG)
-    model.model.layers[0].register_forward_hook(lambda _, __, out: seen.append(out))
+    model.model.layers[0].register_forward_hook(lambda _, __, out: events.append(out))
     model(IDS, past_key_values=adapted.new_cache(), use_cache=True)
     assert layers_of(adapted) == {"model.layers.0": "", "model.layers.1": ""}
-    torch.testing.assert_close(seen[0], expected[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(events[0], expected[1], rtol=1e-4, atol=1e-4)
     cache = adapted.new_cache()
-    found = model(IDS, past_key_values=cache, use_cache=True, output_hidden_states=True)
-    for each, right in zip(found.hidden_states, expected, strict=True):
+    actual = model(IDS, past_key_values=cache, use_cache=True, output_hidden_states=True)
+    for each, right in zip(actual.hidden_states, expected, strict=True):
         torch.testing.assert_close(each, right, rtol=1e-4, atol=1e-4)
     # transformers hooks the parts as well from then on.
     assert "has hooks" in layers_of(adapted)["model.layers.0"]
 
 
-def test_a_copy_has_hooks_of_its_own() -> None:
-    model, seen = build(BLOCKS["llama"]()), []
+def test_hooks_of_a_copied_model_are_separate() -> None:
+    model, events = build(BLOCKS["llama"]()), []
     adapted = adapt(model, CONFIG)
     expected = steps(model, adapted.new_cache())
     twin = copy.deepcopy(model)
-    twin.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: seen.append(1))
+    twin.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: events.append(1))
     assert torch.equal(steps(model, adapted.new_cache()), expected)
-    assert not seen
+    assert not events
     torch.testing.assert_close(steps(twin, adapted.new_cache()), expected, rtol=1e-4, atol=1e-4)
-    assert len(seen) == 4
+    assert len(events) == 4
 
 
-def test_it_is_not_trained_or_converted() -> None:
+def test_a_model_with_blocks_refuses_training_and_conversion() -> None:
     model = build(BLOCKS["llama"]())
     adapt(model, CONFIG)
     with pytest.raises(ConfigError, match="cannot be trained"):
@@ -325,21 +329,21 @@ def test_it_is_not_trained_or_converted() -> None:
 
 
 @torch.no_grad()
-def test_a_padded_batch_and_a_foreign_cache_are_computed_part_by_part() -> None:
+def test_padded_batches_and_transformers_caches_run_part_by_part() -> None:
     config = BLOCKS["qwen3"]()
     model, mask = build(config), torch.ones_like(IDS)
     mask[1, :4] = 0
     expected = model.generate(IDS, attention_mask=mask, max_new_tokens=6, do_sample=False)
     adapted = adapt(model, CONFIG)
-    found = model.generate(IDS, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    assert torch.equal(found, expected)
+    actual = model.generate(IDS, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    assert torch.equal(actual, expected)
     assert "such as padding" in layers_of(adapted)["model.layers.0"]
     model(IDS, past_key_values=DynamicCache(config=config), use_cache=True)
     assert "no cache of this project" in layers_of(adapted)["model.layers.0"]
 
 
 @pytest.mark.slow
-def test_the_compiler_sees_the_parts() -> None:
+def test_torch_compile_sees_the_parts_of_a_block() -> None:
     model = build(BLOCKS["llama"]())
     with torch.no_grad():
         expected = model(IDS, use_cache=False).logits
@@ -351,9 +355,9 @@ def test_the_compiler_sees_the_parts() -> None:
             return graph.forward
 
         compiled: Any = torch.compile(model, backend=kept, fullgraph=True)
-        found = compiled(IDS, use_cache=False).logits
+        actual = compiled(IDS, use_cache=False).logits
     assert graphs
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -363,8 +367,8 @@ def test_the_engine_computes_blocks_over_its_pages(window: int | None) -> None:
     expected = [greedy(model, torch.tensor([prompt])) for prompt in prompts]
     adapted = adapt(model, CONFIG)
     lm = language_model(adapted, cache_tokens=256)
-    found = lm.generate(prompts, SamplingParams(max_new_tokens=6))
-    for prompt, right, out in zip(prompts, expected, found, strict=True):
+    actual = lm.generate(prompts, SamplingParams(max_new_tokens=6))
+    for prompt, right, out in zip(prompts, expected, actual, strict=True):
         assert list(out.token_ids) == right[0, len(prompt) :].tolist()
     # The trial has no cache.
     assert set(layers_of(adapted).values()) == {
@@ -401,27 +405,27 @@ class Pair:
     @torch.no_grad()
     def update(self, caches: list[Any], batch: int, length: int) -> None:
         ids = torch.randint(1, 128, (batch, length), generator=self.generator)
-        expected, found = (
+        expected, actual = (
             model(ids, past_key_values=cache, use_cache=True).logits
             for model, cache in zip((self.plain, self.model), caches, strict=True)
         )
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
 PAIR: list[Pair] = []
 
 
 @settings(max_examples=num_examples(15), deadline=None)
-@given(taken=st.lists(STEPS, max_size=7))
-def test_a_cache_of_pages_holds_what_one_of_transformers_does(
-    taken: list[tuple[str, int]],
+@given(step_list=st.lists(STEPS, max_size=7))
+def test_a_paged_cache_equals_a_transformers_cache(
+    step_list: list[tuple[str, int]],
 ) -> None:
     if not PAIR:
         PAIR.append(Pair())
     pair = PAIR[0]
     caches, batch = pair.caches(), 2
     pair.update(caches, batch, 3)
-    for step, number in taken:
+    for step, number in step_list:
         length = caches[0].get_seq_length()
         assert caches[1].get_seq_length() == length
         assert caches[1].get_mask_sizes(3, 0) == caches[0].get_mask_sizes(3, 0)
@@ -442,15 +446,17 @@ def test_a_cache_of_pages_holds_what_one_of_transformers_does(
                 cache.batch_select_indices(torch.tensor([number % batch, 0]))
             batch = 2
         elif step == "look" and length:
-            for expected, found in zip(caches[0].layers, caches[1].layers, strict=True):
-                torch.testing.assert_close(found.keys, expected.keys, rtol=1e-4, atol=1e-4)
-                torch.testing.assert_close(found.values, expected.values, rtol=1e-4, atol=1e-4)
+            for expected, actual in zip(caches[0].layers, caches[1].layers, strict=True):
+                torch.testing.assert_close(actual.keys, expected.keys, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(actual.values, expected.values, rtol=1e-4, atol=1e-4)
         elif step == "write" and length:
             for cache in caches:
                 cache.layers[number].values.mul_(0.5)
         elif step == "copy":
-            held = caches[1]
-            caches[1] = pickle.loads(pickle.dumps(held)) if number else copy.deepcopy(held)
+            pages_cache = caches[1]
+            caches[1] = (
+                pickle.loads(pickle.dumps(pages_cache)) if number else copy.deepcopy(pages_cache)
+            )
         elif step == "reset":
             for cache in caches:
                 cache.reset()
@@ -459,58 +465,58 @@ def test_a_cache_of_pages_holds_what_one_of_transformers_does(
 
 
 @torch.no_grad()
-def test_a_cache_that_was_looked_at_holds_rows_from_then_on() -> None:
+def test_reading_a_paged_cache_converts_it_to_rows() -> None:
     pair = Pair()
     caches = pair.caches()
     pair.update(caches, 2, 5)
     assert layers_of(pair.adapted) == {"model.layers.0": "", "model.layers.1": ""}
-    held = caches[1].layers[0]
-    first = held.keys.data_ptr()
+    cache_layer = caches[1].layers[0]
+    first = cache_layer.keys.data_ptr()
     pair.update(caches, 2, 1)
-    assert held.keys.data_ptr() == first
-    said = layers_of(pair.adapted)
-    assert "somebody looked at it" in said["model.layers.0"]
-    assert said["model.layers.1"] == ""
+    assert cache_layer.keys.data_ptr() == first
+    layers = layers_of(pair.adapted)
+    assert "somebody looked at it" in layers["model.layers.0"]
+    assert layers["model.layers.1"] == ""
 
 
 @pytest.mark.parametrize("method", ["int8", "w4a8"])
-def test_quantized_layers_are_blocks_as_well(method: str) -> None:
+def test_quantized_layers_run_as_blocks(method: str) -> None:
     model = build(BLOCKS["qwen3"]())
     adapted = adapt(model, CONFIG, quantization=method)
     cache, looked_at = adapted.new_cache(), adapted.new_cache()
-    found = steps(model, cache)
+    actual = steps(model, cache)
     assert layers_of(adapted) == {"model.layers.0": "", "model.layers.1": ""}
     handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    other = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
     expected = steps(model, looked_at)
     handle.remove()
-    other.remove()
+    hook.remove()
     assert all("has hooks" in reason for reason in layers_of(adapted).values())
     # An input that lies at a boundary of its codes may go either way.
-    assert (found - expected).norm() <= 0.02 * expected.norm()
+    assert (actual - expected).norm() <= 0.02 * expected.norm()
 
 
 @pytest.mark.parametrize(
     "rule",
     ["ragged_attention", "rms_norm@*post_attention_layernorm", "*@model.layers.1*"],
 )
-def test_a_rule_for_a_part_keeps_the_layer_in_parts(rule: str) -> None:
+def test_a_rule_for_a_part_prevents_a_block(rule: str) -> None:
     config = Config(kernels={rule: "reference"}, disable=["example-norm"])
     model = build(BLOCKS["qwen3"]())
     expected = greedy(model)
     adapted = adapt(model, config)
     assert torch.equal(greedy(model), expected)
     assert not layers_of(adapted)
-    assert f"the rule '{rule}' names the kernel of a part" in left(adapted)
+    assert f"the rule '{rule}' names the kernel of a part" in skip_notes(adapted)
 
 
-def test_a_policy_without_blocks_leaves_the_layers_in_parts() -> None:
+def test_a_policy_without_block_layers_prevents_blocks() -> None:
     config = Config(layers={"decoder_block": "standard"}, disable=["example-norm"])
     adapted = adapt(build(BLOCKS["qwen3"]()), config)
     assert not layers_of(adapted)
-    assert "no installed layer computes a block at once" in left(adapted)
+    assert "no installed layer computes a block at once" in skip_notes(adapted)
 
 
-def test_a_layer_with_packed_projections_stays_in_parts() -> None:
+def test_merged_projections_of_the_checkpoint_prevent_a_block() -> None:
     adapted = adapt(build(Phi3Config(**SIZES)), CONFIG)
     assert not layers_of(adapted)

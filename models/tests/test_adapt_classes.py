@@ -73,7 +73,7 @@ def places(adapted: Any) -> dict[str, tuple[bool, str]]:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_linear_in_other_words_is_bound(bias: bool, dtype: torch.dtype) -> None:
+def test_a_linear_subclass_with_equal_results_is_bound(bias: bool, dtype: torch.dtype) -> None:
     layer = MatrixLinear(48, 32, bias)
     model = nn.Sequential(layer).to(dtype).eval()
     x = torch.randn(2, 5, 48, dtype=dtype)
@@ -100,22 +100,24 @@ def test_a_linear_in_other_words_is_bound(bias: bool, dtype: torch.dtype) -> Non
         (ColumnsLinear, "times as far away"),
     ],
 )
-def test_what_is_no_linear_is_left(kind: type[nn.Linear], reason: str) -> None:
+def test_a_linear_subclass_with_other_results_is_skipped(
+    kind: type[nn.Linear], reason: str
+) -> None:
     model = nn.Sequential(kind(48, 32)).eval()
-    bound, said = places(adapt(model))["0"]
-    assert not bound
-    assert reason in said
+    is_bound, skip_reason = places(adapt(model))["0"]
+    assert not is_bound
+    assert reason in skip_reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_without_a_weight_is_bound_for_the_sizes_beside_it(dtype: torch.dtype) -> None:
+def test_an_unweighted_norm_is_bound_for_the_sizes_of_its_parent(dtype: torch.dtype) -> None:
     model = Heads().to(dtype).eval()
     x = torch.randn(2, 5, 64, dtype=dtype)
     with torch.no_grad():
         expected = model(x)
         adapted = adapt(model)
-        found = places(adapted)
-        assert (found["before"][0], found["heads"][0]) == (True, True)
+        actual = places(adapted)
+        assert (actual["before"][0], actual["heads"][0]) == (True, True)
         torch.testing.assert_close(model(x), expected)
         # Of a size that nothing says, it does what its class does.
         odd = torch.randn(3, 11, dtype=dtype)
@@ -124,9 +126,9 @@ def test_a_norm_without_a_weight_is_bound_for_the_sizes_beside_it(dtype: torch.d
         assert torch.equal(model(x), expected)
 
 
-def test_a_norm_without_a_weight_and_neighbours_is_left() -> None:
-    bound, reason = places(adapt(nn.Sequential(BareNorm()).eval()))["0"]
-    assert not bound
+def test_an_unweighted_norm_without_neighbours_is_skipped() -> None:
+    is_bound, reason = places(adapt(nn.Sequential(BareNorm()).eval()))["0"]
+    assert not is_bound
     assert reason == "it has no weight, and nothing beside it says size and dtype"
 
 
@@ -138,6 +140,6 @@ def test_a_layer_norm_returns_rows_that_can_be_viewed() -> None:
         expected = model(columns)
         adapted = adapt(model)
         assert places(adapted)["0"][0]
-        found = model(columns)
-    assert found.stride() == expected.stride()
-    torch.testing.assert_close(found, expected)
+        actual = model(columns)
+    assert actual.stride() == expected.stride()
+    torch.testing.assert_close(actual, expected)

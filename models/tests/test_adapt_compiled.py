@@ -25,8 +25,8 @@ def _nothing_is_left() -> Iterator[None]:
 
 def windowed() -> Any:
     layers = ["sliding_attention", "full_attention"]
-    own: dict[str, Any] = {"head_dim": 8, "sliding_window": 5, "tie_word_embeddings": False}
-    return built(Gemma3TextConfig(**NARROW, **own, layer_types=layers))
+    settings: dict[str, Any] = {"head_dim": 8, "sliding_window": 5, "tie_word_embeddings": False}
+    return built(Gemma3TextConfig(**NARROW, **settings, layer_types=layers))
 
 
 class Graphs:
@@ -59,16 +59,16 @@ def delegated(adapted: Any) -> list[str]:
 )
 def test_attention_is_one_op_of_one_graph(kind: Any, padded: bool) -> None:
     model = kind()
-    named = {"attention_mask": PADDING} if padded else {}
-    expected = model(IDS, use_cache=False, **named).logits
+    kwargs = {"attention_mask": PADDING} if padded else {}
+    expected = model(IDS, use_cache=False, **kwargs).logits
     adapted = adapt(model)
-    seen = Graphs()
-    compiled: Any = torch.compile(model, fullgraph=True, backend=seen)
-    found = compiled(IDS, use_cache=False, **named).logits
+    graphs = Graphs()
+    compiled: Any = torch.compile(model, fullgraph=True, backend=graphs)
+    actual = compiled(IDS, use_cache=False, **kwargs).logits
     where = PADDING.bool() if padded else slice(None)
-    assert close(found[where], expected[where])
-    assert seen.attentions() == [2]
-    native = [op for op in seen.graphs[0] if op.startswith("interposer_cpu.")]
+    assert close(actual[where], expected[where])
+    assert graphs.attentions() == [2]
+    native = [op for op in graphs.graphs[0] if op.startswith("interposer_cpu.")]
     products = [op for op in native if op.startswith("interposer_cpu.linear")]
     # Q, K and V, o, gate and up, and down of both blocks, and the head; no kernel, no product.
     assert len(products) == (9 if native else 0)
@@ -87,11 +87,11 @@ def test_an_encoder_is_one_graph() -> None:
     behind = PADDING.flip(1)
     expected = model(IDS, attention_mask=behind).last_hidden_state
     adapt(model)
-    seen = Graphs()
-    compiled: Any = torch.compile(model, fullgraph=True, backend=seen)
-    found = compiled(IDS, attention_mask=behind).last_hidden_state
-    assert close(found[behind.bool()], expected[behind.bool()])
-    assert seen.attentions() == [2]
+    graphs = Graphs()
+    compiled: Any = torch.compile(model, fullgraph=True, backend=graphs)
+    actual = compiled(IDS, attention_mask=behind).last_hidden_state
+    assert close(actual[behind.bool()], expected[behind.bool()])
+    assert graphs.attentions() == [2]
 
 
 @pytest.mark.slow
@@ -102,22 +102,22 @@ def test_steps_over_a_static_cache_are_compiled(kind: Any) -> None:
 
     def run(forward: Any) -> torch.Tensor:
         cache = StaticCache(model.config, max_cache_len=16)
-        ids, padding, made = IDS, PADDING, []
+        ids, padding, logits = IDS, PADDING, []
         for _ in range(5):
             out = forward(
                 input_ids=ids, attention_mask=padding, past_key_values=cache, use_cache=True
             )
             ids = out.logits[:, -1:].argmax(-1)
             padding = torch.cat([padding, torch.ones_like(ids)], 1)
-            made.append(ids)
-        return torch.cat(made, 1)
+            logits.append(ids)
+        return torch.cat(logits, 1)
 
     expected = run(model)
     adapted = adapt(model)
     assert torch.equal(run(model), expected)
-    seen = Graphs()
-    assert torch.equal(run(torch.compile(model, fullgraph=True, backend=seen)), expected)
-    assert all(count == 2 for count in seen.attentions())
+    graphs = Graphs()
+    assert torch.equal(run(torch.compile(model, fullgraph=True, backend=graphs)), expected)
+    assert all(count == 2 for count in graphs.attentions())
     assert not delegated(adapted), delegated(adapted)
 
 
@@ -130,8 +130,8 @@ def test_a_mask_of_another_pattern_is_delegated_within_the_graph() -> None:
     expected = model(IDS, attention_mask=blocks[None, None], use_cache=False).logits
     adapted = adapt(model)
     compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
-    found = compiled(IDS, attention_mask=blocks[None, None], use_cache=False).logits
-    assert close(found, expected)
+    actual = compiled(IDS, attention_mask=blocks[None, None], use_cache=False).logits
+    assert close(actual, expected)
     assert len(delegated(adapted)) == 2
 
 
@@ -139,9 +139,9 @@ def test_a_mask_of_another_pattern_is_delegated_within_the_graph() -> None:
 @torch.no_grad()
 def test_a_shared_table_that_is_packed_needs_the_reference_to_be_traced() -> None:
     """The embedding's own forward reads the table that the head holds packed."""
-    own: dict[str, Any] = {"head_dim": 8, "tie_word_embeddings": True}
+    settings: dict[str, Any] = {"head_dim": 8, "tie_word_embeddings": True}
     torch.manual_seed(0)
-    model = built(Gemma3TextConfig(**NARROW, **own))
+    model = built(Gemma3TextConfig(**NARROW, **settings))
     expected = model(IDS, use_cache=False).logits
     adapt(model, Config(kernels={"linear@lm_head": "reference"}))
     compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
@@ -154,13 +154,13 @@ def test_a_restored_model_is_compiled_without_the_op() -> None:
     model = llama()
     expected = model(IDS, use_cache=False).logits
     adapted = adapt(model)
-    seen = Graphs()
-    compiled: Any = torch.compile(model, fullgraph=True, backend=seen)
+    graphs = Graphs()
+    compiled: Any = torch.compile(model, fullgraph=True, backend=graphs)
     compiled(IDS, use_cache=False)
     adapted.restore()
     del adapted
     assert close(compiled(IDS, use_cache=False).logits, expected)
-    assert seen.attentions() == [2, 0]
+    assert graphs.attentions() == [2, 0]
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ needs_packing = pytest.mark.skipif(
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=3),
     counts=st.lists(st.integers(1, 2), min_size=3, max_size=3),
-    rest=st.integers(0, 2),
+    leftover=st.integers(0, 2),
     batch=st.integers(0, 2),
     outputs=st.integers(1, 20),
     biased=st.booleans(),
@@ -39,7 +39,7 @@ needs_packing = pytest.mark.skipif(
 def test_patches_of_any_size_compute_the_same(
     sizes: list[int],
     counts: list[int],
-    rest: int,
+    leftover: int,
     batch: int,
     outputs: int,
     biased: bool,
@@ -53,7 +53,7 @@ def test_patches_of_any_size_compute_the_same(
     model = nn.Sequential(module).to(dtype).eval()
     before = module.weight.detach().clone()
     extent = [
-        count * size + min(rest, size - 1) for count, size in zip(counts, sizes, strict=False)
+        count * size + min(leftover, size - 1) for count, size in zip(counts, sizes, strict=False)
     ]
     x = torch.randn(batch, channels, *extent).to(dtype)
     if channels_last and len(sizes) > 1:
@@ -62,16 +62,16 @@ def test_patches_of_any_size_compute_the_same(
     exact = copy.deepcopy(model).double()(x.double())
     adapted = adapt(model)
     assert adapted.places[0].is_bound, adapted.places
-    found = model(x)
-    assert (found.dtype, found.shape) == (dtype, expected.shape)
+    actual = model(x)
+    assert (actual.dtype, actual.shape) == (dtype, expected.shape)
     # What follows may view what torch's gives as one row.
-    assert found.is_contiguous() or not expected.is_contiguous()
+    assert actual.is_contiguous() or not expected.is_contiguous()
     # A sum in float32 and one rounding; the bias may be added to what is rounded already.
     terms = before[0].numel() + 1
     largest = float(before.abs().double().flatten(1).sum(1).max())
     largest = largest * float(x.abs().max()) + 1 if batch else 1.0
     sums = terms * torch.finfo(torch.float32).eps * largest
-    assert ((found - exact).abs() <= torch.finfo(dtype).eps * (exact.abs() + 1) + sums).all()
+    assert ((actual - exact).abs() <= torch.finfo(dtype).eps * (exact.abs() + 1) + sums).all()
     assert torch.equal(module.weight.data, before)
     adapted.restore()
     assert torch.equal(model(x), expected)
@@ -79,7 +79,7 @@ def test_patches_of_any_size_compute_the_same(
 
 @needs_packing
 @torch.no_grad()
-def test_what_is_no_batch_of_images_is_the_originals() -> None:
+def test_inputs_other_than_image_batches_run_the_original() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 32, 32)).eval()
     plain = copy.deepcopy(model)
@@ -108,7 +108,7 @@ LEFT: dict[str, tuple[nn.Module, torch.dtype, str]] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", LEFT)
-def test_what_torch_computes_faster_is_left(case: str) -> None:
+def test_convolutions_that_torch_computes_faster_are_skipped(case: str) -> None:
     module, dtype, reason = LEFT[case]
     model = nn.Sequential(copy.deepcopy(module)).to(dtype).eval()
     (place,) = adapt(model).places
@@ -119,7 +119,7 @@ def test_what_torch_computes_faster_is_left(case: str) -> None:
 
 @needs_packing
 @torch.no_grad()
-def test_images_and_sound_of_transformers() -> None:
+def test_image_and_audio_models_of_transformers_compute_the_same() -> None:
     sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
     torch.manual_seed(0)
     model = AutoModel.from_config(
@@ -129,8 +129,8 @@ def test_images_and_sound_of_transformers() -> None:
     expected = model(pixels).last_hidden_state
     places = {place.name: place for place in adapt(model).places}
     assert places["embeddings.patch_embeddings.projection"].is_bound
-    found = model(pixels).last_hidden_state
-    error = (found - expected).double().norm() / expected.double().norm()
+    actual = model(pixels).last_hidden_state
+    error = (actual - expected).double().norm() / expected.double().norm()
     assert error <= 8 * torch.finfo(torch.bfloat16).eps
     config = WhisperConfig(
         d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,

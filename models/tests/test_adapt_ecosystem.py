@@ -55,7 +55,7 @@ def test_a_model_with_adapters_of_peft_is_adapted() -> None:
 
 
 @torch.no_grad()
-def test_hooks_of_accelerate_go_around_bound_modules() -> None:
+def test_accelerate_hooks_wrap_bound_modules() -> None:
     model = llama()
     expected = model(IDS).logits
     adapt(model)
@@ -64,7 +64,7 @@ def test_hooks_of_accelerate_go_around_bound_modules() -> None:
 
 
 @torch.no_grad()
-def test_offloaded_modules_are_left() -> None:
+def test_offloaded_modules_are_skipped() -> None:
     model = llama()
     expected = model(IDS).logits
     cpu_offload(model, execution_device=torch.device("cpu"))
@@ -77,7 +77,7 @@ def test_offloaded_modules_are_left() -> None:
 
 
 @torch.no_grad()
-def test_modules_with_hooks_of_accelerate_are_bound_within_them() -> None:
+def test_modules_with_accelerate_hooks_are_bound_inside_the_wrapper() -> None:
     model = llama()
     expected = model(IDS).logits
     dispatch_model(model, {"": "cpu"}, force_hooks=True)
@@ -89,7 +89,7 @@ def test_modules_with_hooks_of_accelerate_are_bound_within_them() -> None:
 
 
 @torch.no_grad()
-def test_hooks_of_accelerate_are_given_back() -> None:
+def test_accelerate_hooks_are_restored() -> None:
     model = llama()
     expected = model(IDS).logits
     dispatch_model(model, {"": "cpu"}, force_hooks=True)
@@ -123,7 +123,7 @@ class Around:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["doubled", "exchanged"])
-def test_a_kernel_goes_within_the_forward_that_was_set_on_an_instance(kind: str) -> None:
+def test_a_kernel_is_bound_inside_a_wrapped_forward(kind: str) -> None:
     torch.manual_seed(0)
     inner = nn.Linear(16, 24).eval()
     outer = getattr(Around(inner), kind)
@@ -149,11 +149,11 @@ def test_a_copy_computes_the_same() -> None:
 
 
 @torch.no_grad()
-def test_what_is_written_to_a_copy_of_the_numbers_is_nobody_elses() -> None:
+def test_writes_to_a_restored_weight_reach_no_other_reader() -> None:
     model = llama()
     adapt(model)
     weight = model.model.layers[0].mlp.up_proj.weight
     first = weight.data
-    kept = first.clone()
+    copy = first.clone()
     first.zero_()
-    assert torch.equal(weight.data, kept)
+    assert torch.equal(weight.data, copy)

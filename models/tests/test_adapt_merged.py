@@ -38,11 +38,11 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def merged_with(adapted: Adapted[Any]) -> dict[str, str]:
     """Return which projections are merged, by the reasons of the places."""
-    said = "one product with "
+    prefix = "one product with "
     return {
-        place.name: place.reason.removeprefix(said)
+        place.name: place.reason.removeprefix(prefix)
         for place in adapted.places
-        if place.is_bound and place.reason.startswith(said)
+        if place.is_bound and place.reason.startswith(prefix)
     }
 
 
@@ -84,7 +84,7 @@ class Written(Siblings):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_merged_attention_computes_the_same_and_is_given_back(
+def test_a_merged_attention_computes_the_same_and_is_restored(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     model = build(name, dtype)
@@ -96,10 +96,10 @@ def test_a_merged_attention_computes_the_same_and_is_given_back(
     merged = merged_with(adapted)
     assert len(merged) == 6
     assert merged["model.layers.1.self_attn.k_proj"] == "q_proj, v_proj"
-    found = model(IDS).logits
-    bound = 32 * torch.finfo(dtype).eps
-    error, theirs = ((each - exact).norm() / exact.norm() for each in (found, expected))
-    assert error <= max(bound, 2 * theirs)
+    actual = model(IDS).logits
+    max_error = 32 * torch.finfo(dtype).eps
+    error, theirs = ((result - exact).norm() / exact.norm() for result in (actual, expected))
+    assert error <= max(max_error, 2 * theirs)
     state = model.state_dict()
     assert all(torch.equal(state[key], tensor) for key, tensor in before.items())
     model.save_pretrained(tmp_path / "after")
@@ -139,12 +139,12 @@ def test_siblings_of_any_size_compute_the_same(
                 # Sums of 24 products of numbers of which hardly any is above 5 and 0.21.
                 allowed = torch.finfo(dtype).eps * (right.abs() + 1) + 26 * 2**-23 * 30
                 assert ((ours - right).abs() <= allowed).all()
-            # Whoever writes to the input gets other results, whatever the mode.
+            # Writing to the input changes the results, in inference mode as well.
             x.mul_(0.5)
 
 
 @torch.no_grad()
-def test_the_product_is_computed_once_per_forward() -> None:
+def test_the_merged_matmul_runs_once_per_forward() -> None:
     model = build("qwen3")
     adapted = adapt(model, Config(kernels={"linear": "reference"}))
     assert len(merged_with(adapted)) == 6
@@ -152,29 +152,29 @@ def test_the_product_is_computed_once_per_forward() -> None:
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model.model(IDS)
-    seen = [event.count for event in profile.key_averages() if event.key == "aten::linear"]
+    counts = [event.count for event in profile.key_averages() if event.key == "aten::linear"]
     # Both MLPs have two products in place of three, both attentions two in place of four.
-    assert seen == [8]
+    assert counts == [8]
     alone = attention.k_proj(torch.ones(1, 64))
     assert torch.equal(attention.k_proj(torch.ones(1, 64)), alone)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [Crossed, Written])
-def test_inputs_that_may_differ_keep_projections_apart(kind: type[Siblings]) -> None:
+def test_projections_of_possibly_different_inputs_are_not_merged(kind: type[Siblings]) -> None:
     torch.manual_seed(0)
     model = kind((8, 9, 10), (True, True, True)).eval()
     plain = copy.deepcopy(model)
     merged = {"a": "b", "b": "a"} if kind is Written else {"b": "c", "c": "b"}
     assert merged_with(adapt(model)) == merged
     x = torch.randn(3, 24)
-    given = (x, torch.randn(5, 24)) if kind is Crossed else (x,)
-    for ours, right in zip(model(*given), plain(*given), strict=True):
+    arguments = (x, torch.randn(5, 24)) if kind is Crossed else (x,)
+    for ours, right in zip(model(*arguments), plain(*arguments), strict=True):
         assert torch.allclose(ours, right, atol=1e-5)
 
 
 @torch.no_grad()
-def test_hooks_and_replaced_children_are_respected() -> None:
+def test_hooks_and_replaced_children_disable_the_merged_matmul() -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(Siblings((8, 9, 10), (False, True, False))).eval()
     plain = copy.deepcopy(model)
@@ -184,7 +184,7 @@ def test_hooks_and_replaced_children_are_respected() -> None:
     def doubled(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
         return (args[0].mul_(2),)
 
-    handles = [each[0].b.register_forward_pre_hook(doubled) for each in (model, plain)]
+    handles = [sequential[0].b.register_forward_pre_hook(doubled) for sequential in (model, plain)]
     with torch.inference_mode():
         for ours, right in zip(model(x.clone()), plain(x.clone()), strict=True):
             assert torch.allclose(ours, right, atol=1e-5)
@@ -196,18 +196,18 @@ def test_hooks_and_replaced_children_are_respected() -> None:
 
 
 @torch.no_grad()
-def test_hooks_of_a_copy_are_those_of_the_copy() -> None:
+def test_hooks_of_a_copied_model_are_separate() -> None:
     model = build("llama")
     adapt(model)
     twin = copy.deepcopy(model)
-    seen: list[str] = []
+    events: list[str] = []
     layer = twin.model.layers[0].self_attn.v_proj
-    layer.register_forward_hook(lambda *_: seen.append("twin"))
+    layer.register_forward_hook(lambda *_: events.append("twin"))
     model(IDS)
-    assert seen == []
+    assert events == []
     expected = model(IDS).logits
     assert torch.equal(twin(IDS).logits, expected)
-    assert seen == ["twin"]
+    assert events == ["twin"]
 
 
 def test_threads_do_not_mix_their_inputs() -> None:
@@ -235,7 +235,7 @@ def test_threads_do_not_mix_their_inputs() -> None:
 
 
 @torch.no_grad()
-def test_a_rule_for_one_projection_keeps_all_apart() -> None:
+def test_a_rule_for_one_projection_prevents_merging() -> None:
     model = build("llama")
     adapted = adapt(model, Config(kernels={"linear@*layers.0*v_proj": "reference"}))
     kernels = {place.name: place.kernel for place in adapted.places}
@@ -247,7 +247,7 @@ def test_a_rule_for_one_projection_keeps_all_apart() -> None:
 
 @torch.no_grad()
 @pytest.mark.slow
-def test_the_compiler_sees_one_product() -> None:
+def test_torch_compile_sees_one_matmul() -> None:
     model = build("llama")
     expected = model(IDS, use_cache=False).logits
     adapt(model, Config(kernels={"linear": "reference"}))
@@ -277,7 +277,7 @@ def rotary_places(adapted: Adapted[Any]) -> list[str]:
 @torch.no_grad()
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_heads_are_rotated_by_the_kernel(name: str, inference: bool) -> None:
+def test_rotary_embedding_runs_on_the_kernel(name: str, inference: bool) -> None:
     model = build(name)
     expected = model(IDS).logits
     options = {"max_new_tokens": 12, "do_sample": False}
@@ -291,7 +291,7 @@ def test_heads_are_rotated_by_the_kernel(name: str, inference: bool) -> None:
 
 
 @torch.no_grad()
-def test_tables_are_those_of_the_call() -> None:
+def test_rotary_tables_of_the_current_call_are_used() -> None:
     model = build("llama")
     attention, plain = model.model.layers[0].self_attn, build("llama").model.layers[0].self_attn
     adapt(model)
@@ -307,7 +307,7 @@ def test_tables_are_those_of_the_call() -> None:
 
 
 @torch.no_grad()
-def test_another_meaning_of_the_function_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patched_rotary_function_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     adapt(model)
     before = model(IDS).logits
@@ -323,7 +323,7 @@ def test_another_meaning_of_the_function_is_obeyed(monkeypatch: pytest.MonkeyPat
     assert torch.equal(model(IDS).logits, before)
 
 
-def test_a_trace_changes_nothing_of_the_model() -> None:
+def test_a_trace_leaves_the_model_unchanged() -> None:
     class Counts(nn.Module):
         """A module that keeps what its last call had, and counts calls."""
 

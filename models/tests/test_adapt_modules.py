@@ -34,16 +34,16 @@ def tiny(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
 
 
-def states_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[name], tensor) for name, tensor in expected.items()
+def states_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(
+        torch.equal(actual[name], tensor) for name, tensor in expected.items()
     )
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_is_restored_equals_the_original_bit_for_bit(dtype: torch.dtype, tied: bool) -> None:
+def test_a_restored_model_equals_the_original_bit_for_bit(dtype: torch.dtype, tied: bool) -> None:
     model = tiny(dtype, tie_word_embeddings=tied)
     parameters = dict(model.named_parameters())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -66,19 +66,19 @@ def test_what_is_restored_equals_the_original_bit_for_bit(dtype: torch.dtype, ti
     assert {name: set(vars(module)) for name, module in model.named_modules()} == dictionaries
 
 
-def test_plain_weights_are_given_up() -> None:
+def test_plain_weights_are_freed() -> None:
     model = tiny(torch.bfloat16)
     plain = model.model.layers[0].mlp.up_proj.weight
     adapt(model)
     assert plain.numel() == 0
-    # Who asks for the numbers gets them; who asks for the shape makes none.
-    held = model.model.layers[0].mlp.up_proj.weight
-    assert isinstance(held, nn.Parameter)
-    assert (held.shape, held.dtype, held.device.type) == ((80, 48), torch.bfloat16, "cpu")
-    assert torch.equal(held.float(), held.data.float())
+    # Reading values restores the weight; reading the shape does not.
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.shape, weight.dtype, weight.device.type) == ((80, 48), torch.bfloat16, "cpu")
+    assert torch.equal(weight.float(), weight.data.float())
 
 
-def test_parts_of_a_weight_are_read_in_inference_mode() -> None:
+def test_slices_of_a_packed_weight_are_read_in_inference_mode() -> None:
     model = tiny(torch.bfloat16)
     expected = model.lm_head.weight.detach().clone()
     adapt(model)
@@ -88,7 +88,7 @@ def test_parts_of_a_weight_are_read_in_inference_mode() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["chosen", "reference"])
-def test_no_weight_of_a_block_is_held_twice(kernel: str) -> None:
+def test_no_weight_of_a_block_is_in_memory_twice(kernel: str) -> None:
     model = tiny(torch.bfloat16)
     layer = model.model.layers[0]
     parts = [layer.get_submodule(f"mlp.{label}_proj") for label in ("gate", "up")]
@@ -116,17 +116,17 @@ def test_a_saved_model_has_the_same_files(tmp_path: Path) -> None:
 def test_explain_has_a_choice_or_a_reason_for_every_module() -> None:
     model = tiny()
     adapted = adapt(model)
-    bound = {place.name: place for place in adapted.places}
+    results = {place.name: place for place in adapted.places}
     owners = [name for name, module in model.named_modules() if module._parameters]
-    assert set(owners) <= bound.keys()
-    assert all(bound[name].is_bound for name in owners)
-    shown = explain(adapted)
-    assert "kernel 'rms_norm' [float32" in str(shown)
-    (down,) = (row for row in shown.rows if row.choice.request.dims.get("in_features") == 80)
+    assert set(owners) <= results.keys()
+    assert all(results[name].is_bound for name in owners)
+    explanation = explain(adapted)
+    assert "kernel 'rms_norm' [float32" in str(explanation)
+    (down,) = (row for row in explanation.rows if row.choice.request.dims.get("in_features") == 80)
     assert down.prefixes == ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")
 
 
-def test_a_pinned_kernel_is_taken() -> None:
+def test_a_pinned_kernel_is_selected() -> None:
     adapted = adapt(tiny(), Config(kernels={"linear": "reference"}))
     kinds = {p.kernel for p in adapted.places if p.kind == "Linear"}
     assert kinds == {"interposer-ops/reference"}
@@ -164,20 +164,20 @@ LEFT: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 
 
 @pytest.mark.parametrize("change", LEFT)
-def test_a_module_is_left_with_a_reason_and_the_rest_is_bound(change: str) -> None:
+def test_a_module_is_skipped_with_a_reason_and_others_are_bound(change: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Doubled(8, 8)).eval()
     make, reason = LEFT[change]
     make(model[1])
     places = {place.name: place for place in adapt(model).places}
     assert places["0"].is_bound
     assert not places["2"].is_bound
-    left = places.get("1", places.get("1.parametrizations.weight"))
+    skipped = places.get("1", places.get("1.parametrizations.weight"))
     if change == "weight_norm":
         assert "1" not in places or not places["1"].is_bound
         return
-    assert left is not None
-    assert not left.is_bound
-    assert reason in left.reason
+    assert skipped is not None
+    assert not skipped.is_bound
+    assert reason in skipped.reason
 
 
 @torch.no_grad()
@@ -204,16 +204,16 @@ def test_a_projection_of_any_size_computes_the_same(
     magnitude = inputs * size * float(weight.abs().max()) + 1
     adapted = adapt(model)
     assert adapted.places[0].is_bound, adapted.places
-    found = model(x)
-    assert (found.dtype, found.shape) == (dtype, exact.shape)
+    actual = model(x)
+    assert (actual.dtype, actual.shape) == (dtype, exact.shape)
     roundoff = torch.finfo(dtype).eps / 2
     sums = (inputs + 1) * torch.finfo(torch.float32).eps * magnitude
-    assert ((found - exact).abs() <= 2 * roundoff * (exact.abs() + 1) + sums).all()
+    assert ((actual - exact).abs() <= 2 * roundoff * (exact.abs() + 1) + sums).all()
     assert torch.equal(dict(module.named_parameters())["weight"].data, weight)
 
 
 @torch.no_grad()
-def test_what_a_kernel_does_not_take_is_the_originals() -> None:
+def test_unsupported_calls_run_the_original() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).eval()
     plain = copy.deepcopy(model)
     adapt(model)
@@ -224,14 +224,15 @@ def test_what_a_kernel_does_not_take_is_the_originals() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert model[0](x.bfloat16()).dtype is torch.bfloat16
     with torch.enable_grad():
-        wanted = torch.randn(3, 8, requires_grad=True)
-        found, expected = (
-            torch.autograd.grad(each(wanted).square().sum(), wanted)[0] for each in (model, plain)
+        differentiable = torch.randn(3, 8, requires_grad=True)
+        actual, expected = (
+            torch.autograd.grad(module(differentiable).square().sum(), differentiable)[0]
+            for module in (model, plain)
         )
-    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.allclose(actual, expected, atol=1e-5)
 
 
-def test_ids_that_are_no_rows_raise_as_before() -> None:
+def test_ids_out_of_range_raise_as_in_torch() -> None:
     model = tiny(tie_word_embeddings=True)
     adapt(model)
     for wrong in (-1, 96):
@@ -239,20 +240,20 @@ def test_ids_that_are_no_rows_raise_as_before() -> None:
             model(torch.tensor([[1, wrong]]))
 
 
-def test_hooks_stay() -> None:
+def test_hooks_of_bound_modules_are_called() -> None:
     model = tiny()
-    seen: list[str] = []
+    events: list[str] = []
     layer = model.model.layers[0].self_attn.q_proj
-    layer.register_forward_pre_hook(lambda module, args: seen.append("before"))
+    layer.register_forward_pre_hook(lambda module, args: events.append("before"))
     adapt(model)
     layer.register_forward_hook(
-        lambda module, args, output: seen.append(f"after {tuple(module.weight.float().shape)}")
+        lambda module, args, output: events.append(f"after {tuple(module.weight.float().shape)}")
     )
     model(torch.tensor([[1, 2]]))
-    assert seen == ["before", "after (48, 48)"]
+    assert events == ["before", "after (48, 48)"]
 
 
-def test_what_would_make_the_kernels_wrong_raises() -> None:
+def test_training_conversion_and_writes_to_packed_weights_raise() -> None:
     model = tiny()
     adapt(model)
     with pytest.raises(ConfigError, match="cannot be trained"):
@@ -286,8 +287,8 @@ def test_a_tied_head_with_a_bias_shares_the_table(dtype: torch.dtype) -> None:
     places = {place.name: place for place in adapted.places}
     assert places["cls.predictions.decoder"].is_bound
     assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
-    found = model(ids).logits
-    assert (found - expected).abs().max() <= 64 * torch.finfo(dtype).eps * expected.abs().max()
+    actual = model(ids).logits
+    assert (actual - expected).abs().max() <= 64 * torch.finfo(dtype).eps * expected.abs().max()
 
 
 class ScaledTwice(nn.Module):
@@ -338,7 +339,7 @@ class Centred(ScaledTwice):
         (ScaledTwice, ""),
     ],
 )
-def test_norms_are_known_by_what_they_compute(
+def test_norms_are_recognized_by_results(
     kind: type[ScaledTwice], op: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -348,8 +349,8 @@ def test_norms_are_known_by_what_they_compute(
     adapted = adapt(model)
     (place,) = adapted.places
     assert place.is_bound == bool(op)
-    asked = {choice.request.name for choice, _ in adapted.resolver.choices.values()}
-    assert op in asked or not op
+    requested_ops = {choice.request.name for choice, _ in adapted.resolver.choices.values()}
+    assert op in requested_ops or not op
     assert (model(x) - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
 
 
@@ -381,7 +382,7 @@ class Added(Gated):
 @pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(), nn.GELU("tanh"), nn.Tanh()], ids=str)
 @pytest.mark.parametrize("kind", [Gated, Added])
 @pytest.mark.parametrize("biased", [False, True])
-def test_gated_mlps_are_known_by_their_trace(
+def test_gated_mlps_are_recognized_by_a_trace(
     kind: type[Gated], act: nn.Module, dtype: torch.dtype, biased: bool
 ) -> None:
     torch.manual_seed(0)
@@ -391,8 +392,8 @@ def test_gated_mlps_are_known_by_their_trace(
     exact = copy.deepcopy(model).double()(x.double())
     adapted = adapt(model)
     places = {place.name: place.is_bound for place in adapted.places}
-    known = kind is Gated and not isinstance(act, nn.Tanh)
-    assert places == {**({"0": True} if known else {}), "0.w1": True, "0.w2": True, "0.w3": True}
+    is_known = kind is Gated and not isinstance(act, nn.Tanh)
+    assert places == {**({"0": True} if is_known else {}), "0.w1": True, "0.w2": True, "0.w3": True}
     # Five results on the way are rounded, each by half an epsilon; sums of 48 terms add to it.
     error = (model(x) - exact).norm() / exact.norm()
     assert error <= 5 * torch.finfo(dtype).eps
@@ -409,10 +410,12 @@ def test_children_of_a_bound_mlp_can_be_replaced_and_watched() -> None:
     gate = model.w1(x)
     adapt(model)
     assert (model.w1(x) - gate).abs().max() <= 1e-5
-    seen: list[tuple[int, ...]] = []
-    handle = model.w1.register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape)))
+    shapes: list[tuple[int, ...]] = []
+    handle = model.w1.register_forward_hook(
+        lambda module, args, out: shapes.append(tuple(out.shape))
+    )
     expected = model(x)
-    assert seen == [(3, 48)]
+    assert shapes == [(3, 48)]
     handle.remove()
     model.w1 = nn.Linear(32, 48, bias=False)
     assert (model(x) - expected).abs().max() > 1e-3

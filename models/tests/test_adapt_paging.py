@@ -111,7 +111,7 @@ PROMPTS = [[5, 9, 3, 7, 2, 11, 40], [6, 2, 3], [77, 12] * 12, [99]]
 COUNT = 14
 
 
-def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
+def build_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     config = {**FAMILIES, **STATEFUL}[name]()
     model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -143,7 +143,7 @@ def engine_of(model: Any, **settings: Any) -> LanguageModel:
 
 @pytest.mark.parametrize("name", landing_sample(FAMILIES, every=3))
 def test_tokens_are_those_of_transformers(name: str) -> None:
-    model = made(name)
+    model = build_model(name)
     expected = [greedy(model, prompt) for prompt in PROMPTS]
     # The longest prompt comes in chunks, and not all prompts fit into a step.
     lm = engine_of(model, max_step_tokens=9, max_sequences=3)
@@ -159,7 +159,7 @@ def test_tokens_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3", "olmo2"])
 def test_requests_join_and_leave(name: str) -> None:
-    model = made(name)
+    model = build_model(name)
     expected = [greedy(model, prompt) for prompt in PROMPTS]
     engine = engine_of(model, max_step_tokens=7).engine
     sequences, counts = [], (COUNT, 3, COUNT, 9)
@@ -173,29 +173,29 @@ def test_requests_join_and_leave(name: str) -> None:
         assert sequence.output == tokens[:count]
 
 
-def test_pages_that_run_out_are_computed_again() -> None:
-    model = made("llama")
+def test_preempted_requests_are_computed_again() -> None:
+    model = build_model("llama")
     expected = [greedy(model, prompt) for prompt in PROMPTS[:3]]
     lm = engine_of(model, cache_tokens=48)
-    found = lm.generate(PROMPTS[:3], max_new_tokens=COUNT)
-    assert [list(one.token_ids) for one in found] == expected
+    actual = lm.generate(PROMPTS[:3], max_new_tokens=COUNT)
+    assert [list(one.token_ids) for one in actual] == expected
 
 
-def test_the_bound_leaves_room_for_the_dtype() -> None:
-    model = made("qwen3", torch.bfloat16)
+def test_the_trial_allows_for_rounding_of_the_dtype() -> None:
+    model = build_model("qwen3", torch.bfloat16)
     lm = engine_of(model)
     dense = logits_of(model, PROMPTS[2]).float()
-    found = lm.logits(PROMPTS[2])
-    assert float((found - dense).norm() / dense.norm()) < 0.05
+    actual = lm.logits(PROMPTS[2])
+    assert float((actual - dense).norm() / dense.norm()) < 0.05
 
 
-def test_quantized_weights_serve_as_well() -> None:
-    model = made("llama")
+def test_a_quantized_model_runs_in_the_engine() -> None:
+    model = build_model("llama")
     handle = adapt(model, quantization="int8")
     lm = language_model(handle, cache_tokens=512)
     dense = logits_of(model, PROMPTS[2])
-    found = lm.logits(PROMPTS[2])
-    assert float((found - dense).norm() / dense.norm()) < 0.05
+    actual = lm.logits(PROMPTS[2])
+    assert float((actual - dense).norm() / dense.norm()) < 0.05
     assert len(lm.generate(PROMPTS, max_new_tokens=COUNT)[3].token_ids) == COUNT
 
 
@@ -206,10 +206,8 @@ def test_quantized_weights_serve_as_well() -> None:
         ("mamba", "backbone.layers.0.mixer (MambaMixer)"),
     ],
 )
-def test_a_model_whose_state_pages_do_not_hold_has_caches_of_transformers(
-    name: str, layer: str
-) -> None:
-    model = made(name)
+def test_a_model_with_other_state_gets_transformers_caches(name: str, layer: str) -> None:
+    model = build_model(name)
     for config in (model.config, model.generation_config):
         config.eos_token_id = None
     expected = [greedy(model, prompt) for prompt in PROMPTS]
@@ -223,8 +221,8 @@ def test_a_model_whose_state_pages_do_not_hold_has_caches_of_transformers(
     assert lm.engine.pool.num_free == lm.engine.pool.num_pages
 
 
-def test_attention_to_later_tokens_is_named() -> None:
-    model = made("bert")
+def test_bidirectional_attention_is_refused_by_name() -> None:
+    model = build_model("bert")
     handle = adapt(model)
     layer = r"bert\.encoder\.layer\.0.* attends to tokens that come later"
     with pytest.raises(UnsupportedModelError, match=layer):
@@ -232,7 +230,7 @@ def test_attention_to_later_tokens_is_named() -> None:
     assert handle.restore() is model
 
 
-def test_an_encoder_is_named() -> None:
+def test_an_encoder_is_refused_by_name() -> None:
     config = T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=64)
     model = AutoModelForSeq2SeqLM.from_config(config).eval()
     with pytest.raises(UnsupportedModelError, match=r"encoder \(T5Stack\) has outputs"):
@@ -253,14 +251,14 @@ class Shifted(nn.Module):
         return out
 
 
-def test_a_state_in_a_layer_that_somebody_put_in_is_named() -> None:
-    model = made("llama")
+def test_state_in_a_custom_layer_is_refused_by_name() -> None:
+    model = build_model("llama")
     model.model.layers[1].mlp = Shifted(model.model.layers[1].mlp)
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.mlp \(Shifted\) computes"):
         engine_of(model)
 
 
-def test_angles_that_depend_on_the_longest_of_a_batch_limit_the_context() -> None:
+def test_angles_by_the_longest_sequence_limit_the_context() -> None:
     torch.manual_seed(0)
     half = DECODER["hidden_size"] // DECODER["num_attention_heads"] // 2
     scaling = {
@@ -274,16 +272,16 @@ def test_angles_that_depend_on_the_longest_of_a_batch_limit_the_context() -> Non
     model = AutoModelForCausalLM.from_config(config).eval()
     expected = [greedy(model, prompt) for prompt in PROMPTS]
     lm = engine_of(model)
-    found = lm.generate(PROMPTS, max_new_tokens=COUNT)
-    assert [list(one.token_ids) for one in found] == expected
+    actual = lm.generate(PROMPTS, max_new_tokens=COUNT)
+    assert [list(one.token_ids) for one in actual] == expected
     (note,) = [note for note in lm.resolver.notes if "the context is 64 of 128 tokens" in note]
     assert "model.rotary_emb (Phi3RotaryEmbedding)" in note
     with pytest.raises(RequestError, match="context is 64"):
         lm.generate([[3] * 64])
 
 
-def test_restore_gives_the_model_back() -> None:
-    model = made("gpt-oss")
+def test_restore_returns_the_model_and_stops_the_engine() -> None:
+    model = build_model("gpt-oss")
     before = logits_of(model, PROMPTS[0])
     handle = adapt(model)
     chosen = model.config._attn_implementation
@@ -299,20 +297,20 @@ def test_restore_gives_the_model_back() -> None:
         language_model(handle)
 
 
-def test_a_second_engine_and_generate_work_beside() -> None:
-    model = made("llama")
+def test_a_second_engine_and_generate_work_at_the_same_time() -> None:
+    model = build_model("llama")
     expected = greedy(model, PROMPTS[0])
     handle = adapt(model)
     first, second = (language_model(handle, cache_tokens=256) for _ in range(2))
     deltas = first.stream(PROMPTS[0], max_new_tokens=COUNT)
     tokens = [next(deltas).token_id, next(deltas).token_id]
-    (other,) = second.generate([PROMPTS[0]], max_new_tokens=COUNT)
-    assert list(other.token_ids) == greedy(model, PROMPTS[0]) == expected
+    (completion,) = second.generate([PROMPTS[0]], max_new_tokens=COUNT)
+    assert list(completion.token_ids) == greedy(model, PROMPTS[0]) == expected
     assert tokens + [delta.token_id for delta in deltas] == expected
 
 
-def test_both_reasons_are_explained() -> None:
-    lm = engine_of(made("gemma3"))
+def test_explain_has_notes_of_adapt_and_of_the_engine() -> None:
+    lm = engine_of(build_model("gemma3"))
     explanation = interposer.explain(lm)
     kinds = {row.choice.request.kind for row in explanation.rows}
     assert {"attention", "kernel"} <= kinds
@@ -322,25 +320,25 @@ def test_both_reasons_are_explained() -> None:
 
 
 def test_end_tokens_and_the_tokenizer_are_those_of_the_model() -> None:
-    model = made("llama")
+    model = build_model("llama")
     expected = greedy(model, PROMPTS[0])
     model.generation_config.eos_token_id = [expected[4], 127]
     lm = engine_of(model)
-    (found,) = lm.generate([PROMPTS[0]], max_new_tokens=COUNT)
-    assert found.finish_reason == "stop"
-    assert list(found.token_ids) == expected[: expected.index(expected[4]) + 1]
+    (actual,) = lm.generate([PROMPTS[0]], max_new_tokens=COUNT)
+    assert actual.finish_reason == "stop"
+    assert list(actual.token_ids) == expected[: expected.index(expected[4]) + 1]
     with pytest.raises(RequestError, match=r"holds no tokenizer.*language_model\(adapted"):
         lm.generate("text")
 
 
-def test_weights_are_not_exchanged() -> None:
-    lm = engine_of(made("llama"))
+def test_update_weights_is_refused() -> None:
+    lm = engine_of(build_model("llama"))
     with pytest.raises(ConfigError, match=r"weights of an adapted model are changed in the model"):
         lm.update_weights({})
 
 
-def test_without_a_stated_context_it_is_that_of_the_cache() -> None:
-    model = made("llama")
+def test_the_context_defaults_to_the_cache_size() -> None:
+    model = build_model("llama")
     # Some configs have no such field; this one checks what is assigned.
     vars(model.config)["max_position_embeddings"] = None
     handle = adapt(model)
@@ -362,20 +360,22 @@ def test_without_a_stated_context_it_is_that_of_the_cache() -> None:
         ({}, Config(compile="eager"), "compile='eager' was asked for, but the forward"),
     ],
 )
-def test_what_cannot_be_is_said(settings: dict[str, Any], config: Config, reason: str) -> None:
-    handle = adapt(made("llama"), config)
+def test_unsupported_settings_are_refused(
+    settings: dict[str, Any], config: Config, reason: str
+) -> None:
+    handle = adapt(build_model("llama"), config)
     with pytest.raises(ConfigError, match=reason):
         language_model(handle, **settings)
 
 
-def test_only_what_adapt_returns_is_taken() -> None:
-    given: Any = made("llama")
+def test_only_an_adapted_model_is_accepted() -> None:
+    model: Any = build_model("llama")
     with pytest.raises(ConfigError, match=r"Try: language_model\(adapt\(model\)\)"):
-        language_model(given)
+        language_model(model)
 
 
-def test_the_default_cache_is_a_part_of_the_free_memory() -> None:
-    lm = language_model(adapt(made("llama")), max_sequences=2)
+def test_the_default_cache_takes_a_fraction_of_the_free_memory() -> None:
+    lm = language_model(adapt(build_model("llama")), max_sequences=2)
     assert (
         lm.engine.pool.num_pages * lm.engine.pool.page_size
         == 2 * DECODER["max_position_embeddings"]

@@ -38,9 +38,9 @@ CONFIGS = {
 }
 
 
-def run(folder: Path, *asked: str) -> list[tuple[str, dict[str, Any]]]:
+def run(folder: Path, *cases: str) -> list[tuple[str, dict[str, Any]]]:
     """Return what became of each model in either process."""
-    for name in {each.partition(":")[2] for each in asked}:
+    for name in {case.partition(":")[2] for case in cases}:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIGS[name])
         for held, parameter in model.named_parameters():
@@ -49,11 +49,13 @@ def run(folder: Path, *asked: str) -> list[tuple[str, dict[str, Any]]]:
         model.save_pretrained(folder / name)
     script = Path(__file__).with_name("parallel_model.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(script), str(folder), *asked]
+    command += ["--nproc-per-node", "2", str(script), str(folder), *cases]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [outcome for process in json.loads(done.stdout) for outcome in process.items()]
+    completed = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert completed.returncode == 0, completed.stderr[-6000:]
+    return [outcome for process in json.loads(completed.stdout) for outcome in process.items()]
 
 
 def check(outcome: dict[str, Any]) -> None:
@@ -78,9 +80,9 @@ def test_tensor_parallel_models_compute_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_parts_of_experts_and_shared_tables_compute_the_same(tmp_path: Path) -> None:
-    asked = ("tp:qwen2", "tp:tied", "tp:gemma2", "tp:gpt_oss", "tp:mixtral", "ep:mixtral")
-    for name, outcome in run(tmp_path, *asked):
+def test_sharded_experts_and_tied_tables_compute_the_same(tmp_path: Path) -> None:
+    cases = ("tp:qwen2", "tp:tied", "tp:gemma2", "tp:gpt_oss", "tp:mixtral", "ep:mixtral")
+    for name, outcome in run(tmp_path, *cases):
         check(outcome)
         # Rows of a table that is parted are looked up in all processes, so that it stays as it is.
         assert outcome["left"] == (["lm_head"] if name in ("tp:tied", "tp:gemma2") else [])
@@ -90,7 +92,7 @@ def test_parts_of_experts_and_shared_tables_compute_the_same(tmp_path: Path) -> 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [MixtralConfig, GptOssConfig])
-def test_experts_of_other_processes_contribute_nothing(kind: Any) -> None:
+def test_experts_of_other_ranks_contribute_nothing(kind: Any) -> None:
     """They are numbered behind the last one that this process has, whatever their weight."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind(**NARROW, **EXPERTS)).eval()
@@ -104,6 +106,6 @@ def test_experts_of_other_processes_contribute_nothing(kind: Any) -> None:
     expected = experts(x, ids, weights)
     adapted = adapt(model)
     assert next(p for p in adapted.places if p.name.endswith("experts")).is_bound
-    found = experts(x, ids, weights)
-    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
-    assert not found[1].any()
+    actual = experts(x, ids, weights)
+    assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert not actual[1].any()

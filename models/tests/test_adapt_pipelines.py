@@ -37,9 +37,9 @@ Built = tuple[Any, Any, dict[str, Any]]
 
 def tokenizer() -> PreTrainedTokenizerFast:
     words = {f"w{index}": index for index in range(64)}
-    made = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0")
+    words_tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    words_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words_tokenizer, pad_token="w0")
 
 
 def features() -> Built:
@@ -94,23 +94,23 @@ def images() -> Built:
 )
 def test_a_pipeline_returns_the_same(build: Callable[[], Built]) -> None:
     torch.manual_seed(0)
-    pipe, given, options = build()
-    expected = pipe(given, **options)
+    pipe, inputs, options = build()
+    expected = pipe(inputs, **options)
     adapted = adapt(pipe.model)
-    found = pipe(given, **options)
+    actual = pipe(inputs, **options)
     assert sum(place.is_bound for place in adapted.places) >= 20
-    assert same(found, expected)
+    assert same(actual, expected)
 
 
-def same(found: Any, expected: Any) -> bool:
+def same(actual: Any, expected: Any) -> bool:
     """Say whether results agree: texts as they are, float32 numbers of some twenty operations."""
     if isinstance(expected, float):
         # Numbers of one result are of the order of 1.
-        return bool(abs(found - expected) <= 2e-5 * max(1.0, abs(expected)))
+        return bool(abs(actual - expected) <= 2e-5 * max(1.0, abs(expected)))
     if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(
-            same(found[key], value) for key, value in expected.items()
+        return actual.keys() == expected.keys() and all(
+            same(actual[key], value) for key, value in expected.items()
         )
     if isinstance(expected, list):
-        return len(found) == len(expected) and all(map(same, found, expected))
-    return bool(found == expected)
+        return len(actual) == len(expected) and all(map(same, actual, expected))
+    return bool(actual == expected)

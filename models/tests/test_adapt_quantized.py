@@ -42,18 +42,20 @@ def saved(name: str, path: Path) -> Any:
 @torch.no_grad()
 @pytest.mark.parametrize("method", landing_sample(METHODS, every=3), ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_equals_what_the_loader_gives(name: str, method: Any, tmp_path: Path) -> None:
+def test_a_quantized_model_equals_one_that_load_quantizes(
+    name: str, method: Any, tmp_path: Path
+) -> None:
     model = saved(name, tmp_path)
     ids = torch.randint(1, 128, (19,), generator=torch.Generator().manual_seed(1))
     plain = model(ids[None]).logits[0]
     expected = load(tmp_path, quantization=method).logits(ids.tolist())
     adapted = adapt(model, quantization=method)
-    found = model(ids[None]).logits[0]
+    actual = model(ids[None]).logits[0]
     lost = (expected - plain).norm()
     # Both round weights to the same codes. What is left are sums in another order; where inputs are
     # rounded too, one that lies at a boundary may go either way, which costs a part of the loss.
     assert lost > 0
-    assert (found - expected).norm() <= 0.1 * lost
+    assert (actual - expected).norm() <= 0.1 * lost
     with pytest.raises(ConfigError, match="plain ones are gone"):
         adapted.restore()
     with pytest.raises(ConfigError, match="was given up when it was quantized"):
@@ -64,7 +66,7 @@ def test_it_equals_what_the_loader_gives(name: str, method: Any, tmp_path: Path)
 @torch.no_grad()
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_projections_of_one_input_are_one_product(name: str, method: Any, tmp_path: Path) -> None:
+def test_projections_of_one_input_are_merged(name: str, method: Any, tmp_path: Path) -> None:
     model = saved(name, tmp_path)
     ids = torch.randint(1, 128, (2, 19), generator=torch.Generator().manual_seed(1))
     plain = model(ids).logits
@@ -80,23 +82,27 @@ def test_projections_of_one_input_are_one_product(name: str, method: Any, tmp_pa
             module.forward = partial(type(module).forward, module)
     handle = adapt(apart, quantization=method)
     assert not any("one product" in place.reason for place in handle.places)
-    found, expected = model(ids).logits, apart(ids).logits
+    actual, expected = model(ids).logits, apart(ids).logits
     # The same codes: sums may be in another order, which is small beside what rounding lost.
-    assert (found - expected).norm() <= 0.1 * (expected - plain).norm()
+    assert (actual - expected).norm() <= 0.1 * (expected - plain).norm()
     with pytest.raises(ConfigError, match="was given up when it was quantized"):
         model.model.layers[0].self_attn.k_proj.weight.double()
     x = torch.randn(3, 64)
     for label in ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
-        one, other = (each.model.layers[0].get_submodule(label) for each in (model, apart))
-        states = x if one.in_features == 64 else torch.randn(3, one.in_features)
-        assert torch.allclose(one(states), other(states), rtol=1e-3, atol=1e-4)
+        merged_part, separate_part = (
+            each.model.layers[0].get_submodule(label) for each in (model, apart)
+        )
+        states = x if merged_part.in_features == 64 else torch.randn(3, merged_part.in_features)
+        assert torch.allclose(merged_part(states), separate_part(states), rtol=1e-3, atol=1e-4)
 
 
 @torch.no_grad()
-def test_a_projection_that_stays_plain_keeps_the_others_apart(tmp_path: Path) -> None:
-    left = [f"model.layers.0.{part}" for part in ("self_attn.k_proj", "mlp.up_proj")]
+def test_a_plain_projection_prevents_merging(tmp_path: Path) -> None:
+    separate = [f"model.layers.0.{part}" for part in ("self_attn.k_proj", "mlp.up_proj")]
     model = saved("llama", tmp_path)
-    adapted = adapt(model, quantization={"quant_method": "int8", "modules_to_not_convert": left})
+    adapted = adapt(
+        model, quantization={"quant_method": "int8", "modules_to_not_convert": separate}
+    )
     places = {place.name: place for place in adapted.places}
     assert all(place.is_bound for place in places.values())
     assert {place.name for place in places.values() if "one product" in place.reason} == {
@@ -107,7 +113,7 @@ def test_a_projection_that_stays_plain_keeps_the_others_apart(tmp_path: Path) ->
 
 
 @torch.no_grad()
-def test_blocks_that_would_reach_from_one_projection_into_the_next_keep_them_apart() -> None:
+def test_quantization_blocks_across_projections_prevent_merging() -> None:
     model = built(CONFIGS["llama"]())
     adapted = adapt(model, quantization={"quant_method": "fp8", "strategy": "block"})
     assert all(place.is_bound for place in adapted.places)

@@ -102,7 +102,7 @@ def dense(out: tuple[Tensor, ...]) -> Tensor:
     flip=st.booleans(),
     dtypes=st.sampled_from([(torch.float32, False), (torch.bfloat16, True)]),
 )
-def test_routers_are_known_by_what_they_compute(
+def test_routers_are_recognized_by_results(
     scoring: str,
     groups: tuple[int, int],
     top_k: int,
@@ -118,12 +118,12 @@ def test_routers_are_known_by_what_they_compute(
     adapted = adapt(model)
     (place,) = adapted.places
     assert place.is_bound, place.reason
-    asked = {choice.request.name for choice, _ in adapted.resolver.choices.values()}
-    assert asked & {"topk_softmax", "topk_sigmoid", "grouped_topk"}
-    found = model(x)
-    assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in expected]
+    requested_ops = {choice.request.name for choice, _ in adapted.resolver.choices.values()}
+    assert requested_ops & {"topk_softmax", "topk_sigmoid", "grouped_topk"}
+    actual = model(x)
+    assert [(t.shape, t.dtype) for t in actual] == [(t.shape, t.dtype) for t in expected]
     # Logits are float32 in either case, so that no token is at a tie; weights are rounded once.
-    error = (dense(found) - dense(expected)).abs().max()
+    error = (dense(actual) - dense(expected)).abs().max()
     assert error <= 4 * torch.finfo(dtype).eps * dense(expected).max()
     assert all(torch.equal(model.state_dict()[name], held) for name, held in before.items())
     adapted.restore()
@@ -136,7 +136,7 @@ PARTS: dict[str, Any] = {
 
 
 @torch.no_grad()
-def test_a_router_that_rounds_its_logits_chooses_what_is_best_of_them() -> None:
+def test_a_router_with_rounded_logits_chooses_the_best_of_these() -> None:
     torch.manual_seed(0)
     parts = {**PARTS, "corrected": False, "wide": False}
     model = nn.Sequential(Router("softmax", 1, 1, 4, **parts)).bfloat16().eval()
@@ -151,7 +151,7 @@ def test_a_router_that_rounds_its_logits_chooses_what_is_best_of_them() -> None:
 
 
 @torch.no_grad()
-def test_what_is_no_choice_of_an_op_is_left() -> None:
+def test_routers_that_no_op_computes_are_skipped() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Cubed("sigmoid", 1, 1, 2, **PARTS)).eval()
     (place,) = adapt(model).places
@@ -173,7 +173,7 @@ class Table(nn.Module):
         return self.weight[ids]
 
 
-def test_a_table_is_not_tried_as_a_router() -> None:
+def test_an_embedding_table_is_not_probed_as_a_router() -> None:
     table = Table().eval()
     (place,) = adapt(nn.Sequential(table).eval()).places
     assert "no op is known" in place.reason
@@ -181,14 +181,14 @@ def test_a_table_is_not_tried_as_a_router() -> None:
 
 
 @torch.no_grad()
-def test_an_exchanged_correction_is_read() -> None:
+def test_a_replaced_correction_bias_takes_effect() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Router("sigmoid", 1, 1, 2, **PARTS)).eval()
     plain = copy.deepcopy(model)
     assert adapt(model).places[0].is_bound
     x = torch.randn(4, HIDDEN)
-    for each in (model, plain):
-        each[0].balance = torch.linspace(0, 40, EXPERTS)
+    for router in (model, plain):
+        router[0].balance = torch.linspace(0, 40, EXPERTS)
     assert torch.allclose(dense(model(x)), dense(plain(x)))
     assert dense(model(x))[:, -2:].all()
 
@@ -207,7 +207,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", MIXTURES)
-def test_mixtures_of_transformers(name: str) -> None:
+def test_moe_models_of_transformers_compute_the_same(name: str) -> None:
     sizes = {
         **WIDE, "num_hidden_layers": 1, "num_key_value_heads": 4, "num_experts_per_tok": 2
     }  # fmt: skip
@@ -218,5 +218,5 @@ def test_mixtures_of_transformers(name: str) -> None:
     routed = [place for place in adapt(model).places if place.kind.lower().endswith("router")]
     assert [place.is_bound for place in routed] == [True]
     assert routed[0].kernel.count("/") == 2
-    found = model(ids).logits
-    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    actual = model(ids).logits
+    assert (actual - expected).norm() <= 1e-5 * expected.norm()

@@ -43,7 +43,7 @@ def indexed(kind: str) -> Any:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["DeepseekV32", "GlmMoeDsa"])
-def test_a_sparse_indexer_is_obeyed_beyond_its_top_k(kind: str) -> None:
+def test_a_sparse_indexer_takes_effect_beyond_its_top_k(kind: str) -> None:
     model = indexed(kind)
     ids = torch.randint(1, 64, (2, 3 * TOP_K), generator=torch.Generator().manual_seed(1))
     expected = model(ids).logits
@@ -54,7 +54,7 @@ def test_a_sparse_indexer_is_obeyed_beyond_its_top_k(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_a_keyword_that_kernels_do_not_take_is_never_ignored() -> None:
+def test_an_unsupported_keyword_is_never_ignored() -> None:
     model, ids = llama(), torch.arange(1, 13)[None]
     bias = torch.randn(1, 4, 12, 12)
     expected = model(ids, position_bias=bias).logits
@@ -70,7 +70,7 @@ def test_a_keyword_that_kernels_do_not_take_is_never_ignored() -> None:
         capped(ids, indices=ids)
 
 
-def test_the_name_equals_the_one_that_it_stands_for() -> None:
+def test_the_attention_name_equals_the_replaced_name() -> None:
     name = attention_name_for(indexed("DeepseekV32"), "sdpa")
     assert name in ("eager", "sdpa")
     assert name == NAME

@@ -44,15 +44,15 @@ def tokenizer(side: str) -> PreTrainedTokenizerFast:
     """Return one of bytes, with tokens around a text, that pads on a side."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(["[PAD]", "[CLS]", "[SEP]", *alphabet])}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.post_processor = processors.TemplateProcessing(
+    bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="[PAD]", cls_token="[CLS]", padding_side=side
+        tokenizer_object=bpe, pad_token="[PAD]", cls_token="[CLS]", padding_side=side
     )
 
 
@@ -102,7 +102,7 @@ ALONE = {
 
 @pytest.mark.parametrize("mode", sorted(ALONE))
 @pytest.mark.parametrize(("config", "side"), [(BERT, "right"), (QWEN, "left")])
-def test_vectors_are_those_of_each_text_alone(
+def test_batched_vectors_equal_those_of_single_texts(
     tmp_path: Path, config: Any, side: str, mode: str
 ) -> None:
     model = write(tmp_path, config, side=side)
@@ -118,19 +118,19 @@ def test_files_of_older_versions_are_read(tmp_path: Path) -> None:
     model = write(tmp_path, BERT)
     older = {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}
     say(tmp_path, {**older, "pooling_mode_mean_tokens": False}, unit=True)
-    (found,) = load_encoder(tmp_path).embed(TEXTS[2])
+    (actual,) = load_encoder(tmp_path).embed(TEXTS[2])
     hidden = hidden_of(model, "right", TEXTS[2])
     expected = torch.cat([hidden[0], hidden.max(0).values])
-    torch.testing.assert_close(found, expected / expected.norm(), **CLOSE)
+    torch.testing.assert_close(actual, expected / expected.norm(), **CLOSE)
 
 
-def test_without_such_files_the_mean_is_taken(tmp_path: Path) -> None:
+def test_pooling_defaults_to_the_mean(tmp_path: Path) -> None:
     model = write(tmp_path, BERT)
-    (found,) = load_encoder(tmp_path).embed("a cat")
-    torch.testing.assert_close(found, hidden_of(model, "right", "a cat").mean(0), **CLOSE)
+    (actual,) = load_encoder(tmp_path).embed("a cat")
+    torch.testing.assert_close(actual, hidden_of(model, "right", "a cat").mean(0), **CLOSE)
 
 
-def test_texts_are_cut_and_prompts_put_in_front_as_the_checkpoint_says(tmp_path: Path) -> None:
+def test_texts_are_truncated_and_prefixed_as_the_checkpoint_states(tmp_path: Path) -> None:
     write(tmp_path, BERT)
     say(
         tmp_path,
@@ -142,15 +142,15 @@ def test_texts_are_cut_and_prompts_put_in_front_as_the_checkpoint_says(tmp_path:
         },
     )
     encoder = load_encoder(tmp_path)
-    whole = encoder.embed(["query: cat", "query: car"], prompt="none")
-    assert torch.equal(encoder.embed(["cat", "car"]), whole)
-    assert torch.equal(whole[0], whole[1])  # eight tokens are those around six bytes
+    unprompted = encoder.embed(["query: cat", "query: car"], prompt="none")
+    assert torch.equal(encoder.embed(["cat", "car"]), unprompted)
+    assert torch.equal(unprompted[0], unprompted[1])  # eight tokens are those around six bytes
     with pytest.raises(UnknownNameError, match="passage"):
         encoder.embed("cat", prompt="passage")
 
 
 @pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
-def test_classes_are_those_of_transformers(tmp_path: Path, problem: str) -> None:
+def test_probabilities_of_classes_equal_those_of_transformers(tmp_path: Path, problem: str) -> None:
     labels = {0: "cat", 1: "dog", 2: "car"}
     settings: dict[str, Any] = {**SIZES, "id2label": labels, "problem_type": problem}
     config = BertConfig(**settings)
@@ -158,11 +158,11 @@ def test_classes_are_those_of_transformers(tmp_path: Path, problem: str) -> None
     encoder = load_encoder(tmp_path)
     pairs = [("a cat", "a dog"), ("a", "a much longer text"), ("", "b")]
     for texts in (TEXTS, pairs):
-        found = encoder.classify(texts, batch_size=2)
-        for text, chances in zip(texts, found, strict=True):
-            given = text if isinstance(text, tuple) else (text,)
+        actual = encoder.classify(texts, batch_size=2)
+        for text, chances in zip(texts, actual, strict=True):
+            segments = text if isinstance(text, tuple) else (text,)
             with torch.no_grad():
-                logits = model(**tokenizer("right")(*given, return_tensors="pt")).logits[0]
+                logits = model(**tokenizer("right")(*segments, return_tensors="pt")).logits[0]
             single = problem.startswith("single")
             expected = logits.softmax(0) if single else logits.sigmoid()
             assert [*chances] == ["cat", "dog", "car"]
@@ -180,17 +180,17 @@ def test_a_model_with_one_label_scores_pairs(tmp_path: Path) -> None:
     assert score == pytest.approx(float(logit.sigmoid()), rel=1e-4)
 
 
-def test_bad_requests_are_told(tmp_path: Path) -> None:
+def test_bad_requests_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "vectors", BERT)
     vectors = load_encoder(tmp_path / "vectors")
-    for bad, said in (
+    for bad, message in (
         ([], "There are no texts"),
         ([3], "Text 0 is 3"),
         ({"a": 1}, "texts is {'a': 1} of the type dict, must be a text or a list"),
         (b"a", "texts is b'a' of the type bytes"),
         (["a", ("a", "b")], "mixed"),
     ):
-        with pytest.raises(RequestError, match=said):
+        with pytest.raises(RequestError, match=message):
             vectors.embed(bad)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="batch_size is 0"):
         vectors.embed("a", batch_size=0)
@@ -201,7 +201,7 @@ def test_bad_requests_are_told(tmp_path: Path) -> None:
         load_encoder(tmp_path / "classes").embed("a")
 
 
-def test_checkpoints_that_cannot_be_are_told(tmp_path: Path) -> None:
+def test_unsupported_checkpoints_are_refused(tmp_path: Path) -> None:
     write(tmp_path, BERT)
     say(tmp_path, {"pooling_mode": "median"})
     with pytest.raises(UnsupportedModelError, match="median"):

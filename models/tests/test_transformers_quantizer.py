@@ -67,16 +67,16 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-def quantized(path: Path, config: Any, **named: Any) -> Any:
+def quantized(path: Path, config: Any, **kwargs: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=config, dtype=torch.float32, **named
+        path, quantization_config=config, dtype=torch.float32, **kwargs
     )
 
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(IDS).logits[0]
-    return found
+        actual: torch.Tensor = model(IDS).logits[0]
+    return actual
 
 
 def of_load(path: Path, quantization: Any) -> torch.Tensor:
@@ -85,24 +85,24 @@ def of_load(path: Path, quantization: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("label", WEIGHT_ONLY)
-def test_logits_are_those_of_load(folder: Path, label: str) -> None:
+def test_logits_equal_those_of_load(folder: Path, label: str) -> None:
     settings = WEIGHT_ONLY[label]
     plain = logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-    found = logits(quantized(folder, InterposerConfig(settings)))
+    actual = logits(quantized(folder, InterposerConfig(settings)))
     expected = of_load(folder, settings)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert (found - plain).abs().max() > 100 * (found - expected).abs().max(), "it was quantized"
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert (actual - plain).abs().max() > 100 * (actual - expected).abs().max(), "it was quantized"
 
 
 @pytest.mark.parametrize("method", ["int8", "int4", "w4a8", "fp8"])
 def test_every_method_runs_with_its_defaults(folder: Path, method: str) -> None:
     model = quantized(folder, InterposerConfig(method))
     plain = logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-    found, expected = logits(model), of_load(folder, method)
+    actual, expected = logits(model), of_load(folder, method)
     # Rounded inputs may part at ties, so that sums differ by far less than by the rounding itself.
-    assert (found - expected).norm() <= 0.1 * (expected - plain).norm()
-    named = {name for name, _ in model.named_modules()}
-    assert set(model.hf_quantizer.quantized) <= named
+    assert (actual - expected).norm() <= 0.1 * (expected - plain).norm()
+    module_names = {name for name, _ in model.named_modules()}
+    assert set(model.hf_quantizer.quantized) <= module_names
     assert "lm_head" in model.hf_quantizer.quantized
     generated = model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert generated.shape == (1, IDS.shape[1] + 4)
@@ -111,7 +111,7 @@ def test_every_method_runs_with_its_defaults(folder: Path, method: str) -> None:
     assert "at model.layers.0.self_attn.q_proj" in text
 
 
-def test_plain_weights_go(folder: Path) -> None:
+def test_plain_weights_are_freed_after_quantization(folder: Path) -> None:
     model = quantized(folder, InterposerConfig("int8"))
     assert not any("proj" in name and "weight" in name for name, _ in model.named_parameters())
     layer = model.model.layers[0].mlp.gate_proj
@@ -121,31 +121,31 @@ def test_plain_weights_go(folder: Path) -> None:
         layer.weight.sum()
 
 
-def test_a_folder_may_ask_for_it(folder: Path, tmp_path: Path) -> None:
+def test_a_config_json_may_name_the_method(folder: Path, tmp_path: Path) -> None:
     """``from_pretrained`` and ``load`` follow the settings of a folder of plain weights."""
     settings = {"quant_method": "int4", "group_size": 16}
-    asked = Path(shutil.copytree(folder, tmp_path / "asked"))
-    config = json.loads((asked / "config.json").read_text())
+    configured = Path(shutil.copytree(folder, tmp_path / "asked"))
+    config = json.loads((configured / "config.json").read_text())
     config["quantization_config"] = InterposerConfig(settings).to_dict()
     assert config["quantization_config"] == {
         "quant_method": "interposer",
         "method": "int4",
         "group_size": 16,
     }
-    (asked / "config.json").write_text(json.dumps(config))
-    model = AutoModelForCausalLM.from_pretrained(asked, dtype=torch.float32)
+    (configured / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(configured, dtype=torch.float32)
     expected = of_load(folder, settings)
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(of_load(asked, None), expected, rtol=0, atol=0)
+    torch.testing.assert_close(of_load(configured, None), expected, rtol=0, atol=0)
     # What is asked for in code goes first.
-    torch.testing.assert_close(of_load(asked, "int8"), of_load(folder, "int8"), rtol=0, atol=0)
+    torch.testing.assert_close(of_load(configured, "int8"), of_load(folder, "int8"), rtol=0, atol=0)
     del config["quantization_config"]["method"]
-    (asked / "config.json").write_text(json.dumps(config))
+    (configured / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="must be the name of a method"):
-        load(asked)
+        load(configured)
 
 
-def test_copies_share_what_nobody_changes(folder: Path) -> None:
+def test_copies_share_quantized_weights(folder: Path) -> None:
     model = quantized(folder, InterposerConfig("int8"))
     expected = logits(model)
     copied = copy.deepcopy(model)
@@ -155,7 +155,7 @@ def test_copies_share_what_nobody_changes(folder: Path) -> None:
     assert pickle.loads(pickle.dumps(config)).to_dict() == copy.deepcopy(config).to_dict()
 
 
-def test_what_cannot_be_done_is_told(folder: Path, tmp_path: Path) -> None:
+def test_unsupported_operations_are_refused(folder: Path, tmp_path: Path) -> None:
     model = quantized(folder, InterposerConfig("int8"))
     with pytest.raises(ConfigError, match=r"cannot be saved\. Try: `interposer quantize"):
         model.save_pretrained(tmp_path / "saved")
@@ -176,7 +176,7 @@ def test_what_cannot_be_done_is_told(folder: Path, tmp_path: Path) -> None:
         (lambda: InterposerConfig(8), ConfigError, "name of a method"),  # type: ignore[arg-type]
     ],
 )
-def test_no_method_is_refused_at_once(
+def test_a_config_without_a_method_is_refused_at_once(
     make: Callable[[], object], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
@@ -193,15 +193,15 @@ def test_settings_are_checked_before_weights_are_read(folder: Path, tmp_path: Pa
 
 
 def test_a_quantized_model_is_not_quantized_again(folder: Path, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(folder, tmp_path / "other"))
-    config = json.loads((other / "config.json").read_text())
+    second_folder = Path(shutil.copytree(folder, tmp_path / "other"))
+    config = json.loads((second_folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (other / "config.json").write_text(json.dumps(config))
+    (second_folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="FineGrainedFP8Config but you are passing"):
-        quantized(other, InterposerConfig("int8"))
+        quantized(second_folder, InterposerConfig("int8"))
 
 
-def test_encoders_and_encoder_decoders(tmp_path: Path) -> None:
+def test_encoders_and_encoder_decoders_are_quantized(tmp_path: Path) -> None:
     """Families that ``load`` does not know: every projection of torch's own type."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -212,17 +212,17 @@ def test_encoders_and_encoder_decoders(tmp_path: Path) -> None:
         plain = AutoModel.from_config(config).eval()
         plain.save_pretrained(path)
         model = AutoModel.from_pretrained(path, quantization_config=InterposerConfig("int8"))
-        named = {"decoder_input_ids": IDS} if label == "t5" else {}
+        kwargs = {"decoder_input_ids": IDS} if label == "t5" else {}
         with torch.no_grad():
-            found = model(IDS, **named).last_hidden_state
-            expected = plain(IDS, **named).last_hidden_state
-        assert 0 < (found - expected).norm() < 0.1 * expected.norm(), label
+            actual = model(IDS, **kwargs).last_hidden_state
+            expected = plain(IDS, **kwargs).last_hidden_state
+        assert 0 < (actual - expected).norm() < 0.1 * expected.norm(), label
         assert not [n for n, m in model.named_modules() if type(m) is torch.nn.Linear]
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_it_is_registered_once_and_under_its_own_name() -> None:
+def test_the_method_is_registered_once() -> None:
     assert AUTO_QUANTIZER_MAPPING["interposer"].__module__.startswith("interposer_models")
     code = """
 import sys
