@@ -206,6 +206,9 @@ def test_unsupported_checkpoints_are_refused(tmp_path: Path) -> None:
     say(tmp_path, {"pooling_mode": "median"})
     with pytest.raises(UnsupportedModelError, match="median"):
         load_encoder(tmp_path)
+    say(tmp_path, {"pooling_mode_mean_tokens": False})
+    with pytest.raises(UnsupportedModelError, match="names no pooling mode; known are cls"):
+        load_encoder(tmp_path)
     (tmp_path / "modules.json").write_text('[{"path": "2_Dense", "type": "a.Dense"}]')
     with pytest.raises(UnsupportedModelError, match="has a 'Dense'"):
         load_encoder(tmp_path)

@@ -142,8 +142,10 @@ def _modes(file: Path) -> tuple[str, ...]:
             _RENAMED_MODES.get(name, name) for name in enabled if f"pooling_mode_{name}" in settings
         ]
     modes = (stored_modes,) if isinstance(stored_modes, str) else tuple(stored_modes)
-    if unknown := [mode for mode in modes if mode not in POOLS] or not modes:
-        raise UnsupportedModelError(file, f"pools by {unknown}; known are {', '.join(POOLS)}")
+    unknown = [mode for mode in modes if mode not in POOLS]
+    if unknown or not modes:
+        pooling = f"pools by {unknown}" if unknown else "names no pooling mode"
+        raise UnsupportedModelError(file, f"{pooling}; known are {', '.join(POOLS)}")
     return modes
 
 
