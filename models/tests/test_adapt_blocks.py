@@ -60,10 +60,10 @@ BLOCKS: dict[str, Callable[[], Any]] = {
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "granite": (
         lambda: GraniteConfig(**SIZES, residual_multiplier=0.5),
-        "no norm alone reads the sum",
+        "the sum of input and attention is not read",
     ),
-    "olmo2": (lambda: Olmo2Config(**SIZES), "no norm alone reads what it is given"),
-    "gemma2": (lambda: Gemma2Config(**SIZES, head_dim=16), "its attention is told softcap"),
+    "olmo2": (lambda: Olmo2Config(**SIZES), "its input is not read"),
+    "gemma2": (lambda: Gemma2Config(**SIZES, head_dim=16), "its attention is passed softcap"),
     "cohere": (lambda: CohereConfig(**SIZES), "not projections, rotated as kernels"),
 }
 # What a development plugin replaces takes a part of the block's call away.
@@ -475,7 +475,7 @@ def test_reading_a_paged_cache_converts_it_to_rows() -> None:
     pair.update(caches, 2, 1)
     assert cache_layer.keys.data_ptr() == first
     layers = layers_of(pair.adapted)
-    assert "somebody looked at it" in layers["model.layers.0"]
+    assert "its tensors were read" in layers["model.layers.0"]
     assert layers["model.layers.1"] == ""
 
 

@@ -159,7 +159,7 @@ LEFT: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "dtype": (lambda module: module.double(), "float64"),
     "forward of its own": (replaced, "replaced already"),
     "subclass of tensors": (subclassed, "Wrapped, not a plain tensor"),
-    "weight_norm": (lambda module: nn.utils.parametrizations.weight_norm(module), "no op is known"),
+    "weight_norm": (lambda module: nn.utils.parametrizations.weight_norm(module), "no known op"),
 }
 
 

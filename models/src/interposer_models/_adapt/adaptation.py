@@ -58,7 +58,7 @@ class Adaptation:
         """Refuse rows of a dtype or on a device that the platform's kernels cannot read."""
         if device.type == self.device.type and dtype in self._supported_dtypes:
             return Verdict.accept()
-        return Verdict.refuse(f"rows of {dtype} on {device} are not what its platform computes on")
+        return Verdict.refuse(f"rows of {dtype} on {device} are not supported by the platform")
 
     def site(self, name: str, dtype: torch.dtype) -> Site:
         """Return the selection site of the module ``name``."""

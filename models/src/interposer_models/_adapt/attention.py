@@ -103,9 +103,9 @@ class AdaptedAttention:
                 key, value = key[:, :, :num_queries], value[:, :, :num_queries]
                 num_keys = num_queries
         elif facts is None:
-            return "its mask is none of the patterns that kernels know"
+            return "its mask has no pattern that kernels support"
         elif (facts.num_queries, facts.num_keys) != (num_queries, num_keys):
-            return "its mask is made for other queries and keys"
+            return "its mask has another number of queries or keys"
         else:
             pattern = facts.pattern
         if reason := _unsupported_reason(query, key, value, self._adaptation.device):

@@ -119,12 +119,12 @@ class BlockForward:
             or not isinstance(tables, tuple)
             or len(tables) != 2
         ):
-            return "they have other tensors than kernels read"
+            return "they have tensors that the kernels do not support"
         change = "" if self.watch is None else self.watch.describe_change()
         if change:
             return change
         if not self._is_routed():
-            return "the model has another attention by now"
+            return "the model's attention implementation was changed"
         batch, num_tokens, hidden_size = shape = x.shape
         if not batch * num_tokens:
             return "they have no tokens"
@@ -134,10 +134,10 @@ class BlockForward:
             (1, num_tokens, size),
             (batch, num_tokens, size),
         ):
-            return "their angles are of another size"
+            return "their rotary tables have another size"
         angles = self._steps.tables.prepare(cos, sin, batch)
         if angles is None:
-            return "the halves of their angles differ"
+            return "the halves of their rotary tables differ"
         rows = x.reshape(-1, hidden_size)
         interceptor = INTERCEPTOR.get()
         if interceptor is not None:
@@ -167,7 +167,7 @@ class BlockForward:
             return "they have no cache of this project"
         layer = cache.layers[index]
         if type(layer) is not RowsLayer or self._parts.window_tokens is not None:
-            return "their cache forgets what leaves its window"
+            return "their cache drops tokens outside its window"
         num_cached = layer.get_seq_length()
         mask = kwargs.get("attention_mask")
         if mask is None:
@@ -182,11 +182,11 @@ class BlockForward:
                 or facts.runs is not None
                 or (facts.num_queries, facts.num_keys) != (num_tokens, num_cached + num_tokens)
             ):
-                return "their mask hides more than what comes later, such as padding"
+                return "their mask hides more than later tokens, such as padding"
         pages = layer.pages(self._page_index, batch)
         if pages is None:
             return (
-                "their cache holds rows, because somebody looked at it or an earlier call was "
+                "their cache holds rows, because its tensors were read or an earlier call was "
                 "computed part by part"
             )
         return pages

@@ -89,18 +89,18 @@ class _BlockBinder:
         if "forward" in vars(module) or not isinstance(
             vars(inner).get("forward", ModuleForward(inner)), ModuleForward
         ):
-            return Verdict.refuse("another library put a forward of its own around it")
+            return Verdict.refuse("another library wrapped its forward")
         if any(id(part) in adaptation.wrapped_ids for part in module.modules()):
-            return Verdict.refuse("another library put a forward of its own around a part of it")
+            return Verdict.refuse("another library wrapped the forward of a part of it")
         watch = Watch(module, inner)
         change = watch.describe_change()
         if change:
             return Verdict.refuse(change)
         config = getattr(inner, "config", None)
         if config is None or vars(config).get(ATTENTION_FIELD) != NAME:
-            return Verdict.refuse("its attention is none that kernels serve")
+            return Verdict.refuse("its attention is not routed to kernels")
         if any(p is not None for m in (module, inner) for p in m._parameters.values()):
-            return Verdict.refuse("it has parameters besides those of its parts")
+            return Verdict.refuse("it has parameters in addition to those of its parts")
         conflicting_rule = _conflicting_rule(adaptation.resolver.config)
         if conflicting_rule:
             return Verdict.refuse(f"the rule {conflicting_rule!r} names the kernel of a part")
@@ -152,7 +152,7 @@ class _BlockBinder:
         output = adaptation.layers_by_modules.get((id(submodule(parts.output)),))
         mlp = adaptation.layers_by_modules.get((id(submodule(parts.mlp)),))
         if not isinstance(merged, MergedLinear):
-            return Verdict.refuse("its queries, keys and values are no single product")
+            return Verdict.refuse("its queries, keys and values are not one merged matmul")
         if not isinstance(output, Linear) or not isinstance(mlp, GatedMLP):
             return Verdict.refuse("its last projection or its gated MLP is not bound")
         dtype: torch.dtype = submodule(parts.query).weight.dtype

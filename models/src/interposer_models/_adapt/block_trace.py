@@ -169,7 +169,7 @@ def trace_block(module: nn.Module, attention: str, hidden_size: int) -> BlockPar
         if isinstance(parts, Verdict):
             return parts
         if first_parts is not None and first_parts != parts:
-            return Verdict.refuse("what it does depends on the numbers that it gets")
+            return Verdict.refuse("its data flow depends on the values of its input")
         first_parts = parts
     assert first_parts is not None
     return first_parts
@@ -191,7 +191,7 @@ def _trace(
     x = random(_BATCH, _TOKENS, hidden_size)
     head_size = getattr(inner, "head_dim", None)
     if not isinstance(head_size, int) or head_size % 2:
-        return Verdict.refuse("its attention names no size of heads")
+        return Verdict.refuse("its attention has no even head_dim")
     tables = [random(_BATCH, _TOKENS, head_size // 2) / scale for _ in range(2)]
     visitor, cache = _TracingAttention(scale), _Cache()
     mask = random(_BATCH, 1, _TOKENS, _TOKENS)
@@ -215,7 +215,7 @@ def _trace(
     if not verdict:
         return verdict
     if not _is_close(call.key, key) or not _is_close(call.value, value):
-        return Verdict.refuse("it attends to others than the keys and values of its cache")
+        return Verdict.refuse("it attends to other keys and values than those of its cache")
     states = call.query, key, value
     return _match_parts(
         module, attention, _BlockTrace(calls, x, states, visitor.out, tables, out, call, index)
@@ -251,7 +251,7 @@ def _check_attention(call: AttentionCall, mask: Tensor, inner: nn.Module) -> Ver
         and not isinstance(option, _Unread)
     }
     if extra_options:
-        return Verdict.refuse(f"its attention is told {', '.join(sorted(extra_options))}")
+        return Verdict.refuse(f"its attention is passed {', '.join(sorted(extra_options))}")
     if call.query.shape[-1] != call.value.shape[-1]:
         return Verdict.refuse("its keys and values differ in size")
     return Verdict.accept()
@@ -272,7 +272,7 @@ def _match_parts(module: nn.Module, attention: str, trace: _BlockTrace) -> Block
     # norms and rotation, output projection, post-attention norm, MLP.
     input_norms = reading(x)
     if len(input_norms) != 1:
-        return Verdict.refuse("no norm alone reads what it is given")
+        return Verdict.refuse("its input is not read by exactly one norm")
     projections, head_norms = {}, {}
     for label, state, is_rotated in zip(
         ("query", "key", "value"), states, (True, True, False), strict=True
@@ -296,14 +296,14 @@ def _match_parts(module: nn.Module, attention: str, trace: _BlockTrace) -> Block
         )
     output_calls = reading(attended.flatten(2), nn.Linear)
     if len(output_calls) != 1:
-        return Verdict.refuse("no projection alone reads what is attended to")
+        return Verdict.refuse("the attention's result is not read by exactly one projection")
     residual = x + output_calls[0].out
     post_norms = reading(residual)
     if len(post_norms) != 1:
-        return Verdict.refuse("no norm alone reads the sum of its input and its attention")
+        return Verdict.refuse("the sum of input and attention is not read by exactly one norm")
     mlps = reading(post_norms[0].out)
     if len(mlps) != 1 or not isinstance(out, Tensor) or not _is_close(out, residual + mlps[0].out):
-        return Verdict.refuse("it does not return the sum of both and of one perceptron")
+        return Verdict.refuse("it does not return the sum of input, attention and one MLP")
     called_labels = {
         input_norms[0].label,
         *projections.values(),
@@ -312,7 +312,7 @@ def _match_parts(module: nn.Module, attention: str, trace: _BlockTrace) -> Block
     called_labels |= {output_calls[0].label, post_norms[0].label, mlps[0].label}
     # An additional call may have an effect that the comparisons above do not show.
     if called_labels != labels:
-        return Verdict.refuse("it calls other parts besides")
+        return Verdict.refuse("it also calls other parts")
     window = attention_call.options.get("sliding_window")
     size = states[0].shape[-1]
     return BlockParts(

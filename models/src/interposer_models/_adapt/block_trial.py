@@ -51,7 +51,7 @@ def check_block(
         expected, perturbed = trial.run_class(x), trial.run_class(perturb_once(x))
         actual = trial.run_block(x)
     if isinstance(actual, str):
-        return Verdict.refuse(f"a trial of it was left to its class: {actual}")
+        return Verdict.refuse(f"a trial of it ran on its class: {actual}")
     one_rounding = max(distance(perturbed, expected), torch.finfo(dtype).eps / 2)
     excess = distance(actual, expected) / (2 * math.sqrt(2 * ROUNDINGS) * one_rounding)
     if excess <= 1:

@@ -68,7 +68,9 @@ def bind_convolution(adaptation: Adaptation, module: Any, name: str) -> str | Ve
 def _check_form(module: Any, device: torch.device) -> Verdict:
     """Refuse a convolution that is no matmul of patches, or that torch computes faster."""
     if module.groups != 1 or any(size != 1 for size in module.dilation):
-        return Verdict.refuse("torch's stays: it has groups or gaps, so that it is no product")
+        return Verdict.refuse(
+            "torch's stays: it has groups or dilation, so that it is no single matmul"
+        )
     if module.kernel_size != module.stride or any(module._reversed_padding_repeated_twice):
         return Verdict.refuse(
             "torch's is faster: its windows overlap or are padded, and copying them costs more "
@@ -77,8 +79,7 @@ def _check_form(module: Any, device: torch.device) -> Verdict:
     size, dtype = prod(module.weight.shape[1:]), module.weight.dtype
     if device.type != "cpu" or dtype not in _MIN_PATCH_ELEMENTS:
         return Verdict.refuse(
-            f"torch's stays: nobody measured whether patches as a product are faster for {dtype} "
-            f"on {device.type}"
+            f"torch's stays: a matmul of patches was not measured for {dtype} on {device.type}"
         )
     if size < _MIN_PATCH_ELEMENTS[dtype]:
         return Verdict.refuse(

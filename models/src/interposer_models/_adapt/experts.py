@@ -73,7 +73,9 @@ def bind_experts(adaptation: Adaptation, module: Any, name: str) -> str | Verdic
         return verdict
     is_sharded_module = any(is_sharded(tensor) for tensor in module._parameters.values())
     if is_sharded_module and not is_wrapped(module):
-        return Verdict.refuse("its weights are parts, and nothing says how to join what it returns")
+        return Verdict.refuse(
+            "its weights are shards, and no wrapper joins the results of all processes"
+        )
     if not module.has_gate:
         return Verdict.refuse("its experts have no gate, those of 'fused_experts' do")
     if getattr(module, "has_post_expert_norm", False):

@@ -48,7 +48,7 @@ def bind_gated_mlp(
     assert isinstance(down, nn.Linear)
     for part in (module, gate, up, down):
         if is_wrapped(part):
-            return Verdict.refuse("another library put a forward of its own around a part of it")
+            return Verdict.refuse("another library wrapped the forward of a part of it")
         fit = adaptation.check_module(part)
         if not fit:
             return fit
@@ -64,7 +64,9 @@ def bind_gated_mlp(
     linears = (layer.gate_up_proj, layer.down_proj)
     plain_parts = [isinstance(linear.method, PlainLinear) for linear in linears]
     if not all(plain_parts) and parts[:3] != _STANDARD_NAMES:
-        return Verdict.refuse("quantization knows its projections by other names")
+        return Verdict.refuse(
+            "its projections do not have the names by which quantization schemes select them"
+        )
     merged_bias = None if biases[0] is None else torch.cat([gate.bias.data, up.bias.data])
     weights = torch.cat([gate.weight.data, up.weight.data])
     set_weights(layer.gate_up_proj, weight=weights, bias=merged_bias)

@@ -148,7 +148,9 @@ def bind_merged(
     matmul = SharedMatmul(function, operands, len(parts))
     restore = None if quantized else find_merged_restore(layer, operands)
     if restore is None and not quantized:
-        return Verdict.refuse("its kernel gives no plain weights back, which would be held twice")
+        return Verdict.refuse(
+            "its kernel cannot restore the plain weights, which would stay in memory twice"
+        )
     merged_weight = None
     if restore is not None:
         merged_weight = _MergedWeight(restore, sum(weight.shape[0] for weight in weights))

@@ -50,7 +50,7 @@ def bind_tables(adaptation: Adaptation) -> None:
                 if any(
                     isinstance(parameter, PackedWeight) for parameter in module._parameters.values()
                 ):
-                    reason = "its own forward reads the table that a head holds packed"
+                    reason = "its forward reads the weight that a head's kernel packed"
                     adaptation.mark_skipped(module, name, reason)
 
 
@@ -162,7 +162,7 @@ def _bind_leaf(adaptation: Adaptation, module: nn.Module, name: str) -> None:
     elif norm is not None:
         adaptation.attempt(module, name, lambda: bind_norm(adaptation, module, name, norm))
     elif any(parameter is not None for parameter in module._parameters.values()):
-        adaptation.mark_skipped(module, name, "no op is known that computes what its class does")
+        adaptation.mark_skipped(module, name, "no known op matches its class")
 
 
 def _matrices(model: nn.Module) -> Holders:

@@ -49,7 +49,9 @@ def bind_projection(
         return Verdict.refuse("its weight is no parameter of its own")
     wrapped = is_wrapped(module)
     if is_sharded(weight) and not wrapped:
-        return Verdict.refuse("its weight is a part, and nothing says how to join what it returns")
+        return Verdict.refuse(
+            "its weight is a shard, and no wrapper joins the results of all processes"
+        )
     stored = local_part(weight).detach()
     plain = stored.T if transposed else stored
     if wrapped:
@@ -61,7 +63,7 @@ def bind_projection(
     # A subclass's forward is only trusted after a comparison, which quantization error would fail.
     if quantized and type(module) is not nn.Linear and not transposed:
         return Verdict.refuse(
-            "its forward is its own, and cannot be compared with quantized weights"
+            "its class overrides forward, which cannot be compared with quantized weights"
         )
     forward = forward_one_input(*call, class_forward(module), weight.dtype, adaptation.device)
     if wrapped:
@@ -109,7 +111,7 @@ def check_restore(restore: Restore, plain: Tensor) -> Verdict:
     restore(restored)
     if same_bits(restored, plain):
         return Verdict.accept()
-    return Verdict.refuse("what its kernel packed cannot be given back bit for bit")
+    return Verdict.refuse("its kernel cannot restore the packed weight bit for bit")
 
 
 def _layer(

@@ -107,7 +107,7 @@ class AdaptedRotary:
             name if verdict else "",
             f"rotary embedding by {name}"
             if verdict
-            else f"its rotary embedding is its own: {name}: {verdict.reason}",
+            else f"its rotary embedding stays its own: {name}: {verdict.reason}",
         )
         return bound_kernel.function if verdict else None
 

@@ -37,7 +37,7 @@ def bind_router(adaptation: Adaptation, module: nn.Module, name: str) -> str | V
         return fit
     routing = find_routing(module)
     if routing is None:
-        return Verdict.refuse("no op is known that computes what its class does")
+        return Verdict.refuse("no known op matches its class")
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     assert weight is not None
     x = random_normals((_TOKENS, weight.shape[1]), weight.dtype, weight.device)

@@ -99,7 +99,7 @@ def _bind(
             *lookup_call, class_forward(module), weight.shape[0], adaptation.device
         )
         if is_plain and not _same_rows(module, forward, weight):
-            return Verdict.refuse("its kernel looks other rows up")
+            return Verdict.refuse("its kernel looks up other rows")
         adaptation.bind_forward(module, module_name, forward)
     for module_name, module in heads:
         assert layer.product is not None
@@ -154,7 +154,7 @@ def _release_table(
         for part in _parts(weight.shape[0]):
             ids = torch.arange(part.start, part.stop, device=weight.device)
             if not same_bits(rows(ids), weight.data[part]):
-                return Verdict.refuse("what its kernel packed cannot be given back bit for bit")
+                return Verdict.refuse("its kernel cannot restore the packed weight bit for bit")
         restore = partial(_restore_by_rows, rows)
     adaptation.changes.pack(holders, PackedWeight(weight, restore, f"{name}.weight", rows))
     return Verdict.accept()

@@ -40,7 +40,7 @@ def bind_unweighted_norm(
     # Too many candidates cost a kernel binding each; further sizes run the class's forward.
     sizes = list(dict.fromkeys(_sizes(parent)))[:_MAX_SIZES]
     if sample is None or not sizes:
-        return Verdict.refuse("it has no weight, and nothing beside it says size and dtype")
+        return Verdict.refuse("it has no weight, and no neighbouring module states size and dtype")
     fit = adaptation.check_rows(sample.dtype, sample.device)
     if not fit:
         return fit
