@@ -1,1 +1,1 @@
-"""Adaptation of foreign module trees: structure proposes a kernel, numbers decide."""
+"""Adaptation of transformers models: structure proposes a kernel for a module, a trial decides."""

@@ -33,7 +33,7 @@ class RowsLayer(DynamicLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """``[B, K, U, D]``."""
+        """The keys of all cached tokens, ``[B, K, U, D]``."""
         self._convert_to_rows()
         return self._keys
 
@@ -44,7 +44,7 @@ class RowsLayer(DynamicLayer):
 
     @property
     def values(self) -> Tensor | None:
-        """``[B, K, U, D]``."""
+        """The values of all cached tokens, ``[B, K, U, D]``."""
         self._convert_to_rows()
         return self._values
 

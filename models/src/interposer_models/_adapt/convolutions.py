@@ -102,6 +102,7 @@ def _forward(module: Any, call: Call, device: torch.device) -> Forward:
             is_plain = x.dtype is dtype and x.device == device and not x.requires_grad
             if has_shape and is_plain:
                 counts = tuple(n // k for n, k in zip(x.shape[2:], kernel_size, strict=True))
+                # Inputs smaller than one patch raise in the original.
                 if all(counts):
                     rows = kernel(_patches(x, counts, kernel_size), *operands)
                     images = rows.view(x.shape[0], *counts, outputs).movedim(-1, 1)

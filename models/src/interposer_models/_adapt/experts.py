@@ -171,6 +171,8 @@ def _find_restore(
 def _find_activation(module: Any, form: Form, hidden: int, inner: int) -> str | None:
     """Return the activation with which the op agrees with the module's class, if any."""
     generator = torch.Generator().manual_seed(3)
+    # A shallow copy with small random float64 weights: the class's forward runs on it as on the
+    # original.
     probe = copy.copy(module)
     if hasattr(module, "config"):
         probe.config = copy.copy(module.config)

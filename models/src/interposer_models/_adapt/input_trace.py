@@ -64,6 +64,7 @@ def find_sharing(module: nn.Module) -> list[tuple[str, ...]]:
     if len(linears) < _MIN_GROUP_SIZE:
         return []
     groups = []
+    # Projections of different input sizes cannot read the same tensor.
     for size in dict.fromkeys(linear.in_features for linear in linears.values()):
         same_size_names = {name for name, linear in linears.items() if linear.in_features == size}
         if len(same_size_names) >= _MIN_GROUP_SIZE:
@@ -96,6 +97,7 @@ def _groups(module: nn.Module, names: set[str], size: int) -> list[tuple[str, ..
     called_children = [call.child for call in calls]
     called_once = {name for name in names if called_children.count(name) == 1}
     groups = _parts(called_once, calls, is_complete=True)
+    # An optional argument, such as encoder states, may replace the input of some projections.
     for parameter in parameters[1:] if groups else []:
         if parameter.kind not in _VARIADIC:
             trace = trace_with(parameter.name)

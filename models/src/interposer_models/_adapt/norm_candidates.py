@@ -138,6 +138,7 @@ def _search(module: nn.Module, names: list[str], size: int) -> Norm | None:
         for candidate in _candidates(module, names):
             eps = getattr(module, candidate.eps)
             constants = candidate.constants(probe, size)
+            # RMS norm ops require a weight.
             if candidate.op is not layer_norm and constants["weight"] is None:
                 constants["weight"] = torch.ones(size, dtype=torch.float64)
             if all(

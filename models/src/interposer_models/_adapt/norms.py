@@ -48,6 +48,7 @@ def bind_norm(adaptation: Adaptation, module: nn.Module, name: str, norm: Norm) 
     }
     prepared = bound_kernel.prepared(**constants)
     eps = float(getattr(module, norm.eps))
+    # The order of a norm op's constants is the order of its arguments.
     operands: tuple[Any, ...] = (*(prepared[key] for key in constants), eps)
     original = class_forward(module)
     kernel = bound_kernel.function

@@ -149,6 +149,7 @@ class PagedDecoder:
             {} if rows is None or not self._has_logits_to_keep else {"logits_to_keep": rows}
         )
         with (
+            # Adapted attention for all layers: eager and sdpa know nothing of pages.
             using_adapted_attention(self._configs),
             intercepted_by(_PagedStep(self._layers, caches, plans)),
         ):

@@ -52,6 +52,7 @@ def bind_router(adaptation: Adaptation, module: nn.Module, name: str) -> str | V
         linear, in_features=weight.shape[1], out_features=weight.shape[0], biased=bias is not None
     )
     topk = site.bind_kernel(routing.op, **routing.dims())
+    # The kernel computes in the logits' dtype, so that weights are converted once here.
     prepared = bound_kernel.prepared(
         weight=weight.detach().to(dtype), bias=None if bias is None else bias.detach().to(dtype)
     )

@@ -153,6 +153,7 @@ def load_encoder(
     checkpoint = open_folder(path)
     folder = str(checkpoint.path)
     names = checkpoint.config.get("architectures") or [""]
+    # The class decides: AutoModel would drop the classification head.
     is_classifier = str(names[0]).endswith(_CLASSIFIER_SUFFIX)
     auto_class: Any = AutoModelForSequenceClassification if is_classifier else AutoModel
     settings = {"local_files_only": True, "trust_remote_code": False}
