@@ -1,4 +1,4 @@
-"""Convolutions of an adapted model: patches as a product, or left with a reason."""
+"""Convolutions of an adapted model: patches as a matmul, or skipped with a reason."""
 
 from __future__ import annotations
 
@@ -96,20 +96,20 @@ def test_inputs_other_than_image_batches_run_the_original() -> None:
     assert torch.equal(compiled(image[None]), model(image[None]))
 
 
-LEFT: dict[str, tuple[nn.Module, torch.dtype, str]] = {
+SKIPPED: dict[str, tuple[nn.Module, torch.dtype, str]] = {
     "overlapping": (nn.Conv1d(256, 8, 7, stride=2), torch.bfloat16, "its windows overlap"),
     "padded": (nn.Conv2d(3, 8, 32, 32, padding=1), torch.bfloat16, "its windows overlap"),
-    "groups": (nn.Conv2d(4, 8, 32, 32, groups=2), torch.bfloat16, "groups or gaps"),
-    "gaps": (nn.Conv1d(999, 8, 2, 2, dilation=2), torch.bfloat16, "groups or gaps"),
+    "groups": (nn.Conv2d(4, 8, 32, 32, groups=2), torch.bfloat16, "groups or dilation"),
+    "dilated": (nn.Conv1d(999, 8, 2, 2, dilation=2), torch.bfloat16, "groups or dilation"),
     "small": (nn.Conv2d(3, 8, 4, 4), torch.bfloat16, "its patches have 48 elements"),
     "float32": (nn.Conv2d(3, 8, 16, 16), torch.float32, "its patches have 768 elements"),
 }
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", LEFT)
+@pytest.mark.parametrize("case", SKIPPED)
 def test_convolutions_that_torch_computes_faster_are_skipped(case: str) -> None:
-    module, dtype, reason = LEFT[case]
+    module, dtype, reason = SKIPPED[case]
     model = nn.Sequential(copy.deepcopy(module)).to(dtype).eval()
     (place,) = adapt(model).places
     assert not place.is_bound
