@@ -111,7 +111,7 @@ PROMPTS = [[5, 9, 3, 7, 2, 11, 40], [6, 2, 3], [77, 12] * 12, [99]]
 COUNT = 14
 
 
-def build_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
+def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     config = {**FAMILIES, **STATEFUL}[name]()
     model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -143,7 +143,7 @@ def engine_of(model: Any, **settings: Any) -> LanguageModel:
 
 @pytest.mark.parametrize("name", landing_sample(FAMILIES, every=3))
 def test_tokens_are_those_of_transformers(name: str) -> None:
-    model = build_model(name)
+    model = made(name)
     expected = [greedy(model, prompt) for prompt in PROMPTS]
     # The longest prompt comes in chunks, and not all prompts fit into a step.
     lm = engine_of(model, max_step_tokens=9, max_sequences=3)
@@ -159,7 +159,7 @@ def test_tokens_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3", "olmo2"])
 def test_requests_join_and_leave(name: str) -> None:
-    model = build_model(name)
+    model = made(name)
     expected = [greedy(model, prompt) for prompt in PROMPTS]
     engine = engine_of(model, max_step_tokens=7).engine
     sequences, counts = [], (COUNT, 3, COUNT, 9)
@@ -174,7 +174,7 @@ def test_requests_join_and_leave(name: str) -> None:
 
 
 def test_preempted_requests_are_computed_again() -> None:
-    model = build_model("llama")
+    model = made("llama")
     expected = [greedy(model, prompt) for prompt in PROMPTS[:3]]
     lm = engine_of(model, cache_tokens=48)
     actual = lm.generate(PROMPTS[:3], max_new_tokens=COUNT)
@@ -182,7 +182,7 @@ def test_preempted_requests_are_computed_again() -> None:
 
 
 def test_the_trial_allows_for_rounding_of_the_dtype() -> None:
-    model = build_model("qwen3", torch.bfloat16)
+    model = made("qwen3", torch.bfloat16)
     lm = engine_of(model)
     dense = logits_of(model, PROMPTS[2]).float()
     actual = lm.logits(PROMPTS[2])
@@ -190,7 +190,7 @@ def test_the_trial_allows_for_rounding_of_the_dtype() -> None:
 
 
 def test_a_quantized_model_runs_in_the_engine() -> None:
-    model = build_model("llama")
+    model = made("llama")
     handle = adapt(model, quantization="int8")
     lm = language_model(handle, cache_tokens=512)
     dense = logits_of(model, PROMPTS[2])
@@ -207,7 +207,7 @@ def test_a_quantized_model_runs_in_the_engine() -> None:
     ],
 )
 def test_a_model_with_other_state_gets_transformers_caches(name: str, layer: str) -> None:
-    model = build_model(name)
+    model = made(name)
     for config in (model.config, model.generation_config):
         config.eos_token_id = None
     expected = [greedy(model, prompt) for prompt in PROMPTS]
@@ -222,7 +222,7 @@ def test_a_model_with_other_state_gets_transformers_caches(name: str, layer: str
 
 
 def test_bidirectional_attention_is_refused_by_name() -> None:
-    model = build_model("bert")
+    model = made("bert")
     handle = adapt(model)
     layer = r"bert\.encoder\.layer\.0.* attends to tokens that come later"
     with pytest.raises(UnsupportedModelError, match=layer):
@@ -252,7 +252,7 @@ class Shifted(nn.Module):
 
 
 def test_state_in_a_custom_layer_is_refused_by_name() -> None:
-    model = build_model("llama")
+    model = made("llama")
     model.model.layers[1].mlp = Shifted(model.model.layers[1].mlp)
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.mlp \(Shifted\) computes"):
         engine_of(model)
@@ -281,7 +281,7 @@ def test_angles_by_the_longest_sequence_limit_the_context() -> None:
 
 
 def test_restore_returns_the_model_and_stops_the_engine() -> None:
-    model = build_model("gpt-oss")
+    model = made("gpt-oss")
     before = logits_of(model, PROMPTS[0])
     handle = adapt(model)
     chosen = model.config._attn_implementation
@@ -298,7 +298,7 @@ def test_restore_returns_the_model_and_stops_the_engine() -> None:
 
 
 def test_a_second_engine_and_generate_work_at_the_same_time() -> None:
-    model = build_model("llama")
+    model = made("llama")
     expected = greedy(model, PROMPTS[0])
     handle = adapt(model)
     first, second = (language_model(handle, cache_tokens=256) for _ in range(2))
@@ -310,7 +310,7 @@ def test_a_second_engine_and_generate_work_at_the_same_time() -> None:
 
 
 def test_explain_has_notes_of_adapt_and_of_the_engine() -> None:
-    lm = engine_of(build_model("gemma3"))
+    lm = engine_of(made("gemma3"))
     explanation = interposer.explain(lm)
     kinds = {row.choice.request.kind for row in explanation.rows}
     assert {"attention", "kernel"} <= kinds
@@ -320,7 +320,7 @@ def test_explain_has_notes_of_adapt_and_of_the_engine() -> None:
 
 
 def test_end_tokens_and_the_tokenizer_are_those_of_the_model() -> None:
-    model = build_model("llama")
+    model = made("llama")
     expected = greedy(model, PROMPTS[0])
     model.generation_config.eos_token_id = [expected[4], 127]
     lm = engine_of(model)
@@ -332,13 +332,13 @@ def test_end_tokens_and_the_tokenizer_are_those_of_the_model() -> None:
 
 
 def test_update_weights_is_refused() -> None:
-    lm = engine_of(build_model("llama"))
+    lm = engine_of(made("llama"))
     with pytest.raises(ConfigError, match=r"weights of an adapted model are changed in the model"):
         lm.update_weights({})
 
 
 def test_the_context_defaults_to_the_cache_size() -> None:
-    model = build_model("llama")
+    model = made("llama")
     # Some configs have no such field; this one checks what is assigned.
     vars(model.config)["max_position_embeddings"] = None
     handle = adapt(model)
@@ -363,19 +363,19 @@ def test_the_context_defaults_to_the_cache_size() -> None:
 def test_unsupported_settings_are_refused(
     settings: dict[str, Any], config: Config, reason: str
 ) -> None:
-    handle = adapt(build_model("llama"), config)
+    handle = adapt(made("llama"), config)
     with pytest.raises(ConfigError, match=reason):
         language_model(handle, **settings)
 
 
 def test_only_an_adapted_model_is_accepted() -> None:
-    model: Any = build_model("llama")
+    model: Any = made("llama")
     with pytest.raises(ConfigError, match=r"Try: language_model\(adapt\(model\)\)"):
         language_model(model)
 
 
 def test_the_default_cache_takes_a_fraction_of_the_free_memory() -> None:
-    lm = language_model(adapt(build_model("llama")), max_sequences=2)
+    lm = language_model(adapt(made("llama")), max_sequences=2)
     assert (
         lm.engine.pool.num_pages * lm.engine.pool.page_size
         == 2 * DECODER["max_position_embeddings"]
