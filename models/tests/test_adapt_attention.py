@@ -144,7 +144,9 @@ def test_calls_with_unsupported_masks_are_delegated_and_reported() -> None:
     adapted = adapt(model)
     assert close(model(ids, attention_mask=blocks[None, None]).logits, expected[0])
     assert close(model(ids, position_ids=packed, use_cache=False).logits, expected[1])
-    assert all("calls are delegated to sdpa: its mask has no pattern" in r for r in reasons(adapted))
+    assert all(
+        "calls are delegated to sdpa: its mask has no pattern" in r for r in reasons(adapted)
+    )
     assert any("delegated" in note for note in adapted.resolver.notes)
 
 
@@ -184,7 +186,7 @@ def test_softcaps_and_sinks_run_on_a_kernel(kind: Any) -> None:
     attentions = [place for place in adapted.places if place.kind.endswith("Attention")]
     assert len(attentions) == 2
     assert all(place.is_bound for place in attentions)
-    # What is said of them besides is not that a call was delegated.
+    # No reason may say that a call was delegated.
     reasons_before_by = {place.reason.partition(" by ")[0] for place in attentions}
     assert reasons_before_by <= {"", "rotary embedding"}
     # Weights of the softmax are nothing that a kernel returns.
@@ -356,7 +358,7 @@ def test_a_cache_returns_views_and_grows_in_place() -> None:
     for _ in range(20):
         twins.update(1)
     assert twins.ours.layers[0].keys.data_ptr() == first
-    # What somebody else set in the place of the states is taken over.
+    # Tensors that other code assigned to the cache are used from then on.
     for cache in twins.caches:
         cache.layers[0].keys = cache.layers[0].keys[:, :, :4].clone()
         cache.layers[0].values = cache.layers[0].values[:, :, :4].clone()

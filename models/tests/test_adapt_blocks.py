@@ -1,6 +1,6 @@
-"""Layers of decoders that are computed at once: the same numbers, and parts where these are asked.
+"""Decoder layers bound as blocks: equal results, and part by part for unsupported calls.
 
-Layers say in their place that they are bound, and why a call was computed part by part.
+The result of a layer states the bound block, and the reason of calls that ran part by part.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "gemma2": (lambda: Gemma2Config(**SIZES, head_dim=16), "its attention is passed softcap"),
     "cohere": (lambda: CohereConfig(**SIZES), "not projections, rotated as kernels"),
 }
-# What a development plugin replaces takes a part of the block's call away.
+# The development plugin replaces norm layers, which takes the norms out of a block's call.
 CONFIG = Config(disable=["example-norm"])
 IDS = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(1))
 
@@ -83,7 +83,7 @@ def build(config: Any, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def layers_of(adapted: Adapted[Any]) -> dict[str, str]:
-    """Return what is said of the layers that are bound."""
+    """Return the reasons of the bound layers by name."""
     return {
         place.name: place.reason
         for place in adapted.places
@@ -284,9 +284,7 @@ def test_a_wrapped_forward_of_a_part_prevents_a_block() -> None:
     steps(model, adapted.new_cache())
     assert len(events) == 4
     assert list(layers_of(adapted)) == ["model.layers.1"]
-    assert "model.layers.0: computed part by part: another library wrapped" in skip_notes(
-        adapted
-    )
+    assert "model.layers.0: computed part by part: another library wrapped" in skip_notes(adapted)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Classes that compute what an op does in other words, or return it in another layout, adapted."""
+"""Adapted classes that compute an op in another way, or return another memory layout."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_an_unweighted_norm_is_bound_for_the_sizes_of_its_parent(dtype: torch.dt
         actual = places(adapted)
         assert (actual["before"][0], actual["heads"][0]) == (True, True)
         torch.testing.assert_close(model(x), expected)
-        # Of a size that nothing says, it does what its class does.
+        # An input of an unknown size runs the class's forward.
         odd = torch.randn(3, 11, dtype=dtype)
         assert torch.equal(model.heads(odd), BareNorm()(odd))
         adapted.restore()
@@ -133,7 +133,7 @@ def test_an_unweighted_norm_without_neighbours_is_skipped() -> None:
 
 
 def test_a_layer_norm_returns_rows_that_can_be_viewed() -> None:
-    """What torch returns is dense, and models rely on it."""
+    """torch returns contiguous tensors, and models rely on that."""
     model = nn.Sequential(nn.LayerNorm(64)).eval()
     columns = torch.randn(2, 64, 16).transpose(1, 2)
     with torch.no_grad():

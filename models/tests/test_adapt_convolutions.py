@@ -64,9 +64,9 @@ def test_patches_of_any_size_compute_the_same(
     assert adapted.places[0].is_bound, adapted.places
     actual = model(x)
     assert (actual.dtype, actual.shape) == (dtype, expected.shape)
-    # What follows may view what torch's gives as one row.
+    # Code after the convolution may view torch's result as one row.
     assert actual.is_contiguous() or not expected.is_contiguous()
-    # A sum in float32 and one rounding; the bias may be added to what is rounded already.
+    # A sum in float32 and one rounding; the bias may be added after the rounding.
     terms = before[0].numel() + 1
     largest = float(before.abs().double().flatten(1).sum(1).max())
     largest = largest * float(x.abs().max()) + 1 if batch else 1.0

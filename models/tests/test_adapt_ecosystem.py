@@ -1,4 +1,4 @@
-"""Adapted models beside libraries that change models of transformers as well."""
+"""Adapted models together with other libraries that change transformers models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ten families of transformers, tiny and random: adapted, compared, and given back."""
+"""Ten families of transformers, tiny and random: adapted, compared, and restored."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def inputs(name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Ten
 
 
 def results(model: Any, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return what the model makes, without what it makes of padding."""
+    """Return the model's results without those of padding."""
     given = inputs(name, dtype)
     out = model(**given)
     if name == "clip":

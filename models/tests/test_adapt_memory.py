@@ -1,4 +1,4 @@
-"""Adapting needs little memory beside the model, measured in a process of its own."""
+"""Adapting needs little memory in addition to the model, measured in a separate process."""
 
 from __future__ import annotations
 

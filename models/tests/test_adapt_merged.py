@@ -1,4 +1,4 @@
-"""Projections of one input, merged into one product, and rotary embeddings by a kernel."""
+"""Projections of one input, merged into one matmul, and rotary embeddings by a kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single modules of an adapted model: bound or left with a reason, and given back."""
+"""Single modules of an adapted model: bound or skipped with a reason, and restored."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_a_tied_head_with_a_bias_shares_the_table(dtype: torch.dtype) -> None:
 
 
 class ScaledTwice(nn.Module):
-    """A norm of nobody's library, which multiplies by its weight squared."""
+    """A norm of an unknown class that multiplies by the squared weight."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class ScaledTwice(nn.Module):
 
 
 class OwnNorm(ScaledTwice):
-    """A norm of nobody's library that is one."""
+    """A regular norm of an unknown class."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()

@@ -238,14 +238,14 @@ def test_an_encoder_is_refused_by_name() -> None:
 
 
 class Shifted(nn.Module):
-    """A perceptron that mixes in what it saw of the token before."""
+    """An MLP that mixes in the state of the previous token."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what ``inner`` makes of both."""
+        """Return the result of ``inner`` for both."""
         before = torch.nn.functional.pad(x, (0, 0, 1, -1))
         out: torch.Tensor = self.inner(x + 0.01 * before)
         return out
@@ -339,7 +339,7 @@ def test_update_weights_is_refused() -> None:
 
 def test_the_context_defaults_to_the_cache_size() -> None:
     model = made("llama")
-    # Some configs have no such field; this one checks what is assigned.
+    # Some configs have no such field; this one validates assignments, so vars() bypasses it.
     vars(model.config)["max_position_embeddings"] = None
     handle = adapt(model)
     lm = language_model(handle, cache_tokens=64)

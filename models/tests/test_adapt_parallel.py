@@ -1,4 +1,4 @@
-"""Adapted models whose weights several processes hold in parts."""
+"""Adapted models with weights sharded over several processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from interposer_models import adapt
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CONFIGS = {
     "llama": LlamaConfig(**NARROW),
-    # Each projection has a bias, those whose results are added up over processes as well.
+    # Every projection has a bias, also row-parallel ones with summed results.
     "starcoder2": Starcoder2Config(**NARROW, tie_word_embeddings=False),
     "qwen2": Qwen2Config(**NARROW),
     "tied": LlamaConfig(**NARROW, tie_word_embeddings=True),
@@ -39,7 +39,7 @@ CONFIGS = {
 
 
 def run(folder: Path, *cases: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return what became of each model in either process."""
+    """Return the results of each model in both processes."""
     for name in {case.partition(":")[2] for case in cases}:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIGS[name])
@@ -93,7 +93,7 @@ def test_sharded_experts_and_tied_tables_compute_the_same(tmp_path: Path) -> Non
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [MixtralConfig, GptOssConfig])
 def test_experts_of_other_ranks_contribute_nothing(kind: Any) -> None:
-    """They are numbered behind the last one that this process has, whatever their weight."""
+    """transformers numbers them after this process's last expert, with any weight."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind(**NARROW, **EXPERTS)).eval()
     experts = model.model.layers[0].mlp.experts

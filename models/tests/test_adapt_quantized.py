@@ -83,7 +83,7 @@ def test_projections_of_one_input_are_merged(name: str, method: Any, tmp_path: P
     handle = adapt(apart, quantization=method)
     assert not any("one product" in place.reason for place in handle.places)
     actual, expected = model(ids).logits, apart(ids).logits
-    # The same codes: sums may be in another order, which is small beside what rounding lost.
+    # The same codes: another order of sums is small compared with the quantization error.
     assert (actual - expected).norm() <= 0.1 * (expected - plain).norm()
     with pytest.raises(ConfigError, match="was given up when it was quantized"):
         model.model.layers[0].self_attn.k_proj.weight.double()

@@ -1,4 +1,4 @@
-"""Routers of adapted mixtures: known by what they compute, or left with a reason."""
+"""Routers of adapted MoE models: recognized by results, or skipped with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HIDDEN, EXPERTS = 24, 16
 
 
 class Router(nn.Module):
-    """A router of nobody's library; ``flip`` returns its results in another order."""
+    """A router of an unknown class; ``flip`` returns the results in another order."""
 
     def __init__(
         self, scoring: str, groups: int, top_groups: int, top_k: int, **parts: Any

@@ -1,4 +1,4 @@
-"""Vectors and classes of texts, beside the model's own results for one text at a time."""
+"""Vectors and classes of texts, compared with the model's results for single texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers quantizes a model while it loads as ``load(..., quantization=...)`` does."""
+"""transformers quantizes a model during loading, as ``load(..., quantization=...)`` does."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_config_json_may_name_the_method(folder: Path, tmp_path: Path) -> None
     expected = of_load(folder, settings)
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(of_load(configured, None), expected, rtol=0, atol=0)
-    # What is asked for in code goes first.
+    # The config in code overrides the config of the folder.
     torch.testing.assert_close(of_load(configured, "int8"), of_load(folder, "int8"), rtol=0, atol=0)
     del config["quantization_config"]["method"]
     (configured / "config.json").write_text(json.dumps(config))

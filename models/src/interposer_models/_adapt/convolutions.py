@@ -33,12 +33,12 @@ _MIN_PATCH_ELEMENTS = {torch.bfloat16: 768, torch.float32: 1536}
 
 def bind_convolution(adaptation: Adaptation, module: Any, name: str) -> str | Verdict:
     """Bind a convolution over adjacent patches that are large enough."""
-    fit = adaptation.check_module(module)
-    if not fit:
-        return fit
-    fit = _check_form(module, adaptation.device)
-    if not fit:
-        return fit
+    verdict = adaptation.check_module(module)
+    if not verdict:
+        return verdict
+    verdict = _check_form(module, adaptation.device)
+    if not verdict:
+        return verdict
     weight, bias = module.weight, module.bias
     rows = weight.detach().flatten(1)
     # No quantization scheme supports convolutions, so the site is bound to a plain kernel.

@@ -49,9 +49,9 @@ def bind_gated_mlp(
     for part in (module, gate, up, down):
         if is_wrapped(part):
             return Verdict.refuse("another library wrapped the forward of a part of it")
-        fit = adaptation.check_module(part)
-        if not fit:
-            return fit
+        verdict = adaptation.check_module(part)
+        if not verdict:
+            return verdict
     biases = [projection.bias for projection in (gate, up, down)]
     if len({bias is None for bias in biases}) > 1 or gate.weight.shape != up.weight.shape:
         return Verdict.refuse("its projections differ in bias or size")
@@ -62,8 +62,8 @@ def bind_gated_mlp(
             adaptation.site(name, dtype), hidden, inner, parts.activation, biases[0] is not None
         )
     linears = (layer.gate_up_proj, layer.down_proj)
-    plain_parts = [isinstance(linear.method, PlainLinear) for linear in linears]
-    if not all(plain_parts) and parts[:3] != _STANDARD_NAMES:
+    are_plain = [isinstance(linear.method, PlainLinear) for linear in linears]
+    if not all(are_plain) and parts[:3] != _STANDARD_NAMES:
         return Verdict.refuse(
             "its projections do not have the names by which quantization schemes select them"
         )
@@ -71,29 +71,31 @@ def bind_gated_mlp(
     weights = torch.cat([gate.weight.data, up.weight.data])
     set_weights(layer.gate_up_proj, weight=weights, bias=merged_bias)
     set_weights(layer.down_proj, weight=down.weight.data, bias=biases[2])
-    both_plain, down_plain = plain_parts
-    merged = None
-    if both_plain:
+    is_gate_up_plain, is_down_plain = are_plain
+    merged_restore = None
+    if is_gate_up_plain:
         first = cast(MergedLinear, layer.gate_up_proj)
-        merged = find_merged_restore(first, first.operands)
-    last = (
-        find_restore(layer.down_proj.method.bound, layer.down_proj.operands) if down_plain else None
+        merged_restore = find_merged_restore(first, first.operands)
+    down_restore = (
+        find_restore(layer.down_proj.method.bound, layer.down_proj.operands)
+        if is_down_plain
+        else None
     )
-    if all(plain_parts):
+    if all(are_plain):
         verdict = _check_layer(module, layer, gate.weight)
         if not verdict:
             return verdict
     # The merged restore is checked once; the halves of gate and up are slices of its result.
-    for restore, plain in ((merged, weights), (last, down.weight.data)):
+    for restore, plain in ((merged_restore, weights), (down_restore, down.weight.data)):
         verdict = Verdict.accept() if restore is None else check_restore(restore, plain)
         if not verdict:
             return verdict
     # Releases the plain copies before the weights are packed, to bound the memory peak.
     del weights, plain
     restores = (
-        None if merged is None else partial(_restore_half, merged, False),
-        None if merged is None else partial(_restore_half, merged, True),
-        last,
+        None if merged_restore is None else partial(_restore_half, merged_restore, False),
+        None if merged_restore is None else partial(_restore_half, merged_restore, True),
+        down_restore,
     )
     kernel, operands = kernel_call(layer.gate_up_proj)
     calls: tuple[Call, ...] = (
@@ -102,34 +104,34 @@ def bind_gated_mlp(
         kernel_call(layer.down_proj),
     )
     forwards = []
-    is_quantized = (not both_plain, not both_plain, not down_plain)
+    is_quantized = (not is_gate_up_plain, not is_gate_up_plain, not is_down_plain)
     # parts also names the activation, so that zip stops after the three projections.
-    for label, projection, call, restore, quantized in zip(
+    for label, projection, call, restore, is_part_quantized in zip(
         parts, (gate, up, down), calls, restores, is_quantized, strict=False
     ):
-        place = f"{name}.{label}" if name else label
+        part_name = f"{name}.{label}" if name else label
         forward = forward_one_input(*call, class_forward(projection), dtype, adaptation.device)
-        if quantized or restore is not None:
-            packed = PackedWeight(projection.weight, restore, f"{place}.weight")
+        if is_part_quantized or restore is not None:
+            packed = PackedWeight(projection.weight, restore, f"{part_name}.weight")
             adaptation.changes.pack([(projection, "weight")], packed)
-        adaptation.bind_forward(projection, place, forward)
+        adaptation.bind_forward(projection, part_name, forward)
         forwards.append(forward)
     adaptation.changes.set(
         module, "forward", _forward(module, layer, parts, forwards, adaptation.device)
     )
-    for label, projection, linear_of_part in zip(
+    for label, projection, part_linear in zip(
         parts, (gate, up, down), (*[layer.gate_up_proj] * 2, layer.down_proj), strict=False
     ):
         adaptation.mark_bound(
-            projection, f"{name}.{label}" if name else label, layer_kernel_name(linear_of_part)
+            projection, f"{name}.{label}" if name else label, layer_kernel_name(part_linear)
         )
     adaptation.layers_by_modules[id(module),] = layer
     return f"{type(layer).__module__.partition('.')[0]}/{type(layer).__name__}"
 
 
-def _restore_half(merged: Restore, is_second: bool, into: Tensor) -> None:
+def _restore_half(restore_merged: Restore, is_second: bool, into: Tensor) -> None:
     both = into.new_empty(2 * into.shape[0], into.shape[1])
-    merged(both)
+    restore_merged(both)
     into.copy_(both[into.shape[0] :] if is_second else both[: into.shape[0]])
 
 

@@ -121,9 +121,9 @@ def bind_merged(
     parts: list[Any] = [module._modules[label] for label in group]
     names = [f"{name}.{label}" if name else label for label in group]
     for part in parts:
-        fit = adaptation.check_module(part)
-        if not fit:
-            return fit
+        verdict = adaptation.check_module(part)
+        if not verdict:
+            return verdict
     weights: list[Tensor] = [part.weight for part in parts]
     dtype = weights[0].dtype
     if any(weight.dtype is not dtype for weight in weights):

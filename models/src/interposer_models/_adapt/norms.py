@@ -34,9 +34,9 @@ def find_layer_norm(module: nn.LayerNorm) -> Norm | Verdict:
 
 def bind_norm(adaptation: Adaptation, module: nn.Module, name: str, norm: Norm) -> str | Verdict:
     """Bind a leaf to a kernel of the matching norm op."""
-    fit = adaptation.check_module(module)
-    if not fit:
-        return fit
+    verdict = adaptation.check_module(module)
+    if not verdict:
+        return verdict
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     if not parameters:
         return bind_unweighted_norm(adaptation, module, name, norm)

@@ -90,13 +90,13 @@ def _logits_in_steps(
     ]
     vocabulary = paged.config.vocab_size
     second_prompt = [(5 * i + 1) % vocabulary for i in range(second_length)]
-    pair = [
+    sequences = [
         Sequence(i, tokens, SamplingParams(), 0) for i, tokens in enumerate((prompt, second_prompt))
     ]
     step_logits = []
     for number, step_tokens in enumerate(steps_tokens):
         chunks = []
-        for sequence, count in zip(pair, step_tokens, strict=True):
+        for sequence, count in zip(sequences, step_tokens, strict=True):
             num_tokens = min(count, len(sequence) - sequence.num_computed)
             if num_tokens:
                 pool.extend(sequence.pages[0], sequence.num_computed + num_tokens)

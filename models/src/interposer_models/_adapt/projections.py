@@ -41,9 +41,9 @@ def bind_projection(
         transposed: the weight is ``[I, O]``.
         is_head: the projection computes logits; quantization schemes select heads separately.
     """
-    fit = adaptation.check_module(module, sharded=True)
-    if not fit:
-        return fit
+    verdict = adaptation.check_module(module, sharded=True)
+    if not verdict:
+        return verdict
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if weight is None:
         return Verdict.refuse("its weight is no parameter of its own")

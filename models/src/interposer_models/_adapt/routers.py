@@ -32,9 +32,9 @@ def bind_router(adaptation: Adaptation, module: nn.Module, name: str) -> str | V
 
     Returns: the names of both kernels.
     """
-    fit = adaptation.check_module(module)
-    if not fit:
-        return fit
+    verdict = adaptation.check_module(module)
+    if not verdict:
+        return verdict
     routing = find_routing(module)
     if routing is None:
         return Verdict.refuse("no known op matches its class")

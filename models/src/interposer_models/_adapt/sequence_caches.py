@@ -206,16 +206,16 @@ def _logits_in_steps(
     pool = PagePool(
         2 * -(-max(len(prompt), len(second_prompt)) // decoder.page_size), decoder.page_size
     )
-    pair = [
+    sequences = [
         EngineSequence(i, tokens, SamplingParams(), 0)
         for i, tokens in enumerate((prompt, second_prompt))
     ]
-    for slot, sequence in enumerate(pair):
+    for slot, sequence in enumerate(sequences):
         sequence.state_slot = slot
     step_logits, sizes = list[Tensor](), list[tuple[int, int]]()
     for number, step_tokens in enumerate(steps):
         chunks = []
-        for sequence, count in zip(pair, step_tokens, strict=True):
+        for sequence, count in zip(sequences, step_tokens, strict=True):
             num_tokens = min(count, len(sequence) - sequence.num_computed)
             if num_tokens > 0:
                 pool.extend(sequence.pages[0], sequence.num_computed + num_tokens)
@@ -229,11 +229,11 @@ def _logits_in_steps(
         logits = decoder(batch.token_ids, batch.positions, [], [plan])
         row = 0
         for chunk in chunks:
-            if chunk.sequence is pair[0]:
+            if chunk.sequence is sequences[0]:
                 step_logits.append(logits[row : row + chunk.num_tokens])
             row += chunk.num_tokens
             chunk.sequence.num_computed += chunk.num_tokens
-        sizes.append((pair[0].num_computed, decoder.num_bytes(0)))
+        sizes.append((sequences[0].num_computed, decoder.num_bytes(0)))
     return torch.cat(step_logits), (sizes[0], sizes[-1])
 
 

@@ -87,9 +87,9 @@ def _bind(
     weight: Any = holders[0][0]._parameters[holders[0][1]]
     dtype = weight.dtype
     site = adaptation.site(name, dtype)
-    head = adaptation.site(heads[0][0], dtype) if heads else None
+    head_site = adaptation.site(heads[0][0], dtype) if heads else None
     with torch.device("meta"):
-        layer = Embedding(site, weight.shape[0], weight.shape[1], head)
+        layer = Embedding(site, weight.shape[0], weight.shape[1], head_site)
     set_weights(layer, weight=weight.data)
     is_plain = isinstance(layer.method, PlainEmbedding)
     assert layer.lookup is not None

@@ -30,9 +30,9 @@ def bind_unweighted_norm(
     adaptation: Adaptation, module: nn.Module, name: str, norm: Norm
 ) -> str | Verdict:
     """Bind a norm that has no weight, for the row sizes found in its parent module."""
-    fit = adaptation.check_module(module)
-    if not fit:
-        return fit
+    verdict = adaptation.check_module(module)
+    if not verdict:
+        return verdict
     parent = adaptation.model.get_submodule(name.rpartition(".")[0])
     sample = next(
         (parameter for parameter in parent.parameters() if parameter.is_floating_point()), None
@@ -41,9 +41,9 @@ def bind_unweighted_norm(
     sizes = list(dict.fromkeys(_sizes(parent)))[:_MAX_SIZES]
     if sample is None or not sizes:
         return Verdict.refuse("it has no weight, and no neighbouring module states size and dtype")
-    fit = adaptation.check_rows(sample.dtype, sample.device)
-    if not fit:
-        return fit
+    verdict = adaptation.check_rows(sample.dtype, sample.device)
+    if not verdict:
+        return verdict
     original, eps = class_forward(module), float(getattr(module, norm.eps))
     calls: dict[int, Call] = {}
     kernels: dict[str, None] = {}
