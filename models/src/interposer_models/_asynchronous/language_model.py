@@ -318,7 +318,7 @@ class AsyncLanguageModel:
             constraints = {params.constraint for _, params in prompts if params.constraint}
             compiled = [self._constraints.compiled(constraint) for constraint in constraints]
         generation = self._steps.open(checked, n, streams=streams, received=received, on_end=on_end)
-        generation.held = compiled
+        generation.kept_alive = compiled
         return generation
 
     async def _prepare(

@@ -47,6 +47,8 @@ class TimedCalls:
         threading.Thread(target=call.run, name=self._name, daemon=True).start()
         try:
             await asyncio.shield(call.started)
+            # Shield the futures: cancelling the task must not cancel the future that the thread
+            # sets.
             return await asyncio.wait_for(asyncio.shield(call.result), self._seconds)
         finally:
             call.end()
