@@ -16,7 +16,8 @@ Kind = Literal["JSON schema", "regex", "choice", "grammar"]
 class Constraint:
     """A formal language to which the texts of a request are restricted.
 
-    The model checks the constraint when it compiles the constraint for a request.
+    Create a constraint with one of the class methods. The model checks the constraint when it
+    compiles the constraint for a request.
 
     Attributes:
         kind: Kind of language.

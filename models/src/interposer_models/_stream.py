@@ -173,7 +173,7 @@ class Stream:
         """Return the length of the text that cannot be part of a stop text any more."""
         stops = self.sequence.params.stop
         longest = max(map(len, stops), default=1) - 1
-        # The text must not end with a beginning of a stop text.
+        # Hold back the longest end of the text that a stop text starts with.
         for length in range(min(longest, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in stops):
                 return len(self.text) - length

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Expired(BaseException):
-    """Raised inside a function whose time is over or whose caller has gone."""
+    """Raised inside a function after the time limit or the cancellation of the caller."""
 
 
 class TimedCalls:

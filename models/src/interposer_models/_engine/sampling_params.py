@@ -16,7 +16,7 @@ from interposer_ops.layers.logit_edits import MOST_LIKELY
 _ELSEWHERE = {
     "best_of": "generate(..., n=4), and choose among the answers by their logprobs",
     "echo": "prompt_token_ids of the completion",
-    "logprobs": "top_logprobs; the token's own is always told",
+    "logprobs": "top_logprobs; the token's own is always reported",
     "max_tokens": "max_new_tokens",
     "n": "n of generate() or stream(), beside params",
 }

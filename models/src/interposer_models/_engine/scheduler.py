@@ -204,7 +204,7 @@ class Scheduler:
         return Chunk(sequence, num_tokens)
 
     def advance(self, chunks: Items[Chunk]) -> None:
-        """Count the tokens of the chunks as computed, and free pages outside of all windows."""
+        """Count the tokens of the chunks as computed, and free pages that have left a window."""
         # Fast path: without windows and prefix cache, no page can be freed or registered.
         if self._prefixes is None and not self._windowed:
             for chunk in chunks:

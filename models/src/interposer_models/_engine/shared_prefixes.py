@@ -166,7 +166,7 @@ class SharedPrefixes:
         self._search.tails.clear()
 
     def _future_prefix_length(self, sequence: Sequence, other: Sequence) -> int:
-        """Return the length of the common prefix that ``other`` has yet to compute; 0 if none."""
+        """Return the common prefix length if ``other`` has yet to compute a part of it, else 0."""
         if len(other) - other.num_computed <= 1:
             return 0
         end = common_prefix_length(sequence, other, self._size)

@@ -70,7 +70,7 @@ def load_eagle3_head(
 
 
 def _is_head(path: str | Path, config: Config) -> bool:
-    """Return whether the config at a path is of a head; hub models are not downloaded."""
+    """Return whether the config at a path is of a head; weights are not read."""
     fields = open_checkpoint(path, config)[0].config
     architectures = fields.get("architectures") or ()
     return "draft_vocab_size" in fields or not _ARCHITECTURES.isdisjoint(architectures)
