@@ -249,7 +249,7 @@ def test_a_prompt_longer_than_a_step_is_refused(pairs: dict[str, Pair]) -> None:
 
 
 def test_pages_of_prefixes_are_not_shared(pairs: dict[str, Pair]) -> None:
-    with pytest.raises(ConfigError, match=r"prefix_cache=True, but .* prompt see later ones"):
+    with pytest.raises(ConfigError, match=r"prefix_cache=True, but .* attend to later ones"):
         load(pairs["plain"][0], cache_tokens=512, prefix_cache=True)
 
 

@@ -153,7 +153,7 @@ def test_a_prompt_with_logprobs_shares_its_pages_with_later_ones(llama: Path) ->
 def test_prompts_that_are_not_predicted_are_refused(tmp_path: Path) -> None:
     written("bart", tmp_path / "bart")
     write_checkpoint(config_of("plain"), tmp_path / "mpt")
-    for name, reason in (("bart", "the encoder reads"), ("mpt", "see later ones")):
+    for name, reason in (("bart", "the encoder reads"), ("mpt", "attend to later ones")):
         lm = load(tmp_path / name, "float32", cache_tokens=256)
         with pytest.raises(RequestError, match=f"prompt_logprobs is 0, but .*{reason}"):
             lm.generate([[5, 6, 7]], prompt_logprobs=0)

@@ -43,6 +43,7 @@ def check_roles(messages: Iterable[Message], template: str) -> None:
     """
     for index, message in enumerate(messages):
         role = message["role"]
+        # A template names a role as a quoted text.
         if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
             raise RequestError(
                 f"messages[{index}].role is {role!r:.100}, which the chat template does not name. "

@@ -179,7 +179,7 @@ def check_cache(
     """
     if state_bytes > free_bytes:
         raise ConfigError(
-            f"the states of sequences take {_size(state_bytes)}, free are {_size(free_bytes)}. "
+            f"the recurrent states take {_size(state_bytes)}, free are {_size(free_bytes)}. "
             "Try: a smaller max_sequences"
         )
     pages = shape.pages_within(free_bytes - state_bytes)

@@ -54,6 +54,7 @@ class CompiledArtifacts:
         if artifacts is None:  # the backend generates nothing that can be stored
             return
         code, info = artifacts
+        # Artifacts of an earlier part are in the result again, so store only if there are new ones.
         new_names = _names(info) - self._stored_names
         if not new_names:
             return

@@ -118,7 +118,7 @@ class Engine:
         """
         if params.stop and not reads_texts:
             raise RequestError(
-                f"stop is {params.stop!r}, but an engine makes no texts of tokens. "
+                f"stop is {params.stop!r}, but an engine does not detokenize. "
                 "Try: start() of the LanguageModel"
             )
         tokens = self.check(prompt, params, source)
@@ -276,7 +276,9 @@ class Engine:
         if self.runner.sources is not None:
             return self.runner.sources.check(source)
         if source is not None:
-            raise RequestError("The model has no encoder for a source. Try: give it as the prompt")
+            raise RequestError(
+                "source is set, but the model has no encoder. Try: give it as the prompt"
+            )
         return []
 
     def checked_tokens(self, token_ids: Items[int]) -> list[int]:

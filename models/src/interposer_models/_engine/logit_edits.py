@@ -106,7 +106,7 @@ class RequestEdits:
         assert params.constraint is not None
         if constraints is None:
             raise RequestError(
-                "A constraint is over texts, and this engine has no tokenizer to read them with. "
+                "A constraint needs a tokenizer, and this engine has none. "
                 "Try: the engine of a LanguageModel"
             )
         return constraints.matcher(params.constraint, self._end_tokens(params))

@@ -124,6 +124,7 @@ class PrefixSearch:
                 tails.append(Tail(common_tokens(next_tokens, tokens), b"", pages))
         for key, tokens in self.tails.after(key_before, next_tokens):
             num_common = common_tokens(next_tokens, tokens)
+            # A recurrent state is only valid at the exact end of the tail.
             if self._checkpoints is not None and not (
                 num_common == len(tokens) and self._has_state(key, True)
             ):

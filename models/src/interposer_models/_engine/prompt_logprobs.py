@@ -35,7 +35,7 @@ class PromptLogprobs:
         if self._runner.sources is not None:
             reason = "the encoder reads the prompt, and nothing predicts its tokens"
         elif self._runner.is_prefix_lm:
-            reason = "tokens of a prompt see later ones, so that none is predicted"
+            reason = "prompt tokens attend to later ones, so that none is predicted"
         if reason:
             raise RequestError(
                 f"prompt_logprobs is {count}, but {reason}. Try: score(prompt, continuations)"

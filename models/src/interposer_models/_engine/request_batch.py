@@ -106,6 +106,7 @@ def penalties_of(sequences: Items[Sequence], vocab_size: int, device: str) -> Pe
 
 def _integer(token_id: object) -> int:
     try:
+        # Python's booleans are integers, but a boolean among token ids is a mistake.
         if not isinstance(token_id, bool):
             return operator.index(token_id)  # type: ignore[arg-type]
     except TypeError:

@@ -133,7 +133,7 @@ class Scheduler:
             self.running.append(sequence)
             if self._prefixes is not None:
                 self._prefixes.plan_checkpoints(sequence, self.running)
-        budget = source_budget = self.max_step_tokens
+        budget = encoder_budget = self.max_step_tokens
         prompt_logits_budget = _MAX_PROMPT_LOGITS
         chunks: list[Chunk] = []
         # Reserve capacity for a whole prompt that did not fit into the last step.
@@ -155,9 +155,9 @@ class Scheduler:
                 continue
             if self.encoder_pool is not None and not sequence.num_computed:
                 # The whole encoder input is encoded before the first chunk, within step memory.
-                if len(sequence.source) > source_budget:
+                if len(sequence.source) > encoder_budget:
                     continue
-                source_budget -= len(sequence.source)
+                encoder_budget -= len(sequence.source)
             num_tokens = min(len(sequence) - sequence.num_computed, budget - reserved_tokens)
             for _, pool in self._windowed:
                 # A small pool computes a long chunk in parts, and frees pages in between.
@@ -192,6 +192,7 @@ class Scheduler:
         if most_tokens is not None:
             num_tokens = min(num_tokens, most_tokens)
         for pool_index, pool in self._windowed:
+            # Zero pages in the list take no memory of the pool.
             num_zero_pages = sequence.pages[pool_index].count(pool.zero_page)
             num_held_pages = len(sequence.pages[pool_index]) - num_zero_pages
             num_tokens = min(

@@ -167,6 +167,7 @@ class SharedPrefixes:
 
     def _future_prefix_length(self, sequence: Sequence, other: Sequence) -> int:
         """Return the common prefix length if ``other`` has yet to compute a part of it, else 0."""
+        # A sequence that decodes computes no more of its prompt.
         if len(other) - other.num_computed <= 1:
             return 0
         end = common_prefix_length(sequence, other, self._size)
@@ -230,6 +231,7 @@ class SharedPrefixes:
         num_unseen_pages = min(pool.num_unseen_pages(num_tokens), len(keys))
         seen_keys = keys[num_unseen_pages:]
         pages += [pool.acquire(key) if pool.has_key(key) else pool.zero_page for key in seen_keys]
+        # Pages that the pool has evicted are restored from the store into new pages.
         missing = [number for number, page in enumerate(pages) if page == pool.zero_page]
         # Hold the page to copy, so that the allocation below does not evict it.
         copy_sources = (
@@ -262,6 +264,7 @@ class SharedPrefixes:
     def _register(self, sequence: Sequence, number: int, key: bytes, tokens: list[int]) -> None:
         """Register a page of a sequence in all pools in which the sequence still holds the page."""
         for pool, pages in zip(self._pools, sequence.pages, strict=True):
+            # The page may have left the window of this pool already.
             if pages[number] != pool.zero_page:
                 pool.register(key, pages[number])
         if self._pools[0].has_key(key):
@@ -269,6 +272,7 @@ class SharedPrefixes:
 
     def _save_state(self, sequence: Sequence, key: bytes) -> None:
         assert self._checkpoints is not None
+        # The state is not usable if it includes rejected draft tokens.
         if sequence.state_tokens == sequence.num_computed:
             self._checkpoints.save(key, sequence.state_slot)
 
@@ -278,6 +282,7 @@ class SharedPrefixes:
         parts = [] if self._store is None else self._contents.page(pool_index, page)
         if self._store is not None and self._store.put(pool_index, key, parts, self._protected):
             self.statistics.stored_pages += 1
+        # Tails are indexed by pages of the first pool, the one with the widest window.
         elif pool_index == 0:
             self._search.tails.remove(key)
 

@@ -81,19 +81,19 @@ class Sources:
         """
         if source is None:
             raise RequestError(
-                "The model attends to a source, and none was given. "
+                "The model has an encoder, but no encoder input was given. "
                 "Try: engine.add(prompt, params, source=token_ids)"
             )
         tokens = checked_tokens(source, self._vocab_size)
         max_tokens = self._model.max_source_tokens
         if len(tokens) > max_tokens:
             raise RequestError(
-                f"The source has {len(tokens)} tokens, the encoder takes {max_tokens}. "
+                f"The encoder input has {len(tokens)} tokens, the encoder takes {max_tokens}. "
                 f"Try: shorten it to {max_tokens}"
             )
         if len(tokens) > self._max_step_tokens:
             raise RequestError(
-                f"The source has {len(tokens)} tokens, which an encoder computes in one step, and "
+                f"The encoder input has {len(tokens)} tokens, which are computed in one step, but "
                 f"max_step_tokens is {self._max_step_tokens}. "
                 f"Try: load(..., max_step_tokens={len(tokens)})"
             )

@@ -85,6 +85,8 @@ class DraftCostModel:
         size = self._size(num_sequences)
         is_after_drafted, self._is_after_drafted = self._is_after_drafted, False
         lost_seconds = drafting_seconds
+        # The drafted step before evicted model weights from caches: charge the slowdown to
+        # drafting.
         if is_after_drafted and size.plain:
             lost_seconds += min(seconds, _MAX_RATIO * size.median_plain) - size.median_plain
         else:

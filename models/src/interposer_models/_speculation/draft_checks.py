@@ -17,7 +17,7 @@ def check_sources(path: Path, model: Any) -> None:
     """Raise ConfigError if the model at ``path`` has an encoder."""
     if reads_sources(model):
         raise ConfigError(
-            f"{path} has an encoder, and a draft model is given no source to read. "
+            f"{path} has an encoder, and draft models cannot read an encoder input. "
             "Try: speculation='ngram', which looks up the decoder's own tokens"
         )
 

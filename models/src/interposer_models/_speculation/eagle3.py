@@ -47,6 +47,7 @@ class WideAttention(SelfAttention):
         width, kv_width = spec.num_heads * size, spec.num_kv_heads * size
         self.sizes = (width, kv_width, kv_width)
         parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
+        # Twice the hidden size, because the input is an embedding and a hidden state side by side.
         self.qkv_proj = MergedLinear(site.at("qkv_proj"), 2 * hidden_size, parts, bias)
         self.o_proj = Linear(site.at("o_proj"), width, hidden_size, bias)
         self.q_norm = self.k_norm = None

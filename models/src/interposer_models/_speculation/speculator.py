@@ -196,6 +196,7 @@ class Speculator:
         logits = engine.runner.compute(chunks)
         scheduler.advance(final_chunks)
         events: list[Event] = []
+        # Verify in groups of sequences, with one call of kernels per method.
         rows_by_verifier: dict[
             Callable[[list[_Row], Tensor], list[list[int]]] | None, list[_Row]
         ] = {}
@@ -249,6 +250,7 @@ class Speculator:
         probs = None
         if rows[0].draft.probs is not None:
             distributions = [row.draft.probs for row in rows if row.draft.probs is not None]
+            # Drafts can be shorter than S: unused entries stay zero.
             probs = distributions[0].new_zeros(len(rows), self._num_drafts, logits.shape[1])
             for index, distribution in enumerate(distributions):
                 probs[index, : len(distribution)] = distribution
@@ -282,6 +284,7 @@ class Speculator:
             token_lists: For each row, the accepted draft tokens and one more token.
         """
         start = 0
+        # Select the logits of the appended tokens, to compute log probabilities of these only.
         row_indices: list[int] = []
         for row, tokens in zip(rows, token_lists, strict=True):
             row_indices += range(start, start + len(tokens))
