@@ -123,7 +123,7 @@ def loaded(path: Path, **more: Any) -> LanguageModel:
 
 
 def idle(lm: LanguageModel) -> bool:
-    pools = [*lm.engine.pools, lm.engine.scheduler.sources]
+    pools = [*lm.engine.pools, lm.engine.scheduler.encoder_pool]
     return not lm.engine.busy and all(p and p.num_free == p.num_pages for p in pools)
 
 
@@ -240,7 +240,7 @@ def small(pairs: dict[str, Pair]) -> dict[str, LanguageModel]:
 def spoil(lm: LanguageModel) -> None:
     """Write NaN over every page of sources that no sequence holds, after each step."""
     engine, scheduler = lm.engine, lm.engine.scheduler
-    advance, pool = scheduler.advance, lm.engine.scheduler.sources
+    advance, pool = scheduler.advance, lm.engine.scheduler.encoder_pool
     assert pool is not None
 
     def spoiled(chunks: Any) -> None:

@@ -442,7 +442,7 @@ def test_a_checkpoint_without_a_head_is_refused(
         ({"draft_vocab_size": 257}, "draft_vocab_size 257 exceeds vocab_size 256"),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}},
-            r"has eagle_aux_hidden_state_layer_ids \[1, 3, 5\], .* what enters \[2, 4, 5\]",
+            r"has eagle_aux_hidden_state_layer_ids \[1, 3, 5\], .* the inputs of \[2, 4, 5\]",
         ),
         ({"num_hidden_layers": 2}, "num_hidden_layers"),
     ],
