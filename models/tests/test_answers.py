@@ -53,7 +53,7 @@ def test_streams_tell_answers_apart(lm: LanguageModel) -> None:
     assert idle(lm)
 
 
-def test_a_number_that_is_none_is_refused(lm: LanguageModel) -> None:
+def test_an_invalid_number_of_answers_is_refused(lm: LanguageModel) -> None:
     for n in (0, -1, 1.5, True, "2"):
         with pytest.raises(RequestError, match="must be an integer of at least 1"):
             lm.generate("import", n=n)  # type: ignore[arg-type]

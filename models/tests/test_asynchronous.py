@@ -229,7 +229,7 @@ def test_a_failing_step_fails_all_that_ran_and_no_later_request(
     assert idle(small)
 
 
-def test_a_step_that_ends_the_thread_leaves_nobody_waiting(small: LanguageModel) -> None:
+def test_a_step_that_ends_the_thread_fails_all_waiting_requests(small: LanguageModel) -> None:
     def leaves(step: Callable[[], Any]) -> Any:
         raise SystemExit(3)
 
@@ -248,7 +248,7 @@ def test_a_step_that_ends_the_thread_leaves_nobody_waiting(small: LanguageModel)
 
 
 @pytest.mark.parametrize("texts", [True, False])
-def test_closing_ends_the_thread_and_what_is_unfinished(small: LanguageModel, texts: bool) -> None:
+def test_closing_ends_the_thread_and_unfinished_requests(small: LanguageModel, texts: bool) -> None:
     prompt: Any = "import" if texts else [1, 2, 3]
 
     async def run() -> None:
@@ -267,7 +267,7 @@ def test_closing_ends_the_thread_and_what_is_unfinished(small: LanguageModel, te
     assert idle(small)
 
 
-def test_a_model_that_nobody_holds_and_a_loop_that_was_closed_leave_nothing(
+def test_an_unreferenced_model_and_a_closed_loop_leave_no_thread_or_request(
     small: LanguageModel,
 ) -> None:
     async def finished(model: AsyncLanguageModel) -> None:
@@ -299,7 +299,7 @@ async def opened(model: AsyncLanguageModel) -> Any:
     return model.open([([1, 2, 3], SamplingParams(**ENDLESS))], streams=True)
 
 
-def test_answers_beyond_the_bound_are_refused(small: LanguageModel) -> None:
+def test_answers_beyond_the_capacity_are_refused(small: LanguageModel) -> None:
     async def run() -> None:
         async with AsyncLanguageModel(small, max_waiting=2) as model:
             assert model.capacity == 5
@@ -368,7 +368,7 @@ def test_adapters_and_weights_change_between_steps(llama: Path, tmp_path: Path) 
     assert threads == {"interposer-engine"}
 
 
-def test_an_error_of_a_request_that_joins_reaches_that_one(small: LanguageModel) -> None:
+def test_an_error_of_a_joining_request_is_raised_in_that_request(small: LanguageModel) -> None:
     """Between its check and its first step, what it needs may have gone."""
 
     async def run() -> None:
@@ -452,35 +452,35 @@ class CountingReader:
     """A reader that counts how often it was woken."""
 
     def __init__(self) -> None:
-        self.found: list[int] = []
+        self.unread: list[int] = []
         self.num_wakes = 0
 
     def wake(self) -> None:
         self.num_wakes += 1
-        self.found.clear()
+        self.unread.clear()
 
     def fail(self, error: Exception) -> None:
         raise error
 
 
-def test_tokens_of_a_stream_are_delivered_together_after_a_rest() -> None:
+def test_tokens_of_a_stream_are_delivered_together_after_a_pause() -> None:
     loop, reader = Timers(), CountingReader()
     delivery = Delivery(cast(asyncio.AbstractEventLoop, loop))
     delivery.streams.add(reader)
     delivery.deliver([(reader, None)])
-    assert (reader.num_wakes, delivery.rests) == (1, True)
-    reader.found += [1, 2]
+    assert (reader.num_wakes, delivery.is_paused) == (1, True)
+    reader.unread += [1, 2]
     delivery.deliver([])  # starts no second timer
-    ((seconds, end_rest),) = loop.timers
+    ((seconds, end_pause),) = loop.timers
     assert seconds == 0.01
-    end_rest()
-    assert (reader.num_wakes, delivery.rests, len(loop.timers)) == (2, True, 2)
+    end_pause()
+    assert (reader.num_wakes, delivery.is_paused, len(loop.timers)) == (2, True, 2)
     loop.timers[1][1]()
-    assert (reader.num_wakes, delivery.rests, len(loop.timers)) == (2, False, 2)
+    assert (reader.num_wakes, delivery.is_paused, len(loop.timers)) == (2, False, 2)
 
 
 @pytest.mark.parametrize(("num_streams", "seconds"), [(1, 0.01), (40, 0.02), (1000, 0.04)])
-def test_a_rest_grows_with_the_number_of_streams(num_streams: int, seconds: float) -> None:
+def test_the_pause_grows_with_the_number_of_streams(num_streams: int, seconds: float) -> None:
     loop = Timers()
     delivery = Delivery(cast(asyncio.AbstractEventLoop, loop))
     delivery.streams |= {CountingReader() for _ in range(num_streams)}

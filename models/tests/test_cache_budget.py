@@ -110,7 +110,7 @@ def loaded(path: Path, platform: str = "gauge", **settings: Any) -> LanguageMode
     return load(path, config=config, **settings)
 
 
-def test_the_largest_step_is_run_and_the_rest_is_shared_out(llama: Path) -> None:
+def test_the_cache_takes_a_fraction_of_the_memory_that_the_largest_step_leaves(llama: Path) -> None:
     lm = loaded(llama, max_sequences=40, max_step_tokens=700)
     (shapes,) = Gauge.shapes
     # A context of 512 holds a prompt of 511; 38 sequences of one token make the step full.
@@ -129,7 +129,7 @@ def test_the_largest_step_is_run_and_the_rest_is_shared_out(llama: Path) -> None
     assert lm.generate([[1, 2, 3]], max_new_tokens=2)[0].finish_reason == "length"
 
 
-def test_a_fraction_steers_it(llama: Path) -> None:
+def test_memory_fraction_sets_the_size_of_the_cache(llama: Path) -> None:
     few, more = (loaded(llama, memory_fraction=f, max_step_tokens=64) for f in (0.01, 0.02))
     page = sum(backend.kv_layout().page_bytes() for backend in few.engine.runner.backends)
     assert few.engine.pool.num_pages > 100
@@ -157,17 +157,19 @@ def test_a_platform_that_measures_no_step_gives_a_quarter(llama: Path) -> None:
     lm = loaded(llama, "tape", max_sequences=8)
     (note,) = [n for n in explain(lm).notes if n.startswith("KV cache")]
     assert "within 0.25 of the 256.0 MiB that are left" in note
-    assert note.endswith("a step of 2048 tokens nobody knows how much")
+    assert note.endswith("a step of 2048 tokens an unknown amount")
 
 
-def test_graphs_pages_are_reckoned_with(llama: Path) -> None:
+def test_spare_pages_of_graphs_count(llama: Path) -> None:
     config = Config(platform="tape", plugins=PLUGINS, canary="off", graphs="on")
     lm = load(llama, config=config, memory_fraction=0.02)
     plain = loaded(llama, "tape", memory_fraction=0.02)
     assert plain.engine.pool.num_pages - lm.engine.pool.num_pages == 4  # of 16 slots, for 64 rows
 
 
-def test_nothing_left_names_the_parts(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_without_free_memory_names_its_users(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Gauge, "free", 80)
     with pytest.raises(ConfigError) as caught:
         loaded(llama, max_sequences=1, max_step_tokens=16, memory_fraction=0.001)
@@ -179,18 +181,18 @@ def test_nothing_left_names_the_parts(llama: Path, monkeypatch: pytest.MonkeyPat
     assert "Try: a smaller max_step_tokens or max_sequences, a larger memory_fraction" in text
 
 
-def test_a_step_that_does_not_fit_is_told(llama: Path) -> None:
+def test_a_step_that_exceeds_the_memory_is_an_error(llama: Path) -> None:
     with pytest.raises(ConfigError, match=r"A step of 64 tokens of 4 sequences does not fit into"):
         loaded(llama, max_sequences=4, max_step_tokens=64, kernels={"linear": "gauges/linear_full"})
 
 
 @pytest.mark.parametrize("fraction", [0, -0.5, 1.01, True, "much", float("nan")])
-def test_a_fraction_is_one(llama: Path, fraction: Any) -> None:
+def test_an_invalid_fraction_is_refused(llama: Path, fraction: Any) -> None:
     with pytest.raises(ConfigError, match="must be a number above 0 and at most 1"):
         loaded(llama, memory_fraction=fraction)
 
 
-def test_the_size_is_said_once(llama: Path) -> None:
+def test_setting_the_size_twice_is_refused(llama: Path) -> None:
     with pytest.raises(ConfigError, match=r"say the size of the cache twice\. Try: leave"):
         loaded(llama, memory_fraction=0.5, cache_tokens=64)
 
@@ -225,9 +227,9 @@ def test_a_budget_stays_within_the_fraction(
 ) -> None:
     memory = StepMemory(64, step, free, 2**37, shared=False)
     shape = CacheShape([CacheGroup(None, 1, page_bytes, None)], page_size, spare)
-    allowed = fraction * memory.rest_bytes
+    allowed = fraction * memory.available_bytes
     try:
-        found = cache_budget(memory, "cuda:0", shape, wanted_tokens=wanted, fraction=fraction)
+        found = cache_budget(memory, "cuda:0", shape, max_tokens=wanted, fraction=fraction)
     except ConfigError:
         assert (1 + spare) * page_bytes > allowed - page_bytes
         return

@@ -25,7 +25,7 @@ def test_control_tokens_are_written_by_their_ids() -> None:
     assert found.text.endswith('"end" <[9]>\n')
 
 
-def test_a_pattern_counts_by_a_text_that_it_matches() -> None:
+def test_a_pattern_is_written_as_a_text_that_it_matches() -> None:
     asked = template(
         open_pattern=r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
         close_pattern=r"</function>\s*</tool_call>",
@@ -51,12 +51,12 @@ def test_a_pattern_counts_by_a_text_that_it_matches() -> None:
         (template(open_pattern=r"(?P<other>x)", close="]"), "calls open with the pattern"),
     ],
 )
-def test_forms_that_are_not_known(given: Any, reason: str) -> None:
+def test_unsupported_forms_of_calls_are_refused(given: Any, reason: str) -> None:
     with pytest.raises(RequestError, match=f"how it writes calls is not known: .*{reason}"):
         call_constraint(given, [LOOK], {})
 
 
 @pytest.mark.parametrize("tool", [{}, {"function": {}}, {"function": "look"}])
-def test_a_tool_without_a_name(tool: dict[str, Any]) -> None:
+def test_a_tool_without_a_name_is_refused(tool: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="has no name"):
         call_constraint(template(open="[", close="]"), [tool], {})

@@ -118,7 +118,7 @@ def test_a_message_cannot_end_itself(lm: LanguageModel) -> None:
         ),
     ],
 )
-def test_messages_that_are_none_are_told(lm: LanguageModel, messages: Any, said: str) -> None:
+def test_malformed_messages_are_refused(lm: LanguageModel, messages: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         lm.chat(messages)
 
@@ -199,7 +199,7 @@ def test_suggested_settings_are_those_of_the_checkpoint(path: Path, tmp_path: Pa
     assert found == {"temperature": 1.0, "top_p": 0.9}
 
 
-def test_suggested_settings_are_greedy_where_none_are(lm: LanguageModel) -> None:
+def test_suggested_settings_are_greedy_without_a_file(lm: LanguageModel) -> None:
     assert lm.suggested == {}
 
 

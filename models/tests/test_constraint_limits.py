@@ -283,7 +283,7 @@ def test_closing_ends_what_is_being_compiled(constraints: Constraints) -> None:
 
 
 @pytest.mark.process
-def test_a_child_that_others_killed_says_nothing_of_its_constraint(
+def test_a_constraint_is_not_blamed_when_the_child_is_killed_from_outside(
     constraints: Constraints,
 ) -> None:
     """The kernel kills processes when the machine has no memory."""

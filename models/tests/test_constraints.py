@@ -250,7 +250,7 @@ def test_an_invalid_constraint_is_refused_before_anything_runs(
         (Constraint.grammar, None, "must be a text"),
     ],
 )
-def test_constraints_of_the_wrong_kind(make: Any, value: Any, reason: str) -> None:
+def test_invalid_constraints_are_refused(make: Any, value: Any, reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
         make(value)
 
@@ -262,7 +262,7 @@ def of_letters(letters: str, folder: Path) -> TextTokenizer:
     return TextTokenizer.of_json(tokenizer.to_str(), folder)
 
 
-def test_a_vocabulary_that_lacks_what_must_follow(copied: Path) -> None:
+def test_a_vocabulary_without_an_allowed_next_token_ends_the_request(copied: Path) -> None:
     (copied / "tokenizer.json").write_text(of_letters("abc1", copied).serialized())
     lm = load(copied, dtype="float32", cache_tokens=256)
     with pytest.raises(RequestError, match="no token of the vocabulary can start a matching text"):
@@ -280,7 +280,9 @@ def test_a_vocabulary_that_lacks_what_must_follow(copied: Path) -> None:
     assert not lm.engine.busy
 
 
-def test_without_the_package_its_name_is_told(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_names_it(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lm = load(llama, dtype="float32", cache_tokens=256)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match=r'pip install "interposer-models\[constraints\]"'):
@@ -288,7 +290,7 @@ def test_without_the_package_its_name_is_told(llama: Path, monkeypatch: pytest.M
     assert len(lm.generate([[1]])[0].token_ids) == 16
 
 
-def test_without_a_tokenizer_there_are_no_texts(copied: Path) -> None:
+def test_without_a_tokenizer_constraints_are_refused(copied: Path) -> None:
     (copied / "tokenizer.json").unlink()
     lm = load(copied, dtype="float32", cache_tokens=256)
     with pytest.raises(RequestError, match="no tokenizer, which constraints need"):
@@ -327,7 +329,9 @@ def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [250, 256, 300])
-def test_a_vocabulary_of_another_size_than_the_tokenizers(llama: Path, vocab_size: int) -> None:
+def test_the_vocabulary_may_differ_in_size_from_the_tokenizers(
+    llama: Path, vocab_size: int
+) -> None:
     constraints = Constraints(TextTokenizer(llama), vocab_size)
     row = torch.zeros(-(-vocab_size // 32), dtype=torch.int32)
     constraints.fill([(constraints.matcher(Constraint.regex("(?s:.)"), frozenset({3})), row)])

@@ -124,7 +124,7 @@ def test_logits_are_not_overwritten_by_later_steps(llama: Path) -> None:
     assert torch.equal(first, kept)
 
 
-def test_a_sequence_that_gave_its_pages_back_decodes_on(llama: Path) -> None:
+def test_a_preempted_sequence_decodes_on(llama: Path) -> None:
     plain, graphed = (
         load(llama, config=config(graphs), cache_tokens=96, max_sequences=3)
         for graphs in ("off", "on")
@@ -192,7 +192,7 @@ def test_a_replaced_layer_has_to_promise_for_its_code(llama: Path) -> None:
         assert loaded(llama, "on", layers={"rms_norm": "standard"}).engine.runner.graphs is not None
 
 
-def test_all_that_costs_the_graphs_is_named_at_once(llama: Path) -> None:
+def test_all_obstacles_to_graphs_are_named_at_once(llama: Path) -> None:
     slow = Kernel("linear", "linear_waiting", f"{__name__}:waiting_linear", "tape")
     norm = LayerEntry("rms_norm", "other", f"{__name__}:OtherNorm")
     with register(kernels(slow, norm), "several"):
@@ -207,7 +207,7 @@ def test_all_that_costs_the_graphs_is_named_at_once(llama: Path) -> None:
         assert "decode steps run as graphs" in explain(llama, config=kept).notes
 
 
-def test_a_broken_promise_is_told(llama: Path) -> None:
+def test_a_broken_graph_safe_promise_is_an_error(llama: Path) -> None:
     target = f"{__name__}:waiting_linear"
     liar = Kernel("linear", "lies", target, "tape", properties=frozenset({"graph_safe"}))
     with register(kernels(liar), "liars"):
@@ -233,14 +233,14 @@ def test_a_compiled_model_is_not_captured(llama: Path) -> None:
         required.generate(PROMPTS, max_new_tokens=4)
 
 
-def test_who_says_no_gets_none(llama: Path) -> None:
+def test_graphs_off_captures_nothing(llama: Path) -> None:
     assert "decode steps run as graphs" in str(explain(llama, config=config()))
     lm = loaded(llama, "off")
     assert lm.engine.runner.graphs is None
     assert "decode steps run without graphs: Config(graphs='off') says so" in str(explain(lm))
 
 
-def test_where_the_platform_has_none_nothing_is_said(llama: Path) -> None:
+def test_a_platform_without_graphs_gives_no_note(llama: Path) -> None:
     lm = loaded(llama, platform="plain")
     assert lm.engine.runner.graphs is None
     assert lm.graphs is None

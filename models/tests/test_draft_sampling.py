@@ -128,7 +128,7 @@ def test_greedy_rows_take_the_largest_logits() -> None:
     assert tokens.tolist() == [[0, 1, 0], [0, 1, -1], [0, -1, -1]]
 
 
-def test_a_draft_of_a_greedy_row_is_the_likeliest_whatever_is_beside() -> None:
+def test_a_greedy_row_drafts_the_likeliest_token_in_any_batch() -> None:
     logits = torch.stack([LOGITS[1], DRAFT_LOGITS])
     mixed = batch(PARAMS["temperature"], torch.tensor([1, 2]), torch.tensor([0, 0]))
     assert mixed.temperature is not None

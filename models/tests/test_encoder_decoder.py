@@ -123,7 +123,7 @@ def loaded(path: Path, **more: Any) -> LanguageModel:
 
 
 def idle(lm: LanguageModel) -> bool:
-    pools = [*lm.engine.pools, lm.engine.scheduler.sources]
+    pools = [*lm.engine.pools, lm.engine.scheduler.encoder_pool]
     return not lm.engine.busy and all(p and p.num_free == p.num_pages for p in pools)
 
 
@@ -240,7 +240,7 @@ def small(pairs: dict[str, Pair]) -> dict[str, LanguageModel]:
 def spoil(lm: LanguageModel) -> None:
     """Write NaN over every page of sources that no sequence holds, after each step."""
     engine, scheduler = lm.engine, lm.engine.scheduler
-    advance, pool = scheduler.advance, lm.engine.scheduler.sources
+    advance, pool = scheduler.advance, lm.engine.scheduler.encoder_pool
     assert pool is not None
 
     def spoiled(chunks: Any) -> None:
@@ -409,7 +409,10 @@ def test_the_budget_counts_sources(pairs: dict[str, Pair]) -> None:
 def test_unusable_sources_are_told(pairs: dict[str, Pair]) -> None:
     lm = loaded(pairs["bart"][0], max_step_tokens=100, cache_tokens=64)
     for source, reason in (
-        ([5] * 257, r"The source has 257 tokens, the encoder takes 256. Try: shorten it to 256"),
+        (
+            [5] * 257,
+            r"The encoder input has 257 tokens, the encoder takes 256. Try: shorten it to 256",
+        ),
         ([5] * 101, r"max_step_tokens is 100. Try: load\(..., max_step_tokens=101\)"),
         ([5] * 90, r"needs 90 cached tokens, the cache holds 64"),
         ([], "The prompt is empty"),
@@ -419,14 +422,14 @@ def test_unusable_sources_are_told(pairs: dict[str, Pair]) -> None:
             lm.generate([source], max_new_tokens=3)
         with pytest.raises(RequestError, match=reason):
             lm.check(source, SamplingParams(max_new_tokens=3))
-    with pytest.raises(RequestError, match="attends to a source, and none was given"):
+    with pytest.raises(RequestError, match="has an encoder, but no encoder input was given"):
         lm.engine.add([2], SamplingParams())
     assert idle(lm)
 
 
 def test_models_without_an_encoder_take_no_source(llama: Path) -> None:
     lm = loaded(llama)
-    with pytest.raises(RequestError, match="has no encoder for a source"):
+    with pytest.raises(RequestError, match="the model has no encoder"):
         lm.engine.add([2], SamplingParams(), source=[1])
     with pytest.raises(RequestError, match="has no encoder"):
         lm.logits([2], source=[1])
@@ -436,7 +439,7 @@ def test_what_does_not_know_of_sources_is_refused_by_name(
     pairs: dict[str, Pair], llama: Path, tmp_path: Path
 ) -> None:
     path = pairs["bart"][0]
-    with pytest.raises(ConfigError, match="prefix_cache=True, but the model attends to a source"):
+    with pytest.raises(ConfigError, match="prefix_cache=True, but the model has an encoder"):
         loaded(path, prefix_cache=True)
     with pytest.raises(ConfigError, match="has an encoder, and a draft model is given no source"):
         loaded(path, speculation=str(llama))

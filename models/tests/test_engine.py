@@ -109,7 +109,7 @@ def test_request_that_never_fits_the_cache(llama: Path) -> None:
         small.logits([1] * 65)
 
 
-def test_one_bad_prompt_among_good_ones_runs_none(lm: LanguageModel) -> None:
+def test_one_bad_prompt_refuses_the_whole_call(lm: LanguageModel) -> None:
     with pytest.raises(RequestError, match="empty"):
         lm.generate([[1, 2], [], [3]])
     assert idle(lm)
@@ -202,7 +202,7 @@ def test_stop_token_ends_the_request(lm: LanguageModel) -> None:
     assert cut.finish_reason == "stop"
 
 
-def test_a_seed_gives_the_same_tokens_in_any_company(lm: LanguageModel) -> None:
+def test_a_seed_gives_the_same_tokens_in_any_batch(lm: LanguageModel) -> None:
     params = SamplingParams(max_new_tokens=24, temperature=1.2, top_p=0.9, seed=11)
     (alone,) = lm.generate([[9, 8, 7]], params)
     others = SamplingParams(max_new_tokens=31, temperature=0.7, seed=4)
@@ -241,7 +241,7 @@ def test_scores_are_those_of_the_logits(lm: LanguageModel) -> None:
         ([1], [-1], "-1"),
     ],
 )
-def test_scores_that_cannot_be(
+def test_invalid_scores_are_refused(
     lm: LanguageModel, prompt: Any, continuation: Any, reason: str
 ) -> None:
     with pytest.raises(RequestError, match=reason):
@@ -328,7 +328,7 @@ def test_a_bias_favours_and_rules_out_tokens(lm: LanguageModel) -> None:
 
 
 @pytest.mark.parametrize("least", [0, 1, 5, 9])
-def test_end_tokens_wait_for_the_least_number(lm: LanguageModel, least: int) -> None:
+def test_end_tokens_cannot_come_before_min_tokens(lm: LanguageModel, least: int) -> None:
     params = SamplingParams(
         logit_bias={7: 90.0, 9: 80.0}, stop_token_ids=(7, 10**6), min_tokens=least
     )
@@ -342,7 +342,7 @@ def test_end_tokens_wait_for_the_least_number(lm: LanguageModel, least: int) -> 
         lm.generate([[1]], stop_token_ids=every, min_tokens=1)
 
 
-def test_the_likeliest_tokens_are_told(lm: LanguageModel) -> None:
+def test_the_likeliest_tokens_are_reported(lm: LanguageModel) -> None:
     prompts = [[1, 2, 3], [4, 5]]
     asked = SamplingParams(max_new_tokens=5, top_logprobs=20, presence_penalty=0.7)
     few = SamplingParams(max_new_tokens=5, temperature=0.9, seed=1, top_logprobs=2)

@@ -186,7 +186,7 @@ def test_each_bucket_is_captured_once() -> None:
 
 
 @pytest.mark.parametrize("case", ["too many sequences", "a prompt", "too long a context"])
-def test_what_fits_no_graph_runs_without_one(case: str) -> None:
+def test_a_step_that_fits_no_graph_runs_without_one(case: str) -> None:
     recorder = Recorder()
     graphs = DecodeGraphs(
         step_on(cache_for(4, 1)),

@@ -28,7 +28,7 @@ from interposer_models import (
     launched,
     load,
 )
-from interposer_models._speculation.balance import Balance
+from interposer_models._speculation.cost_model import DraftCostModel
 
 Loads = Callable[..., LanguageModel]
 SMALL: dict[str, Any] = {"max_sequences": 4, "max_step_tokens": 48, "config": Config(seed=7)}
@@ -89,12 +89,12 @@ def test_guesses_that_pay_by_the_clock_are_those_of_rank_0(loads: Loads, llama: 
 
 
 def test_answers_of_a_clock_are_those_that_the_ranks_agree_on() -> None:
-    ahead, behind = Balance(lambda _: True), Balance(lambda _: False)
+    ahead, behind = DraftCostModel(lambda _: True), DraftCostModel(lambda _: False)
     for balance, says in ((ahead, True), (behind, False)):
-        assert balance.rests() is balance.allows(1) is says
+        assert balance.skips_measurement() is balance.allows_drafts(1) is says
         for _ in range(8):
-            balance.count_plain(1, 1.0, 0.0)
-        assert balance.rests() is balance.allows(1) is says
+            balance.record_plain_step(1, 1.0, 0.0)
+        assert balance.skips_measurement() is balance.allows_drafts(1) is says
 
 
 def test_errors_of_requests_leave_the_ranks_alike(loads: Loads, llama: Path) -> None:

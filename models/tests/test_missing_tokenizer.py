@@ -16,7 +16,9 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 @pytest.mark.parametrize("settings", [False, True], ids=["no settings", "settings"])
-def test_it_runs_on_token_ids(pair: tuple[Path, Any], tmp_path: Path, settings: bool) -> None:
+def test_a_model_without_a_tokenizer_runs_on_token_ids(
+    pair: tuple[Path, Any], tmp_path: Path, settings: bool
+) -> None:
     (expected,) = load(pair[0], cache_tokens=64).generate([PROMPT], max_new_tokens=4)
     shutil.copytree(pair[0], tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer.json").unlink()
@@ -34,7 +36,7 @@ def test_it_runs_on_token_ids(pair: tuple[Path, Any], tmp_path: Path, settings: 
     assert not lm.engine.busy
 
 
-def test_who_needs_texts_is_told(copied: Path, tmp_path: Path) -> None:
+def test_features_that_need_texts_are_refused(copied: Path, tmp_path: Path) -> None:
     (copied / "tokenizer.json").unlink()
     text = tmp_path / "text"
     text.write_text("some text")

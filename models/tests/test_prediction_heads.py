@@ -358,7 +358,7 @@ def test_unseeded_requests_are_drawn_from_the_distribution(tmp_path: Path) -> No
     assert_drawn_from_the_distribution(lm, plain, [1, 2, 3])
 
 
-def test_states_of_long_prompts_are_computed_before_a_guess_is_asked_for(
+def test_states_of_long_prompts_are_computed_before_drafting(
     eagle: tuple[Path, Path],
 ) -> None:
     path, head = eagle
@@ -383,8 +383,8 @@ def test_adapters_are_verified_with(eagle: tuple[Path, Path], tmp_path: Path) ->
     assert found[0][0] != found[0][1]
 
 
-def test_graphs_hand_the_states_out(eagle: tuple[Path, Path]) -> None:
-    """Guesses behind replayed steps are those that are made without graphs."""
+def test_graphs_return_the_hidden_states(eagle: tuple[Path, Path]) -> None:
+    """Draft tokens behind replayed steps are those that are made without graphs."""
 
     class Tapes:
         @staticmethod
@@ -418,7 +418,9 @@ def test_graphs_hand_the_states_out(eagle: tuple[Path, Path]) -> None:
 PLAIN = ((8, 0.0), (20, 0.5))
 
 
-def test_what_has_no_head_is_refused(llama: Path, eagle: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_head_is_refused(
+    llama: Path, eagle: tuple[Path, Path], tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"holds no head.*Try: speculation='ngram'"):
         load(llama, cache_tokens=64, speculation="heads")
     write_checkpoint(example(examples.glm4_moe, "groups"), tmp_path / "glm")
@@ -440,7 +442,7 @@ def test_what_has_no_head_is_refused(llama: Path, eagle: tuple[Path, Path], tmp_
         ({"draft_vocab_size": 257}, "draft_vocab_size 257 exceeds vocab_size 256"),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}},
-            r"has eagle_aux_hidden_state_layer_ids \[1, 3, 5\], .* what enters \[2, 4, 5\]",
+            r"has eagle_aux_hidden_state_layer_ids \[1, 3, 5\], .* the inputs of \[2, 4, 5\]",
         ),
         ({"num_hidden_layers": 2}, "num_hidden_layers"),
     ],

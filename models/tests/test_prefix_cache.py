@@ -45,7 +45,7 @@ def tokens(count: int, seed: int) -> list[int]:
     return [random.Random(f"{seed} {place}").randrange(256) for place in range(count)]
 
 
-def test_a_common_beginning_is_computed_once(
+def test_a_common_prefix_is_computed_once(
     model: Path, plain: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm, computed = shared(model), []
@@ -70,7 +70,7 @@ def test_a_common_beginning_is_computed_once(
     assert plain.engine.prefixes is None
 
 
-def test_answers_are_beginnings_too(model: Path, plain: LanguageModel) -> None:
+def test_answers_are_cached_as_prefixes(model: Path, plain: LanguageModel) -> None:
     """As those of a conversation, whose next prompt holds the answer before."""
     lm, prompt = shared(model), tokens(30, 3)
     (answer,) = lm.generate([prompt], max_new_tokens=40, ignore_eos=True)
@@ -160,7 +160,7 @@ def test_any_schedule_gives_the_tokens_of_a_plain_engine(
 
 
 @pytest.mark.parametrize("name", [*KINDS, "8 bits"])
-def test_what_was_given_up_comes_back(pairs: dict[str, Pair], name: str) -> None:
+def test_evicted_pages_are_restored(pairs: dict[str, Pair], name: str) -> None:
     lm, plain = pairs[name].shared, pairs[name].plain
     lm.engine.forget_prefixes()
     counts = lm.engine.prefixes
@@ -176,7 +176,7 @@ def test_what_was_given_up_comes_back(pairs: dict[str, Pair], name: str) -> None
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_an_adapter_and_its_lack_share_nothing(model: Path, tmp_path: Path) -> None:
+def test_requests_with_and_without_an_adapter_share_nothing(model: Path, tmp_path: Path) -> None:
     tuned(
         AutoModelForCausalLM.from_pretrained(model),
         tmp_path,
@@ -196,7 +196,7 @@ def test_an_adapter_and_its_lack_share_nothing(model: Path, tmp_path: Path) -> N
     assert lm.engine.prefixes.shared_tokens == 2 * 59
 
 
-def test_guesses_and_shared_pages_go_together(model: Path, plain: LanguageModel) -> None:
+def test_speculation_works_with_a_prefix_cache(model: Path, plain: LanguageModel) -> None:
     # Whether guesses pay is a matter of time, of which a busy machine has its own.
     lm = shared(model, speculation=Speculation("ngram", adaptive=False))
     prompt = [1, 2, 3, 4, 5, 6, 7] * 8
@@ -208,7 +208,7 @@ def test_guesses_and_shared_pages_go_together(model: Path, plain: LanguageModel)
     assert lm.speculation.drafted_steps
 
 
-def test_new_weights_forget(model: Path) -> None:
+def test_new_weights_empty_the_prefix_cache(model: Path) -> None:
     lm, prompt = shared(model), tokens(64, 4)
     lm.generate([prompt], max_new_tokens=2)
     name = "model.norm.weight"
@@ -220,7 +220,7 @@ def test_new_weights_forget(model: Path) -> None:
     assert lm.engine.prefixes.shared_tokens == 63
 
 
-def test_memory_is_what_the_settings_say(
+def test_memory_of_the_prefix_cache_follows_the_settings(
     tmp_path_factory: pytest.TempPathFactory, model: Path
 ) -> None:
     root = tmp_path_factory.mktemp("spaces")

@@ -206,7 +206,7 @@ def crowded(pairs: dict[str, Pair]) -> dict[str, LanguageModel]:
     leaver=st.integers(0, 20),
     name=st.sampled_from(["", "ngram", "same", "other"]),
 )
-def test_any_schedule_gives_the_tokens_of_requests_that_have_room(
+def test_any_schedule_gives_the_tokens_of_a_large_cache(
     whole: LanguageModel,
     crowded: dict[str, LanguageModel],
     requests: list[tuple[int, int]],
@@ -248,8 +248,8 @@ def test_a_prompt_longer_than_a_step_is_refused(pairs: dict[str, Pair]) -> None:
     assert lm.logits(list(range(100))).shape == (100, 256)  # a call of its own has one step
 
 
-def test_pages_of_beginnings_are_not_shared(pairs: dict[str, Pair]) -> None:
-    with pytest.raises(ConfigError, match=r"prefix_cache=True, but .* prompt see later ones"):
+def test_pages_of_prefixes_are_not_shared(pairs: dict[str, Pair]) -> None:
+    with pytest.raises(ConfigError, match=r"prefix_cache=True, but .* attend to later ones"):
         load(pairs["plain"][0], cache_tokens=512, prefix_cache=True)
 
 
@@ -282,7 +282,7 @@ def test_only_steps_with_prompts_have_prefixes(
     st.sampled_from((1, 4, 16)),
     st.data(),
 )
-def test_prompts_are_never_cut_and_nobody_waits_forever(
+def test_prompts_are_never_split_and_no_request_waits_forever(
     requests: list[tuple[int, int]], step: int, most: int, page_size: int, data: st.DataObject
 ) -> None:
     longest = max(prompt + count for prompt, count in requests)

@@ -82,7 +82,7 @@ def check(found: Completion, logits: torch.Tensor, count: int) -> None:
     ),
     name=st.sampled_from(sorted(LAYERS)),
 )
-def test_they_are_those_of_logits_whatever_runs_beside(
+def test_prompt_logprobs_are_those_of_logits_in_any_batch(
     plain: LanguageModel, small: dict[str, LanguageModel], requests: Any, name: str
 ) -> None:
     lm = small[name]
@@ -108,7 +108,7 @@ def test_they_are_those_of_logits_whatever_runs_beside(
 
 
 @pytest.mark.parametrize("name", ["mistral", "models/lfm2"])
-def test_layers_with_windows_and_states_tell_them(name: str, tmp_path: Path) -> None:
+def test_models_with_windows_and_states_report_prompt_logprobs(name: str, tmp_path: Path) -> None:
     key = next(each for each in CONFIGS if each.startswith(name.removeprefix("models/")))
     write_checkpoint(CONFIGS[key](), tmp_path)
     lm = load(tmp_path, "float32", cache_tokens=256, max_step_tokens=24, max_sequences=2)
@@ -139,7 +139,7 @@ def test_no_step_holds_the_logits_of_a_long_prompt(llama: Path) -> None:
         check(one, lm.logits(prompt), 0)
 
 
-def test_a_prompt_that_is_told_shares_its_pages_with_later_ones(llama: Path) -> None:
+def test_a_prompt_with_logprobs_shares_its_pages_with_later_ones(llama: Path) -> None:
     lm = load(llama, "float32", cache_tokens=1024, prefix_cache=True)
     (prompt,) = mixed([200])
     first, second = (lm.generate([prompt], prompt_logprobs=0)[0] for _ in range(2))
@@ -153,7 +153,7 @@ def test_a_prompt_that_is_told_shares_its_pages_with_later_ones(llama: Path) -> 
 def test_prompts_that_are_not_predicted_are_refused(tmp_path: Path) -> None:
     written("bart", tmp_path / "bart")
     write_checkpoint(config_of("plain"), tmp_path / "mpt")
-    for name, reason in (("bart", "the encoder reads"), ("mpt", "see later ones")):
+    for name, reason in (("bart", "the encoder reads"), ("mpt", "attend to later ones")):
         lm = load(tmp_path / name, "float32", cache_tokens=256)
         with pytest.raises(RequestError, match=f"prompt_logprobs is 0, but .*{reason}"):
             lm.generate([[5, 6, 7]], prompt_logprobs=0)

@@ -23,7 +23,7 @@ def lm() -> LanguageModel:
 
 
 @pytest.mark.parametrize("value", WRONG, ids=lambda value: type(value).__name__)
-def test_values_that_are_no_prompts(lm: LanguageModel, value: Any) -> None:
+def test_values_that_are_no_prompts_are_refused(lm: LanguageModel, value: Any) -> None:
     said = rf"of the type {type(value).__name__}, must be a"
     with pytest.raises(RequestError, match=f"prompts is .*{said} text or a list of texts"):
         lm.generate(value)
@@ -41,7 +41,7 @@ def test_values_that_are_no_prompts(lm: LanguageModel, value: Any) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[["a"]], [[[1]]], [["import os"]], [[1.5]], [[True]]])
-def test_nested_values_that_are_no_tokens(lm: LanguageModel, prompt: Any) -> None:
+def test_nested_values_that_are_no_tokens_are_refused(lm: LanguageModel, prompt: Any) -> None:
     with pytest.raises(RequestError, match="is not an integer"):
         lm.generate(prompt)
 

@@ -176,7 +176,7 @@ def test_params_cannot_change_and_can_be_keys() -> None:
     top_logprobs=st.integers(0, 20),
     prompt_logprobs=st.none() | st.integers(0, 20),
 )
-def test_what_is_in_range_is_kept_as_it_is(**fields: Any) -> None:
+def test_values_in_range_are_kept_unchanged(**fields: Any) -> None:
     params = SamplingParams(**fields)
     assert {name: getattr(params, name) for name in fields} == fields
     assert pickle.loads(pickle.dumps(params)) == params
@@ -197,7 +197,7 @@ def test_what_is_in_range_is_kept_as_it_is(**fields: Any) -> None:
         ({"top_logprobs": 1}, False),
     ],
 )
-def test_what_takes_the_likeliest_token(fields: dict[str, Any], expected: bool) -> None:
+def test_which_parameters_decode_greedily(fields: dict[str, Any], expected: bool) -> None:
     params = SamplingParams(**fields)
     assert params.takes_likeliest is expected
     # What was found out is kept, and is no part of the parameters.
@@ -221,11 +221,11 @@ def test_what_takes_the_likeliest_token(fields: dict[str, Any], expected: bool) 
         ("min_tokens", -1),
     ],
 )
-def test_values_out_of_range_of_what_edits_logits(name: str, value: Any) -> None:
+def test_values_out_of_range_of_logit_edits_are_refused(name: str, value: Any) -> None:
     refuse(name, value)
 
 
-def test_fields_that_contradict_each_other() -> None:
+def test_fields_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(RequestError, match="min_tokens is 17, which is more than max_new_tokens"):
         SamplingParams(min_tokens=17)
     with pytest.raises(RequestError, match="min_tokens and constraint are both given"):

@@ -49,7 +49,7 @@ def schedules(draw: st.DrawFn) -> list[tuple[list[int], list[list[int]]]]:
     prompts=st.lists(st.lists(tokens, min_size=1, max_size=4), min_size=6, max_size=6),
     steps=schedules(),
 )
-def test_any_schedule_gives_what_is_built_anew(
+def test_any_schedule_gives_the_batches_of_a_new_state(
     kinds: list[dict[str, Any]],
     prompts: list[list[int]],
     steps: list[tuple[list[int], list[list[int]]]],

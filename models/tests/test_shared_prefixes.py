@@ -200,7 +200,9 @@ PROMPTS = st.tuples(
     max_examples=num_examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(machine=machines(), data=st.data())
-def test_every_token_sees_what_it_would_alone(machine: Machine, data: st.DataObject) -> None:
+def test_every_token_sees_the_same_as_without_sharing(
+    machine: Machine, data: st.DataObject
+) -> None:
     """Under joins, leaves, preemption, guesses, in pools of all kinds, with states and a store."""
     started: list[Sequence] = []
     for _ in range(data.draw(st.integers(1, 7))):
@@ -242,7 +244,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_equal_prompts_at_once_are_computed_once(kind: str) -> None:
+def test_equal_prompts_that_arrive_together_are_computed_once(kind: str) -> None:
     machine = Machine(**KINDS[kind], max_step_tokens=400)
     for _ in range(8):
         machine.add(tokens(43, 1))
@@ -254,7 +256,7 @@ def test_equal_prompts_at_once_are_computed_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_common_beginning_of_several_at_once_is_computed_once(kind: str) -> None:
+def test_a_common_prefix_of_prompts_that_arrive_together_is_computed_once(kind: str) -> None:
     machine = Machine(**KINDS[kind], max_step_tokens=30)
     for seed in range(2, 8):
         machine.add(tokens(50, 1) + tokens(9, seed))
@@ -264,7 +266,7 @@ def test_a_common_beginning_of_several_at_once_is_computed_once(kind: str) -> No
     assert machine.idle()
 
 
-def test_who_waits_goes_on_when_the_other_leaves() -> None:
+def test_a_waiting_sequence_continues_when_the_awaited_one_ends() -> None:
     machine = Machine(max_step_tokens=16)
     first, second = (machine.add(tokens(60, 1)) for _ in range(2))
     machine.step()
@@ -303,7 +305,7 @@ def test_a_match_may_end_within_a_page() -> None:
     assert len(first.output) == 20
 
 
-def test_the_state_behind_an_answer_is_a_beginning() -> None:
+def test_the_state_after_an_answer_is_cached() -> None:
     machine = Machine(num_checkpoints=20)
     first = machine.add(tokens(30, 1), 12)
     machine.run()
@@ -312,7 +314,7 @@ def test_the_state_behind_an_answer_is_a_beginning() -> None:
     assert second.num_shared == 30 + 12 - 1  # the last token of the answer was never computed
 
 
-def test_a_state_with_guesses_in_it_is_no_beginning() -> None:
+def test_a_state_that_includes_draft_tokens_is_not_cached() -> None:
     machine = Machine(num_checkpoints=20)
     first = machine.add(tokens(30, 1), 6)
     while machine.scheduler.busy:
@@ -322,7 +324,7 @@ def test_a_state_with_guesses_in_it_is_no_beginning() -> None:
         machine.run()
 
 
-def test_who_shares_all_but_an_end_computes_about_twice_that() -> None:
+def test_a_sequence_with_a_new_end_computes_at_most_about_twice_the_end() -> None:
     machine = Machine(page_size=16, num_pages=(400,), num_checkpoints=99, max_step_tokens=4000)
     prompt = tokens(1200, 1)
     machine.add(prompt)
@@ -338,7 +340,7 @@ def test_who_shares_all_but_an_end_computes_about_twice_that() -> None:
     assert third.num_shared == 700 // 16 * 16
 
 
-def test_windows_have_what_the_next_token_sees_or_nothing_is_shared() -> None:
+def test_a_prefix_is_shared_only_if_all_window_pages_are_cached() -> None:
     machine = Machine(windows=(None, 12), num_pages=(64, 12), max_sequences=2, max_step_tokens=24)
     machine.add(tokens(100, 1))
     machine.run()
@@ -352,7 +354,7 @@ def test_windows_have_what_the_next_token_sees_or_nothing_is_shared() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_given_up_comes_back_from_the_store(kind: str) -> None:
+def test_evicted_pages_are_restored_from_the_store(kind: str) -> None:
     sizes = {"num_pages": tuple(32 for _ in KINDS[kind].get("num_pages", (1,)))}
     if kind == "states":
         sizes["num_checkpoints"] = 2  # type: ignore[assignment]
@@ -379,7 +381,7 @@ def test_what_was_given_up_comes_back_from_the_store(kind: str) -> None:
     assert again.num_shared == 0
 
 
-def test_pages_are_given_up_for_others_the_oldest_and_last_first() -> None:
+def test_the_oldest_and_last_pages_are_evicted_first() -> None:
     machine = Machine(page_size=16, num_pages=(6,))
 
     def begun(seed: int, count: int) -> Sequence:
@@ -396,7 +398,7 @@ def test_pages_are_given_up_for_others_the_oldest_and_last_first() -> None:
     assert begun(1, 33).num_shared == 0
 
 
-def test_an_adapter_has_beginnings_of_its_own() -> None:
+def test_an_adapter_has_prefixes_of_its_own() -> None:
     machine, found = Machine(), []
     for adapter in (None, 0, 1, 0):
         sequence = machine.add(tokens(40, 1), adapter=adapter)
@@ -415,14 +417,14 @@ def test_rows_of_states_are_copied_from_slots_to_slots() -> None:
         assert part.tolist() == before[[3, 0, 1, 3]].tolist()
 
 
-def test_a_store_has_room_for_one_of_each_kind() -> None:
+def test_a_store_holds_at_least_one_row_of_each_kind() -> None:
     with pytest.raises(ConfigError, match="offload_bytes is 100, which holds no page") as caught:
         PrefixStore(torch.zeros(100, dtype=torch.uint8), [(640, 10), (64, 3)], queued=False)
     least = int(str(caught.value).split("Try: ")[1].split()[0])
     store = PrefixStore(torch.zeros(least, dtype=torch.uint8), [(640, 10), (64, 3)], queued=False)
     for kind in (0, 1):
         assert store.put(kind, b"one", [torch.tensor([7])], frozenset())
-        assert not store.kinds[kind].knows(b"two")
+        assert not store.kinds[kind].has_key(b"two")
         filled = 0
         while store.put(kind, b"%d" % filled, [torch.tensor([filled])], frozenset((b"one",))):
             filled += 1

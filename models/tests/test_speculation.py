@@ -25,7 +25,7 @@ from interposer.hookspecs import hookimpl
 from interposer.records import PlatformEntry, Record
 from interposer_models import Constraint, LanguageModel, SamplingParams, Speculation, load
 from interposer_models._families import examples
-from interposer_models._speculation.balance import Balance
+from interposer_models._speculation.cost_model import DraftCostModel
 from interposer_models._speculation.speculator import Speculator
 
 SMALL: dict[str, Any] = {"cache_tokens": 144, "max_sequences": 3, "max_step_tokens": 40}
@@ -125,7 +125,7 @@ def test_a_draft_that_is_the_model_is_accepted_and_saves_steps(
     assert idle(plain)
 
 
-def test_what_repeats_is_looked_up(llama: Path, plain: LanguageModel) -> None:
+def test_repeated_text_is_found_by_prompt_lookup(llama: Path, plain: LanguageModel) -> None:
     lm = load(llama, "float32", cache_tokens=512, speculation=always())
     bias = {9: 100.0}  # makes the output repeat, and is nothing that guesses are made for
     assert lm.generate([[1, 2]], max_new_tokens=8, logit_bias=bias)
@@ -202,7 +202,7 @@ def assert_drawn_from_the_distribution(
     assert not {*found} - {*outcomes}
 
 
-def test_guesses_have_other_noise_than_their_verification(
+def test_draft_tokens_have_other_noise_than_their_verification(
     llama: Path, plain: LanguageModel
 ) -> None:
     """The same noise would favour what it drew before; here each guess is accepted."""
@@ -220,7 +220,7 @@ def test_guesses_have_other_noise_than_their_verification(
 
 @pytest.mark.parametrize(("family", "page_size"), [("all", 4), ("some", 2)])
 @pytest.mark.parametrize("name", ["ngram", "same"])
-def test_windows_keep_what_guesses_that_are_taken_back_need(
+def test_windows_keep_the_pages_that_rejected_draft_tokens_need(
     tmp_path: Path, family: str, page_size: int, name: str
 ) -> None:
     config = CONFIGS["mistral"]() if family == "all" else example(examples.gemma3, "mixed")
@@ -262,7 +262,7 @@ def spoil_drafts(draft: LanguageModel) -> None:
     draft.engine.runner.compute = spoilt  # type: ignore[method-assign]
 
 
-def test_stop_texts_and_tokens_end_within_accepted_guesses(
+def test_stop_texts_and_tokens_end_within_accepted_draft_tokens(
     llama: Path, plain: LanguageModel
 ) -> None:
     lm = load(llama, "float32", cache_tokens=512, speculation=always(plain, tokens=7))
@@ -292,7 +292,7 @@ def test_adapters_are_verified_with(llama: Path, plain: LanguageModel, tmp_path:
     assert found[0][0] != found[0][1]
 
 
-def test_graphs_replay_steps_without_guesses(llama: Path, plain: LanguageModel) -> None:
+def test_graphs_replay_steps_without_draft_tokens(llama: Path, plain: LanguageModel) -> None:
     class Tapes:
         @staticmethod
         @hookimpl
@@ -328,11 +328,11 @@ def test_graphs_replay_steps_without_guesses(llama: Path, plain: LanguageModel) 
     scale=st.floats(0.6, 3.0),
     seed=st.integers(0, 99),
 )
-def test_guesses_never_cost_more_than_a_small_share_of_any_stretch(
+def test_drafting_loses_at_most_a_small_fraction_of_any_period(
     texts: list[tuple[float, ...]], scale: float, seed: int
 ) -> None:
     """Whatever was gained long before, 0.97 of plain decoding is the least that is left."""
-    balance, generator = Balance(), Random(seed)
+    balance, generator = DraftCostModel(), Random(seed)
     lost, spent, behind = [0.0], [0.0], 0.0
     dearest = 0.0
     for times, effect, guess, chance, taken in texts:
@@ -340,17 +340,17 @@ def test_guesses_never_cost_more_than_a_small_share_of_any_stretch(
         dearest = max(dearest, cost + guess + effect)
         for _ in range(400):
             tokens, seconds = 1, 1.0 + behind
-            resting = balance.rests()
-            asked = not resting and balance.allows(1)
+            resting = balance.skips_measurement()
+            asked = not resting and balance.allows_drafts(1)
             if resting:
                 behind = 0.0
             elif asked and generator.random() < chance:
                 tokens += next((n for n in range(4) if generator.random() >= taken), 4)
                 seconds, behind = cost + guess, effect
-                balance.count_drafted(1, seconds - guess, tokens, guess)
+                balance.record_drafted_step(1, seconds - guess, tokens, guess)
             else:
                 behind, tried = 0.0, guess if asked else 0.0
-                balance.count_plain(1, seconds, tried)
+                balance.record_plain_step(1, seconds, tried)
                 seconds += tried
             lost.append(lost[-1] + seconds - tokens)
             spent.append(spent[-1] + seconds)
@@ -362,40 +362,40 @@ def test_guesses_never_cost_more_than_a_small_share_of_any_stretch(
     assert lost[-1] <= 0.01 * spent[-1] + 2 * dearest
 
 
-def test_a_step_that_waits_for_something_else_is_no_reason_to_pause() -> None:
-    balance, drafted = Balance(), 0
+def test_a_single_slow_step_does_not_pause_drafting() -> None:
+    balance, drafted = DraftCostModel(), 0
     for place in range(1000):
-        if balance.rests():
+        if balance.skips_measurement():
             continue
-        if balance.allows(1):
-            balance.count_drafted(1, 100.0 if place % 50 == 20 else 1.2, 3, 0.0)
+        if balance.allows_drafts(1):
+            balance.record_drafted_step(1, 100.0 if place % 50 == 20 else 1.2, 3, 0.0)
             drafted += 1
         else:
-            balance.count_plain(1, 1.0, 0.0)
+            balance.record_plain_step(1, 1.0, 0.0)
     assert drafted > 900
 
 
-def test_guesses_that_gain_go_on_and_those_that_lose_do_not() -> None:
+def test_drafting_continues_while_it_gains_and_pauses_while_it_loses() -> None:
     for taken, cost, low, high in ((3, 1.2, 0.9, 1.0), (1, 1.2, 0.0, 0.12), (2, 3.0, 0.0, 0.03)):
-        balance, drafted = Balance(), 0
+        balance, drafted = DraftCostModel(), 0
         for _ in range(1000):
-            if balance.rests():
+            if balance.skips_measurement():
                 continue
-            if balance.allows(5):
-                balance.count_drafted(5, cost, 5 * taken, 0.0)
+            if balance.allows_drafts(5):
+                balance.record_drafted_step(5, cost, 5 * taken, 0.0)
                 drafted += 1
             else:
-                balance.count_plain(5, 1.0, 0.0)
+                balance.record_plain_step(5, 1.0, 0.0)
         assert low <= drafted / 1000 <= high
 
 
 @pytest.mark.parametrize("tokens", [-1, 0, 65, 1.5, True, "4"])
-def test_a_number_of_tokens_that_is_none(tokens: Any) -> None:
+def test_an_invalid_number_of_draft_tokens_is_refused(tokens: Any) -> None:
     with pytest.raises(ConfigError, match=f"is {tokens!r}, must be an integer from 1 to 64"):
         Speculation(tokens=tokens)
 
 
-def test_what_cannot_guess_is_refused(llama: Path, tmp_path: Path) -> None:
+def test_unusable_draft_models_are_refused(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Speculation is 5, must be 'ngram', 'heads', a path"):
         Speculation(5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"of the type int. Try: 'ngram'"):
@@ -430,9 +430,7 @@ RECURRENT = {"mamba2": "biased", "falcon_h1": "factors", "qwen3_next": "some", "
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_states_return_to_where_they_were_before_rejected_guesses(
-    tmp_path: Path, family: str
-) -> None:
+def test_states_are_restored_after_rejected_draft_tokens(tmp_path: Path, family: str) -> None:
     """As targets and as drafts, beside requests without guesses, preempted, and that end early."""
     write_checkpoint(example(getattr(examples, family), RECURRENT[family]), tmp_path)
     plain = load(tmp_path, "float32", cache_tokens=1024)
@@ -477,7 +475,7 @@ def timed(lm: LanguageModel, step_seconds: float, draft_seconds: float) -> None:
     engine.runner.compute = computed  # type: ignore[assignment, method-assign]
     proposer.propose = proposed  # type: ignore[assignment, method-assign]
     engine.speculation = Speculator(
-        engine, proposer, loaded._sampling, 4, Balance(), loaded._kept, clock=lambda: now
+        engine, proposer, loaded._sampling, 4, DraftCostModel(), loaded._saved, clock=lambda: now
     )
 
 
@@ -505,7 +503,7 @@ def test_drafts_that_gain_are_not_paused(llama: Path, plain: LanguageModel) -> N
     assert figures.drafted_steps > 10
 
 
-class Recorder(Balance):
+class Recorder(DraftCostModel):
     """A cost model that allows every second step to have drafts and records what was measured."""
 
     def __init__(self) -> None:
@@ -513,24 +511,26 @@ class Recorder(Balance):
         self.is_allowed = False
         self.measured: list[tuple[str, float, float]] = []
 
-    def rests(self) -> bool:
+    def skips_measurement(self) -> bool:
         return False
 
-    def allows(self, num_sequences: int) -> bool:
+    def allows_drafts(self, num_sequences: int) -> bool:
         self.is_allowed = not self.is_allowed
         return self.is_allowed
 
-    def count_plain(self, num_sequences: int, seconds: float, guessing_seconds: float) -> None:
-        kind = "allowed" if self.is_allowed else "not allowed"
-        self.measured.append((f"plain, {kind}", seconds, guessing_seconds))
-
-    def count_drafted(
-        self, num_sequences: int, seconds: float, num_tokens: int, guessing_seconds: float
+    def record_plain_step(
+        self, num_sequences: int, seconds: float, drafting_seconds: float
     ) -> None:
-        self.measured.append(("drafted", seconds, guessing_seconds))
+        kind = "allowed" if self.is_allowed else "not allowed"
+        self.measured.append((f"plain, {kind}", seconds, drafting_seconds))
+
+    def record_drafted_step(
+        self, num_sequences: int, seconds: float, num_tokens: int, drafting_seconds: float
+    ) -> None:
+        self.measured.append(("drafted", seconds, drafting_seconds))
 
 
-def test_seconds_of_drafts_and_of_steps_are_measured_apart(llama: Path) -> None:
+def test_drafting_and_verification_are_measured_separately(llama: Path) -> None:
     lm = load(llama, "float32", cache_tokens=512, speculation=str(llama))
     loaded, recorder = lm.engine.speculation, Recorder()
     assert isinstance(loaded, Speculator)

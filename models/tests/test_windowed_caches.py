@@ -143,7 +143,7 @@ def test_any_schedule_gives_the_tokens_of_whole_caches(
 
 @given(st.data())
 @settings(max_examples=num_examples(60), suppress_health_check=[HealthCheck.too_slow])
-def test_what_a_token_sees_is_held_by_its_sequence_alone(data: st.DataObject) -> None:
+def test_the_pages_of_a_window_belong_to_one_sequence_only(data: st.DataObject) -> None:
     """In pools of all kinds, none larger than it has to be; every request ends."""
     page_size = data.draw(st.sampled_from((1, 2, 3, 8, 16)))
     windows = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=2, unique=True))
@@ -231,11 +231,11 @@ class Seeing(AttentionBackend):
     st.integers(0, 4),
     st.integers(-50, 10**6),
 )
-def test_a_cache_has_as_many_pages_as_its_room_allows(
+def test_a_cache_has_as_many_pages_as_fit_into_its_memory(
     windows: list[int | None], page_size: int, spare: int, room: int
 ) -> None:
     shape = CacheShape.of([Seeing(window) for window in windows], page_size, 8, 64, spare)
-    fitting = shape.fitting(room)
+    fitting = shape.pages_within(room)
     if fitting is None:
         assert shape.num_bytes(10**12) <= max(room, 0)
         assert None not in windows
@@ -288,7 +288,7 @@ def test_logits_of_a_long_text_are_computed_in_parts(
     ],
     ids=str,
 )
-def test_no_backend_reads_what_came_back(
+def test_no_backend_reads_freed_pages(
     paths: dict[str, Path], references: dict[str, LanguageModel], rules: dict[str, Any]
 ) -> None:
     lm = loaded(paths["some"], 4, config=Config(**rules), max_step_tokens=40, max_sequences=2)
@@ -329,9 +329,9 @@ def test_the_budget_counts_each_pool(paths: dict[str, Path]) -> None:
     (note,) = (n for n in explain(lm).notes if n.startswith("KV cache"))
     assert "(1000 in 1 layer that sees all, 112 in 5 layers that see 24)" in note
     # The bytes of 100 tokens of all layers hold four times as many.
-    assert shape.fitting(100 * 6 * page) == 100 * 6 - 75
+    assert shape.pages_within(100 * 6 * page) == 100 * 6 - 75
     whole = CacheGroup(None, 6, 6 * page, None)
-    assert CacheShape([whole], 8).fitting(100 * 6 * page) == 100
+    assert CacheShape([whole], 8).pages_within(100 * 6 * page) == 100
     with pytest.raises(ConfigError, match="the free memory holds"):
         loaded(paths["some"], cache_tokens=10**13)
     # Windows everywhere: contexts are of any length in the same memory.

@@ -30,7 +30,7 @@ def test_completions_are_of_the_source(tmp_path: Path) -> None:
         assert (long.status, long.body["usage"]["completion_tokens"]) == (200, 12)
         longer = served.ask("/v1/completions", {**asked, "prompt": [5] * 257})
         assert longer.status == 400
-        assert "The source has 257 tokens, the encoder takes 256" in longer.error["message"]
+        assert "The encoder input has 257 tokens, the encoder takes 256" in longer.error["message"]
         chat = served.chat()
         assert chat.status == 400
         assert "holds no chat template" in chat.error["message"]

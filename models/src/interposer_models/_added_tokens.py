@@ -1,6 +1,6 @@
-"""Tokens and settings of a tokenizer that stand beside tokenizer.json.
+"""Tokens and settings in the files next to tokenizer.json.
 
-They are applied to the ``Tokenizer`` of the tokenizers library as AutoTokenizer of transformers 5
+Both are applied to the ``Tokenizer`` of the tokenizers library as AutoTokenizer of transformers 5
 applies them, without importing transformers.
 """
 
@@ -46,14 +46,14 @@ _CLASS_TOKENS = {
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """The fields beside a tokenizer.json, and the files that they stand in.
+    """The fields of the files next to a tokenizer.json.
 
     Attributes:
-        fields: of tokenizer_config.json.
-        special_map: of special_tokens_map.json; transformers does not read it where
+        fields: Fields of tokenizer_config.json.
+        special_map: Fields of special_tokens_map.json. transformers ignores this file if
             tokenizer_config.json has ``added_tokens_decoder``.
-        added: ids by text, of added_tokens.json, which is read under the same condition.
-        path: the folder of these files, or the one file that holds them all.
+        added: Token ids by text from added_tokens.json, which is ignored in the same case.
+        path: The folder of the files, or the one file that holds all fields.
     """
 
     fields: Mapping[str, Any]
@@ -65,7 +65,7 @@ class TokenizerSettings:
     def of_folder(cls, path: Path) -> TokenizerSettings:
         """Read the files of a model directory.
 
-        Raises: CheckpointError: a file is no JSON object.
+        Raises: CheckpointError: a file is not a JSON object.
         """
         fields = _read(path / _CONFIG)
         if fields.get("added_tokens_decoder") is not None:
@@ -74,32 +74,33 @@ class TokenizerSettings:
 
     @property
     def splits_special_tokens(self) -> bool:
-        """Whether the texts of special tokens in a prompt are encoded as any other text."""
+        """Whether the texts of special tokens in a prompt are tokenized as normal text."""
         return self._flag("split_special_tokens")
 
     @property
     def eos_token(self) -> str | None:
-        """The text of the end token.
+        """The text of the end token; None if no file names one.
 
-        Raises: CheckpointError: it is neither a text nor a token.
+        Raises: CheckpointError: the field is neither a text nor a token.
         """
         token = self._role_tokens().get("eos_token")
         return None if token is None else str(token)
 
     def cleans_up(self, tokenizer: Tokenizer) -> bool:
-        """Say whether spaces before punctuation are removed from decoded texts.
+        """Return whether spaces before punctuation are removed from decoded texts.
 
-        transformers ignores the setting for BPE tokenizers, unless another one insists.
+        transformers ignores the setting for BPE tokenizers, unless a second setting insists.
         """
         insists = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         is_bpe = type(tokenizer.model).__name__ == "BPE"
         return self._flag("clean_up_tokenization_spaces") and (not is_bpe or self._flag(insists))
 
     def needs_transformers(self, tokenizer: Tokenizer) -> bool:
-        """Say whether transformers replaces the pipeline of tokenizer.json by another one.
+        """Return whether transformers replaces the pipeline of tokenizer.json by another one.
 
-        Some of its classes build their own pipeline and name tokens that no file names; those of
-        Unigram models add end tokens too. ``fix_mistral_regex`` replaces a regular expression.
+        Some classes of transformers build another pipeline and name tokens that no file names;
+        classes for Unigram models add end tokens too. ``fix_mistral_regex`` replaces a regular
+        expression.
         """
         if self._flag("fix_mistral_regex"):
             return True
@@ -116,7 +117,7 @@ class TokenizerSettings:
         )
 
     def _lacks_token(self, class_name: str, tokenizer: Tokenizer) -> bool:
-        """Say whether a class of transformers adds a token for a role that no file gives one."""
+        """Return whether a class of transformers adds a token for a role that no file fills."""
         stored_texts = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
         stored_texts |= {token.content for token in self._by_id().values()}
         return any(
@@ -125,9 +126,9 @@ class TokenizerSettings:
         )
 
     def _prefix_scheme(self, class_name: str) -> str | None:
-        """Return where a class puts a space: "always", "first" or "never"; None as the file says.
+        """Return where a class inserts a space: "always", "first" or "never"; None for no change.
 
-        "always" is in front of the text and of each part after a special token.
+        "always" is before the text and before each part after a special token.
         """
         if class_name in _GENERIC_CLASSES:
             return None
@@ -140,10 +141,10 @@ class TokenizerSettings:
         return "always" if self._flag("add_prefix_space") else "never"
 
     def apply(self, tokenizer: Tokenizer) -> None:
-        """Add the tokens that the tokenizer lacks, and let it split special tokens if asked for.
+        """Add missing tokens to the tokenizer, and configure the splitting of special tokens.
 
-        Raises: CheckpointError: a field is of a wrong type, or a token would get another id than
-            the one that its file states.
+        Raises: CheckpointError: a field has a wrong type, or a token would get another id than its
+            file states.
         """
         tokenizer.encode_special_tokens = self.splits_special_tokens
         stored_tokens = tokenizer.get_added_tokens_decoder()
@@ -183,7 +184,7 @@ class TokenizerSettings:
                 )
 
     def _by_id(self) -> dict[int, AddedToken]:
-        """Return the tokens that a file gives an id, by id in ascending order."""
+        """Return the tokens that have an id in a file, by id in ascending order."""
         decoder = self.fields.get("added_tokens_decoder")
         if decoder is not None:
             field = "added_tokens_decoder"
@@ -230,7 +231,7 @@ class TokenizerSettings:
 
     @property
     def _uses_newer_name(self) -> bool:
-        """Whether a field of the newer name, even of a null, hides those of the older one."""
+        """Whether a field of the newer name, even a null, hides fields of the older name."""
         config_value = self.fields.get(_EXTRA)
         if not config_value and _OLDER_EXTRA in self.fields:
             return True  # the older name of tokenizer_config.json is read as the newer one
@@ -304,7 +305,7 @@ def _steps(tokenizer: Tokenizer) -> Iterator[Mapping[str, Any]]:
 
 
 def _prefix_scheme(steps: list[Mapping[str, Any]]) -> str:
-    """Return where a pipeline puts a space; see ``TokenizerSettings``."""
+    """Return where a pipeline inserts a space; see ``TokenizerSettings._prefix_scheme``."""
     schemes = [str(step.get("prepend_scheme", "never")) for step in steps]
     if any(step["type"] == "Prepend" or step.get("add_prefix_space") for step in steps):
         return "always"

@@ -1,4 +1,4 @@
-"""The size of the cache of a model that is loaded: as asked for, or what memory is left for."""
+"""Size of the KV cache of a loaded model: as requested, or as much as fits into free memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from interposer_models._engine.cache_budget import (
     StepMemory,
     cache_budget,
     is_host,
-    measured_step,
+    measure_step,
     one_block_of_each_kind,
     pages_of,
     spare_pages_for,
@@ -26,7 +26,7 @@ from interposer_ops.layers.states import StateLayout
 
 
 def check_fraction(memory_fraction: float | None, cache_tokens: int | None) -> None:
-    """Raise ConfigError for what is no fraction, or says the size of the cache twice."""
+    """Raise ConfigError if the fraction is out of range, or the cache size is set twice."""
     if memory_fraction is None:
         return
     is_number = isinstance(memory_fraction, int | float) and not isinstance(memory_fraction, bool)
@@ -52,28 +52,30 @@ def measured_budget(
     *,
     measures: bool = True,
 ) -> CacheBudget:
-    """Return the cache that fits beside the largest step, which is run, and adapters.
+    """Compute the size of the cache that fits next to adapters and the largest step.
 
     Args:
-        states: of ``state_bytes``.
-        measures: the step is run; ranks of several platforms would run different ones.
+        engine_of: Creates an engine with a cache of this many pages, to run the step.
+        states: Result of ``state_bytes``.
+        measures: Whether to run the step. Ranks on several platforms would run different steps.
     """
     placement, page_size = planned.placement, planned.page_size
     device = placement.device.torch_device
     on_host = is_host(placement.platform)
     if not measures:
-        now = placement.platform.memory(device)
-        free_bytes = now.free_bytes - adapter_bytes
-        memory = StepMemory(max_step_tokens, None, free_bytes, now.total_bytes, on_host)
+        memory_now = placement.platform.memory(device)
+        # Adapters are loaded after the cache is allocated, so their memory is set aside now.
+        free_bytes = memory_now.free_bytes - adapter_bytes
+        memory = StepMemory(max_step_tokens, None, free_bytes, memory_now.total_bytes, on_host)
         return _budget(planned, memory, fraction, states, max_sequences, max_step_tokens)
     with one_block_of_each_kind(planned.model) if on_host else nullcontext():
         engine = engine_of(pages_of(max_sequences, max_step_tokens, page_size))
-        memory = measured_step(placement.platform, engine, max_sequences, max_step_tokens)
-        # What the small cache of that step took is free again once the engine is.
-        taken = engine.runner.cache_bytes
+        memory = measure_step(placement.platform, engine, max_sequences, max_step_tokens)
+        # The small cache of this engine is freed with the engine.
+        trial_cache_bytes = engine.runner.cache_bytes
     del engine
     free_bytes = memory.free_bytes - adapter_bytes
-    memory = replace(memory, free_bytes=free_bytes if on_host else free_bytes + taken)
+    memory = replace(memory, free_bytes=free_bytes if on_host else free_bytes + trial_cache_bytes)
     return _budget(planned, memory, fraction, states, max_sequences, max_step_tokens)
 
 
@@ -89,28 +91,32 @@ def _budget(
         memory,
         planned.placement.device.torch_device,
         cache_shape(planned, max_sequences, max_step_tokens),
-        wanted_tokens=max_sequences * planned.decoder.max_position_embeddings,
+        max_tokens=max_sequences * planned.decoder.max_position_embeddings,
         fraction=fraction,
         state_bytes=states,
     )
 
 
 def cache_shape(planned: Plan, max_sequences: int, max_step_tokens: int) -> CacheShape:
-    """Return the pools of a model's cache, and what their pages take."""
+    """Return the page pools of a model's cache, with the page sizes."""
     size = planned.page_size
-    spare = spare_pages_for(max_sequences, size) if planned.graphs else 0
+    spare_pages = spare_pages_for(max_sequences, size) if planned.graphs else 0
     backends = [layer.backend for layer in planned.model.attention_layers]
-    return CacheShape.of(backends, size, max_sequences, max_step_tokens, spare)
+    return CacheShape.of(backends, size, max_sequences, max_step_tokens, spare_pages)
 
 
 def state_layouts(planned: Plan) -> list[StateLayout]:
-    """Return what layers keep of each sequence besides pages."""
+    """Return the layout of the state of each recurrent layer."""
     return [layer.state_layout() for layer in planned.model.state_layers]
 
 
 def state_bytes(planned: Plan, max_sequences: int, shared: PrefixCache | None) -> int:
-    """Return the bytes of what layers keep of so many sequences besides pages, and of copies."""
-    layouts, count = state_layouts(planned), slots_for(max_sequences)
+    """Return the memory of recurrent states and of state checkpoints in the prefix cache.
+
+    Args:
+        shared: Settings of the prefix cache; None without one.
+    """
+    layouts, num_rows = state_layouts(planned), slots_for(max_sequences)
     if shared is not None:
-        count += shared.num_checkpoints(layouts, max_sequences)
-    return count * sum(layout.slot_bytes() for layout in layouts)
+        num_rows += shared.num_checkpoints(layouts, max_sequences)
+    return num_rows * sum(layout.slot_bytes() for layout in layouts)

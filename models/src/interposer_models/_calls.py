@@ -1,7 +1,7 @@
-"""The form in which a model calls tools, as its response template describes it.
+"""Constraints on tool calls, derived from a model's response template.
 
-A template says how a call is read; where what it says is plain enough, it also says how one has to
-be written.
+A response template defines how a call is parsed. A simple template also defines how a call must be
+written.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ def call_constraint(
     tools: Sequence[Mapping[str, Any]],
     specials: Mapping[str, int],
 ) -> Constraint:
-    """Return the constraint to one call of one of some tools.
+    """Return the constraint that allows exactly one call of one of ``tools``.
 
     Args:
-        template: the response template of the checkpoint; None where it has none.
-        tools: as templates of chats read them, with JSON schemas.
-        specials: ids of control tokens by their texts, since those are no texts to a grammar.
-    Raises: RequestError: the template does not say how calls are written, or says it in a way that
-        is not known here.
+        template: Response template of the checkpoint; None without one.
+        tools: Tools as chat templates read them, with JSON schemas.
+        specials: Ids of control tokens by text, because a grammar must name such tokens by id.
+    Raises: RequestError: the template does not define how calls are written, or uses unsupported
+        features.
     """
     if template is None:
-        raise _unknown("it has no response template")
+        raise _unsupported("it has no response template")
     field = template.get("fields", {}).get("tool_calls")
     if not isinstance(field, Mapping):
-        raise _unknown("its response template reads no calls")
+        raise _unsupported("its response template reads no calls")
     if field.get("content", "text") != "json" or field.get("content_args"):
-        raise _unknown("its calls are not plain JSON")
+        raise _unsupported("its calls are not plain JSON")
     calls = [_call(field, tool, specials) for tool in tools]
     return Constraint.grammar("start: " + "\n     | ".join(calls) + "\n")
 
@@ -55,18 +55,25 @@ def _call(field: Mapping[str, Any], tool: Mapping[str, Any], specials: Mapping[s
         arguments = f"%json {json.dumps(schema, allow_nan=False)}"
     except (TypeError, ValueError) as error:
         raise RequestError(f"The parameters of {name!r} are no JSON schema: {error}") from None
-    opened = _literal(field, "open", name)
+    opening = _literal(field, "open", name)
     shape = field.get("transform", "{content}")
     if isinstance(shape, Mapping) and shape.get("type") == "function":
         shape = shape.get("function")
     if shape == {"name": "{name}", "arguments": "{content}"}:
-        parts = [*_text(opened, specials), arguments]
+        parts = [*_terms(opening, specials), arguments]
     elif shape == "{content}":
-        front = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-        parts = [*_text(opened, specials), r'"\n"?', *_text(front, {}), arguments, '"}"', r'"\n"?']
+        prefix = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+        parts = [
+            *_terms(opening, specials),
+            r'"\n"?',
+            *_terms(prefix, {}),
+            arguments,
+            '"}"',
+            r'"\n"?',
+        ]
     else:
-        raise _unknown(f"its calls become {field.get('transform')!r:.200}")
-    return " ".join([*parts, *_text(_literal(field, "close", name), specials)])
+        raise _unsupported(f"its calls become {field.get('transform')!r:.200}")
+    return " ".join([*parts, *_terms(_literal(field, "close", name), specials)])
 
 
 def _guidance() -> dict[str, str]:
@@ -74,36 +81,36 @@ def _guidance() -> dict[str, str]:
 
 
 def _literal(field: Mapping[str, Any], side: str, name: str) -> str:
-    """Return a text that opens or closes a call of a name."""
-    given = field.get(side)
-    if given is not None:
-        return str(given if isinstance(given, str) else given[0])
+    """Return the text that opens or closes a call of the function ``name``."""
+    literal = field.get(side)
+    if literal is not None:
+        return str(literal if isinstance(literal, str) else literal[0])
     pattern = str(field.get(f"{side}_pattern", ""))
-    # A guess, which the pattern itself judges.
-    guess = re.sub(r"\\(.)", r"\1", _NAME.sub(lambda _: name, _SPACE.sub("", pattern)))
-    for text in (guess, ""):
+    # Derive a candidate text from the pattern, and let the pattern confirm it below.
+    candidate = re.sub(r"\\(.)", r"\1", _NAME.sub(lambda _: name, _SPACE.sub("", pattern)))
+    for text in (candidate, ""):
         try:
-            found = re.fullmatch(pattern, text, re.DOTALL)
+            match = re.fullmatch(pattern, text, re.DOTALL)
         except re.error:
             break
-        if found is not None and found.groupdict() in ({}, {"name": name}):
+        if match is not None and match.groupdict() in ({}, {"name": name}):
             return text
-    raise _unknown(f"calls {side} with the pattern {pattern!r:.200}")
+    raise _unsupported(f"calls {side} with the pattern {pattern!r:.200}")
 
 
-def _text(text: str, specials: Mapping[str, int]) -> Iterator[str]:
-    """Yield what a grammar writes for a text, control tokens by their ids."""
+def _terms(text: str, specials: Mapping[str, int]) -> Iterator[str]:
+    """Yield grammar terms for a text: literals, and control tokens by id."""
     if not text:
         return
-    known = "|".join(map(re.escape, sorted(specials, key=len, reverse=True)))
-    for part in re.split(f"({known})", text) if known else [text]:
+    pattern = "|".join(map(re.escape, sorted(specials, key=len, reverse=True)))
+    for part in re.split(f"({pattern})", text) if pattern else [text]:
         if part in specials:
             yield f"<[{specials[part]}]>"
         elif part:
             yield json.dumps(part)
 
 
-def _unknown(reason: str) -> RequestError:
+def _unsupported(reason: str) -> RequestError:
     return RequestError(
         "A call cannot be required of this model, since how it writes calls is not known: "
         f"{reason}. Try: tool_choice 'auto'"

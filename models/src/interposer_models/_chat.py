@@ -1,6 +1,6 @@
-"""Chats: messages as the prompt that a model was trained with, by its chat template.
+"""Chat templates: render messages as the prompt format that a model was trained with.
 
-Templates are programs of whoever published the model. transformers renders them in its sandbox.
+A template is a program of the model's publisher. transformers renders templates in a sandbox.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from interposer_models._messages import Message, check_roles, plain_messages
 
 
 class ChatRenderer:
-    """Writes messages as a prompt.
+    """Renders messages as a prompt, and parses answers as messages.
 
     Args:
-        tokenizer: one of transformers, which holds the template.
-        path: of the model, for the text of errors.
+        tokenizer: Tokenizer of transformers, which holds the template.
+        path: Path of the model, for error texts.
     """
 
     def __init__(self, tokenizer: Any, path: Path) -> None:
@@ -35,13 +35,13 @@ class ChatRenderer:
         template: str | None,
         options: Mapping[str, Any],
     ) -> list[int]:
-        """Return the prompt that asks for the next message of the assistant.
+        """Return the token ids of the prompt for the next message of the assistant.
 
-        Texts of control tokens inside of messages are encoded as any other text, so that no message
-        can end itself and begin another; transformers does so from 5.23 on.
+        Texts of control tokens inside messages are tokenized as normal text, so that no message can
+        end itself and begin another one; transformers does so from 5.23 on.
 
-        Raises: RequestError: a message is malformed, or there is no template, or it refuses them,
-            or does not name an unusual role.
+        Raises: RequestError: a message is malformed; there is no template; the template refuses the
+            messages; or the template does not name an unusual role.
         """
         read_template = self._template_text(template)
         plain = plain_messages(messages, read_template)
@@ -51,49 +51,53 @@ class ChatRenderer:
                 "prompt that it was trained with. Try: generate() with a text, or template=..."
             )
         render = self._tokenizer.apply_chat_template
-        own = inspect.signature(render).parameters.keys() - {"documents", "self"}
-        if taken := sorted(own & options.keys()):
-            # One of them would let messages end themselves.
+        # Options become keyword arguments, so they must not shadow parameters of transformers.
+        parameters = inspect.signature(render).parameters.keys() - {"documents", "self"}
+        if reserved := sorted(parameters & options.keys()):
+            # One of these settings would let messages end themselves.
             raise RequestError(
-                f"{taken[0]!r} is a setting of transformers and no variable of a chat template. "
+                f"{reserved[0]!r} is a setting of transformers and no variable of a chat template. "
                 "Try: leave it out"
             )
-        fixed = {"sanitize_control_tokens": True} if "sanitize_control_tokens" in own else {}
+        sanitizing = (
+            {"sanitize_control_tokens": True} if "sanitize_control_tokens" in parameters else {}
+        )
         try:
-            found = render(
+            prompt_ids = render(
                 plain,
                 tools=None if tools is None else list(tools),
                 chat_template=template,
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,
-                **fixed,
+                **sanitizing,
                 **options,
             )
-        except Exception as error:  # a template raises what it likes, and calls what it is given
+        except Exception as error:  # templates can raise any error, and call functions in options
             raise RequestError(
                 f"The chat template of {self._path} refuses these messages: "
                 f"{type(error).__name__}: {error}"
             ) from error
         check_roles(plain, read_template)
-        if tools and list(found) == self.token_ids(plain, None, template, options):
+        # A template that ignores tools renders the same prompt without tools.
+        if tools and list(prompt_ids) == self.token_ids(plain, None, template, options):
             raise RequestError(
                 f"The chat template of {self._path} does not write tools, so that the model would "
                 "not know of them. Try: leave tools out, or template=... that writes them"
             )
-        return list(found)
+        return list(prompt_ids)
 
     def plain(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
-        """Return messages as the checkpoint's template reads them, whose contents are texts.
+        """Return messages as plain dicts with texts as contents, for the checkpoint's template.
 
         Raises: RequestError: a message is malformed.
         """
         return plain_messages(messages, self._template_text(None))
 
     def _template_text(self, template: str | None) -> str:
-        """Return ``template``, or all templates of the checkpoint."""
-        own = self._tokenizer.chat_template if template is None else template
-        return "\n".join(own.values()) if isinstance(own, Mapping) else own or ""
+        """Return ``template``, or the text of all templates of the checkpoint."""
+        templates = self._tokenizer.chat_template if template is None else template
+        return "\n".join(templates.values()) if isinstance(templates, Mapping) else templates or ""
 
     def parsed(
         self,
@@ -101,35 +105,37 @@ class ChatRenderer:
         prompt: Sequence[int],
         tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None,
     ) -> dict[str, Any] | None:
-        """Return an answer as a message, by the response template of the checkpoint.
+        """Parse an answer as a message, with the response template of the checkpoint.
 
         Args:
-            token_ids: the answer's, an ending one included.
-            prompt: what it answers.
-            tools: those of the prompt, by whose schemas arguments of calls get their types.
-        Returns: ``content``, and what else the template tells apart, such as ``tool_calls``; None
-            where the checkpoint has no such template.
-        Raises: RequestError: the answer is not of the form that the template describes.
+            token_ids: Tokens of the answer, including an end token.
+            prompt: Tokens of the prompt.
+            tools: Tools of the prompt; the schemas give the types of call arguments.
+        Returns: ``content`` and other parts that the template distinguishes, such as
+            ``tool_calls``; None if the checkpoint has no response template.
+        Raises: RequestError: the answer does not match the template.
         """
         if getattr(self._tokenizer, "response_template", None) is None:
             return None
         try:
-            found = self._tokenizer.parse_response(
+            message = self._tokenizer.parse_response(
                 list(token_ids), prefix=list(prompt), tools=None if tools is None else list(tools)
             )
-        except Exception as error:  # the template is data of whoever published the model
+        except Exception as error:  # the template is untrusted data of the model's publisher
             raise RequestError(
                 f"The response template of {self._path} does not read the answer: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return dict(found)
+        return dict(message)
 
     def call_constraint(self, tools: Sequence[Mapping[str, Any]]) -> Constraint:
-        """Return the constraint to one call of one of ``tools``, by the response template.
+        """Return the constraint that allows exactly one call of one of ``tools``.
 
-        Raises: RequestError: how the model writes calls is not known.
+        Raises: RequestError: the response template does not define how calls are written.
         """
-        added = self._tokenizer.added_tokens_decoder
-        specials = {token.content: index for index, token in added.items() if token.special}
+        added_tokens = self._tokenizer.added_tokens_decoder
+        special_ids = {
+            token.content: index for index, token in added_tokens.items() if token.special
+        }
         template = getattr(self._tokenizer, "response_template", None)
-        return call_constraint(template, tools, specials)
+        return call_constraint(template, tools, special_ids)

@@ -1,4 +1,4 @@
-"""The form that the text of a request is to have."""
+"""Constraints on the text of a request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ Kind = Literal["JSON schema", "regex", "choice", "grammar"]
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A language whose texts alone a request may produce; its class methods make one.
+    """A formal language to which the texts of a request are restricted.
 
-    Whether the text of a constraint is well formed is found out where a model compiles it.
+    Create a constraint with one of the class methods. The model checks the constraint when it
+    compiles the constraint for a request.
 
     Attributes:
-        kind: of language.
-        text: a JSON schema, a pattern, a JSON list of texts or a grammar.
+        kind: Kind of language.
+        text: A JSON schema, a pattern, a JSON list of texts, or a grammar.
     """
 
     kind: Kind
@@ -28,62 +29,63 @@ class Constraint:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Constraint:
-        """Return the constraint to JSON that a schema describes.
+        """Allow JSON that matches a schema.
 
-        Between two parts of the JSON is nothing, a space, or a new line with up to 24 characters
-        of indentation. The schema's own ``"x-guidance": {"whitespace_flexible": false}`` leaves
-        nothing.
+        Between two parts of the JSON there may be nothing, a space, or a newline with up to 24
+        characters of indentation. The field ``"x-guidance": {"whitespace_flexible": false}`` of the
+        schema allows nothing.
 
         Args:
-            schema: an object, or its text; keywords that cannot be held are refused later.
-        Raises: RequestError: it is no JSON object.
+            schema: An object, or its text. Unsupported keywords are refused later.
+        Raises: RequestError: the schema is not a JSON object.
         """
         try:
-            read = json.loads(schema) if isinstance(schema, str) else schema
-            if not isinstance(read, Mapping):
+            # Normalize the schema to text, so that equal constraints share a cache entry.
+            parsed = json.loads(schema) if isinstance(schema, str) else schema
+            if not isinstance(parsed, Mapping):
                 raise RequestError(
                     f"schema is {schema!r:.200}, must be a JSON object. Try: {{'type': 'object'}}"
                 )
-            return cls("JSON schema", json.dumps(read, ensure_ascii=False, allow_nan=False))
+            return cls("JSON schema", json.dumps(parsed, ensure_ascii=False, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"schema is {schema!r:.200}, which is no JSON: {error}") from None
 
     @classmethod
     def json_object(cls) -> Constraint:
-        """Return the constraint to any JSON object."""
+        """Allow any JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod
     def regex(cls, pattern: str) -> Constraint:
-        """Return the constraint to texts that a regular expression matches from end to end.
+        """Allow texts that a regular expression matches from start to end.
 
-        Its syntax is that of Rust's crate regex, without look-around and back references.
+        The syntax is that of Rust's crate regex, without look-around and back references.
 
-        Raises: RequestError: it is no text, or an empty one.
+        Raises: RequestError: the pattern is not a text, or is empty.
         """
         return cls("regex", _text("pattern", pattern, r"'[0-9]+'"))
 
     @classmethod
     def choice(cls, texts: Iterable[str]) -> Constraint:
-        """Return the constraint to one of some texts.
+        """Allow exactly one of some texts.
 
-        Raises: RequestError: there are none, or one is no text or an empty one.
+        Raises: RequestError: there is no text, or a text is empty or has another type.
         """
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise RequestError(f"choice is {texts!r:.200}, must be a list. Try: ['yes', 'no']")
-        listed = [_text("choice", text, "['yes', 'no']") for text in texts]
-        if not listed:
+        checked_texts = [_text("choice", text, "['yes', 'no']") for text in texts]
+        if not checked_texts:
             raise RequestError("choice is empty. Try: ['yes', 'no']")
-        return cls("choice", json.dumps(listed, ensure_ascii=False))
+        return cls("choice", json.dumps(checked_texts, ensure_ascii=False))
 
     @classmethod
     def grammar(cls, text: str) -> Constraint:
-        """Return the constraint to a context-free grammar.
+        """Allow texts of a context-free grammar.
 
         Args:
-            text: in Lark's syntax with the rule ``start``, or in GBNF with ``root``; the latter has
-                ``::=``.
-        Raises: RequestError: it is no text, or an empty one.
+            text: Lark syntax with the rule ``start``, or GBNF with the rule ``root``. A text with
+                ``::=`` is GBNF.
+        Raises: RequestError: the grammar is not a text, or is empty.
         """
         return cls("grammar", _text("grammar", text, """'start: "yes" | "no"'"""))
 

@@ -1,4 +1,4 @@
-"""A lock under which threads take turns at one model."""
+"""A lock with which threads take turns at one model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from threading import Lock, get_ident
 class FairLock:
     """A reentrant lock that a waiting thread gets before the last holder can take it again.
 
-    A thread holds it for one step, not for one request. Without the order, a thread that steps in a
-    loop would keep all others from queueing their requests until its own have ended.
+    A thread holds the lock for one step, not for a whole request. Without this order, a thread that
+    steps in a loop could keep other threads from queueing requests.
 
     Attributes:
-        owner: identifier of the thread that holds it; None while it is free.
-        is_awaited: whether the next thread waits for it.
+        owner: Identifier of the holding thread; None while the lock is free.
+        is_awaited: Whether the next thread waits for the lock.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class FairLock:
         self._deferred: deque[Callable[[], None]] = deque()
 
     def __enter__(self) -> None:
-        """Wait for the lock."""
+        """Acquire the lock."""
         thread = get_ident()
         if self.owner != thread:
             with self._turn:
@@ -38,7 +38,7 @@ class FairLock:
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        """Release the lock."""
+        """Release the lock, and run deferred calls."""
         self._depth -= 1
         if not self._depth:
             self.owner = None
@@ -46,16 +46,16 @@ class FairLock:
             self._call_deferred()
 
     def call_soon(self, function: Callable[[], None]) -> None:
-        """Call a function with the lock: now if the lock is free, else once its holder releases it.
+        """Call a function with the lock: now if the lock is free, else when its holder releases it.
 
-        It never waits, so that a generator may call it from its end, which the garbage collector
-        can bring about in the middle of a step of the same thread.
+        This never waits. So the garbage collector may close a generator, which calls this method,
+        in the middle of a step of the same thread.
         """
         self._deferred.append(function)
         self._call_deferred()
 
     def _call_deferred(self) -> None:
-        # Whoever holds the lock comes here after the release.
+        # If the lock is held, its holder calls this method after the release.
         while self._deferred and self._lock.acquire(blocking=False):
             try:
                 if self._deferred:

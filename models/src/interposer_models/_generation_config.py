@@ -1,7 +1,7 @@
-"""The statements of a checkpoint about generation: end tokens, start tokens, sampling settings.
+"""Generation settings of a checkpoint: end tokens, start tokens, sampling parameters.
 
-``generation_config.json`` has them. Without that file they are those of ``config.json``, as
-checkpoints have them that transformers wrote before release 4.26.
+Source: ``generation_config.json``, or in ``config.json`` of checkpoints that transformers wrote
+    before release 4.26.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from interposer_models._tokenizer import TextTokenizer
 
 _FILE = "generation_config.json"
 _LARGEST_VOCABULARY = 2**24
-# Settings of a request that a checkpoint may suggest. The last one holds for greedy answers too.
+# Sampling parameters that a checkpoint may suggest. The last one applies to greedy answers too.
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _OF_ANY_ANSWER = ("repetition_penalty",)
 
-# Settings of transformers that change its answers and that no request has, by name, with the values
-# that change nothing. A null never does.
+# Settings of transformers that change its answers and have no equivalent here, with the values
+# that have no effect. A null never has an effect.
 _NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     "assistant_early_exit": (),
     "bad_words_ids": (),
@@ -62,10 +62,10 @@ _NOT_APPLIED_TO_SAMPLES: dict[str, tuple[Any, ...]] = {
 def stop_tokens(path: Path, config: dict[str, Any], tokenizer: TextTokenizer) -> frozenset[int]:
     """Return the ids that end a generation.
 
-    generation_config.json names them, else config.json, else ``eos_token`` of
-    tokenizer_config.json or special_tokens_map.json. A null counts as absent.
+    Source: ``eos_token_id`` of generation_config.json, else of config.json, else ``eos_token`` of
+        tokenizer_config.json or special_tokens_map.json. A null counts as absent.
 
-    Raises: CheckpointError: a value is no token.
+    Raises: CheckpointError: a value is not a token.
     """
     for name, fields in (_FILE, _generation(path)), ("config.json", config):
         value = fields.get("eos_token_id")
@@ -75,14 +75,14 @@ def stop_tokens(path: Path, config: dict[str, Any], tokenizer: TextTokenizer) ->
 
 
 def end_token_ids(value: Any, file: object) -> frozenset[int]:
-    """Return the ids that the value of ``eos_token_id`` states, one or several.
+    """Return the ids in a value of ``eos_token_id``, which is one id or a list.
 
     Args:
-        file: that holds the value, for the text of errors.
-    Raises: CheckpointError: it states something else.
+        file: File of the value, for error texts.
+    Raises: CheckpointError: the value is something else.
     """
     ids = value if isinstance(value, list | tuple) else [value]
-    # A model of a smaller vocabulary than the released one often keeps that one's ids.
+    # Models with a reduced vocabulary often keep end ids beyond it, so only the range is checked.
     if not all(type(i) is int and 0 <= i < _LARGEST_VOCABULARY for i in ids):
         reason = (
             f"eos_token_id is {value!r}, must be an integer or a list of them, "
@@ -93,9 +93,9 @@ def end_token_ids(value: Any, file: object) -> frozenset[int]:
 
 
 def _stop_tokens_of_tokenizer(path: Path, tokenizer: TextTokenizer) -> frozenset[int]:
-    """Return the id of ``eos_token`` of the tokenizer's files, none where it names no token.
+    """Return the id of ``eos_token`` in the tokenizer's files, if the files name a known token.
 
-    Raises: CheckpointError: it is neither a text nor a token.
+    Raises: CheckpointError: the field is neither a text nor a token.
     """
     text = TokenizerSettings.of_folder(path).eos_token
     token_id = None if text is None else tokenizer.vocabulary.get(text)
@@ -103,13 +103,14 @@ def _stop_tokens_of_tokenizer(path: Path, tokenizer: TextTokenizer) -> frozenset
 
 
 def start_tokens(path: Path, config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return the ids with which the decoder of an encoder-decoder starts, of the same files.
+    """Return the ids with which the decoder of an encoder-decoder starts.
 
-    The first is ``decoder_start_token_id``, else ``bos_token_id``; ``forced_bos_token_id`` follows
-    where there is one.
+    The first id is ``decoder_start_token_id``, else ``bos_token_id``. ``forced_bos_token_id``
+    follows if the checkpoint has one.
 
-    Raises: CheckpointError: neither is there, or one is no token.
+    Raises: CheckpointError: there is no first id, or an id is not a token.
     """
+    # Later files have priority: the decoder's config, config.json, then generation_config.json.
     decoder = config.get("decoder")
     files = decoder if isinstance(decoder, dict) else {}, config, _generation(path)
     settings = {n: value for file in files for n, value in file.items() if value is not None}
@@ -129,11 +130,11 @@ def start_tokens(path: Path, config: dict[str, Any], vocab_size: int) -> tuple[i
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """The settings by which a checkpoint, or a model of transformers, draws its answers.
+    """Sampling settings that a checkpoint, or a model of transformers, suggests.
 
     Attributes:
-        source: of the settings, which errors and notes name.
-        stated: values by name.
+        source: Origin of the settings, for errors and notes.
+        stated: Values by name.
     """
 
     source: object
@@ -141,7 +142,7 @@ class GenerationSettings:
 
     @classmethod
     def of_folder(cls, path: Path) -> GenerationSettings:
-        """Return the settings of the file in a folder that states how answers are drawn."""
+        """Read the settings from generation_config.json, else from config.json."""
         for file in path / _FILE, path / "config.json":
             if file.exists():
                 return cls(file, read_json(file))
@@ -149,11 +150,11 @@ class GenerationSettings:
 
     @property
     def suggested(self) -> dict[str, Any]:
-        """Return the settings that answers are to be drawn with.
+        """Sampling parameters that the checkpoint suggests.
 
-        Without ``do_sample`` answers are greedy, and only a repetition penalty changes them.
+        Without ``do_sample`` answers are greedy, and only a repetition penalty has an effect.
 
-        Raises: CheckpointError: a value is none that a request can have.
+        Raises: CheckpointError: a value is not allowed in a request.
         """
         is_sampled = self.stated.get("do_sample")
         if not isinstance(is_sampled, bool | None):
@@ -175,10 +176,7 @@ class GenerationSettings:
         return {name: v for name, v in suggested.items() if v != getattr(neutral, name)}
 
     def unapplied_note(self, *, has_encoder: bool) -> str | None:
-        """Return a note that names the settings by which transformers alone draws answers.
-
-        None where there are no such settings.
-        """
+        """Return a note on settings that only transformers applies; None without such settings."""
         names = dict(_NOT_APPLIED)
         if not has_encoder:
             names |= _NOT_APPLIED_TO_DECODERS
@@ -200,6 +198,6 @@ class GenerationSettings:
 
 
 def _generation(path: Path) -> dict[str, Any]:
-    """Return the fields of generation_config.json, none where there is no such file."""
+    """Return the fields of generation_config.json; empty without the file."""
     file = path / _FILE
     return read_json(file) if file.exists() else {}

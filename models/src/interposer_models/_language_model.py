@@ -1,4 +1,4 @@
-"""The front door: text in, text out."""
+"""The language model: prompts in, texts out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.engine import Engine
 from interposer_models._engine.non_finite import non_finite
 from interposer_models._engine.sampling_params import SamplingParams
-from interposer_models._engine.speculation import SpeculationFigures
+from interposer_models._engine.speculation import SpeculationCounts
 from interposer_models._generation_config import GenerationSettings
 from interposer_models._messages import Message
 from interposer_models._requests import (
@@ -37,13 +37,13 @@ _PREFIXES = "prefix cache: "
 
 
 class LanguageModel:
-    """A loaded model. ``interposer.explain`` says what it was built from.
+    """A loaded model. ``interposer.explain`` reports the kernels in use.
 
-    Any thread may call it; requests of several threads run as one batch. One iterator of ``stream``
-    is for one thread.
+    Any thread may call the methods; requests of several threads run as one batch. An iterator of
+    ``stream`` must be used in one thread.
 
-    Where it has an encoder, a prompt is what that reads, and the decoder starts with the tokens
-    that the checkpoint names.
+    If the model has an encoder, a prompt is the encoder input, and the decoder starts with the
+    tokens that the checkpoint names.
     """
 
     def __init__(
@@ -55,15 +55,17 @@ class LanguageModel:
         adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         self.engine = engine
+        # Constraints need the tokenizer, so the engine gets its compiler here.
         engine.constraints = Constraints(tokenizer, engine.model.config.vocab_size)
         self.weights = weights
         self.tokenizer = tokenizer
         self._resolver = plan.resolver
         self.placement = plan.placement
         self.path = plan.path
-        stated: GenerationSettings | None = getattr(plan, "generation", None)
-        self._generation = stated or GenerationSettings.of_folder(plan.path)
-        self.quantization = getattr(plan, "quantization", None)  # to be planned elsewhere with
+        generation_settings: GenerationSettings | None = getattr(plan, "generation", None)
+        self._generation = generation_settings or GenerationSettings.of_folder(plan.path)
+        # A plan of another library has only the fields of ``Planned``, so the others have defaults.
+        self.quantization = getattr(plan, "quantization", None)  # other ranks plan with it
         self._graphs: Verdict | None = getattr(plan, "graphs", None)
         self.compiled: Verdict | None = getattr(plan, "compiled", None)
         self._adapters = Adapters(engine, plan, takes_none=weights is None)
@@ -71,20 +73,21 @@ class LanguageModel:
 
     @property
     def resolver(self) -> Resolver:
-        """The resolver that made the choices, with a note of what the prefix cache has saved."""
-        if (counts := self.engine.prefixes) is not None:
+        """The resolver of the kernel choices, with a note on the savings of the prefix cache."""
+        if (statistics := self.engine.prefixes) is not None:
             notes = self._resolver.notes
-            kept = (note for note in notes if not note.startswith(_PREFIXES))
-            notes[:] = [*kept, f"{_PREFIXES}{counts}"]
+            other_notes = (note for note in notes if not note.startswith(_PREFIXES))
+            # Replace the note of an earlier call, so that the note has the present counts.
+            notes[:] = [*other_notes, f"{_PREFIXES}{statistics}"]
         return self._resolver
 
     def explanations(self) -> list[dict[str, Any]]:
-        """Return ``interposer.explain(model).to_dict()`` of each process that computes it."""
+        """Return ``interposer.explain(model).to_dict()`` of each process of the model."""
         return [explain(self).to_dict()]
 
     @property
     def suggested(self) -> dict[str, Any]:
-        """The settings that the checkpoint wants to be sampled with; none where it is greedy."""
+        """Sampling settings that the checkpoint suggests; empty for greedy decoding."""
         return self._generation.suggested
 
     @property
@@ -94,8 +97,8 @@ class LanguageModel:
         return self._graphs if running is None or running.compiled else running.compiled
 
     @property
-    def speculation(self) -> SpeculationFigures | None:
-        """The counts of guessed and accepted tokens so far; None where none are guessed."""
+    def speculation(self) -> SpeculationCounts | None:
+        """Counts of draft tokens and accepted ones so far; None without speculative decoding."""
         running = self.engine.speculation
         return None if running is None else running.figures
 
@@ -107,23 +110,23 @@ class LanguageModel:
         n: int = 1,
         **settings: Any,
     ) -> list[Completion]:
-        """Return the completion of each prompt, in order; all run as one continuous batch.
+        """Return the completion of each prompt, in order; all prompts run as one continuous batch.
 
         Args:
-            prompts: a text, or a sequence of texts or of lists of token ids.
-            params: for all prompts, or one for each.
-            n: answers to each prompt. They follow each other, those to the first prompt first;
-                answer i of a prompt has its seed plus i.
-            **settings: fields of ``SamplingParams``, instead of ``params``.
+            prompts: A text, or a sequence of texts or of lists of token ids.
+            params: Sampling parameters for all prompts, or one per prompt.
+            n: Number of answers to each prompt. The result has all answers to the first prompt
+                first. Answer i of a prompt uses the seed plus i.
+            **settings: Fields of ``SamplingParams``, instead of ``params``.
         Raises:
-            RequestError: a prompt or parameter is unusable; then none was run.
+            RequestError: a prompt or parameter is unusable; then no prompt was run.
             ArithmeticError: the logits of an answer are not finite.
         """
-        asked = requests(prompts, params, settings, n)
+        checked_requests = requests(prompts, params, settings, n)
         streams: list[Stream] = []
         try:
-            for prompt, own in asked:
-                streams += self.start_several(prompt, own, n)
+            for prompt, prompt_params in checked_requests:
+                streams += self.start_several(prompt, prompt_params, n)
             while not all(stream.ended for stream in streams):
                 with self.engine.lock:
                     # A step of another thread may have computed tokens of these answers too.
@@ -138,14 +141,14 @@ class LanguageModel:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, n: int = 1, **settings: Any
     ) -> Iterator[Delta]:
-        """Yield the completion of ``prompt`` token by token; closing the iterator cancels it.
+        """Yield the completion of ``prompt`` token by token; close the iterator to cancel it.
 
         Args:
-            n: answers, as ``generate`` has them; ``Delta.index`` tells them apart.
+            n: Number of answers, as in ``generate``; ``Delta.index`` tells the answers apart.
         Raises: RequestError: at the call, before the first token.
         """
-        ((_, own),) = requests([prompt], params, settings, n)
-        deltas = self._deltas(self.start_several(prompt, own, n, shares=False))
+        ((_, merged),) = requests([prompt], params, settings, n)
+        deltas = self._deltas(self.start_several(prompt, merged, n, shares=False))
         next(deltas)  # a generator that never ran would not cancel when it is closed
         return cast(Iterator[Delta], deltas)
 
@@ -162,17 +165,17 @@ class LanguageModel:
         """Return the next message of the assistant.
 
         Args:
-            messages: with ``role`` and ``content``, the first one first.
-            params: as ``generate`` takes them, or single ``settings``.
+            messages: Messages with ``role`` and ``content``, the first one first.
+            params: Sampling parameters, instead of single ``settings``.
             tools: JSON schemas of functions, or documented and typed functions, for templates that
-                offer them to the model.
-            template: in place of the checkpoint's chat template.
-            options: further variables of the template, such as ``{"enable_thinking": False}``.
+                offer tools to the model.
+            template: Chat template to use instead of the checkpoint's.
+            options: Further variables of the template, such as ``{"enable_thinking": False}``.
         Raises: RequestError: a message or parameter is unusable, or there is no template.
         """
         prompt = self.chat_prompt(messages, tools=tools, template=template, options=options)
-        ((_, own),) = requests([prompt], params, settings, 1)  # settings cannot hold n
-        return self.generate([prompt], own)[0]
+        ((_, merged),) = requests([prompt], params, settings, 1)  # settings cannot hold n
+        return self.generate([prompt], merged)[0]
 
     def chat_prompt(
         self,
@@ -182,11 +185,11 @@ class LanguageModel:
         template: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids by which ``chat`` asks for the next message, for ``stream`` too.
+        """Return the token ids of the prompt that ``chat`` uses, for example for ``stream``.
 
         Raises: RequestError: a message is unusable, or there is no template.
         """
-        with self.engine.lock:  # some tokenizers are for one thread at a time
+        with self.engine.lock:  # some tokenizers are not thread-safe
             return self.tokenizer.chat.token_ids(messages, tools, template, options or {})
 
     def logits(
@@ -197,13 +200,14 @@ class LanguageModel:
         num_prompt: int | None = None,
         source: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Return the logits after every token, ``[T, V]`` float32.
+        """Compute the logits after every token, ``[T, V]`` float32.
 
         Args:
-            token_ids: of the decoder, where there is an encoder.
-            num_prompt: how many tokens are the prompt, which see each other in both directions in a
-                prefix-LM; None takes all. Other models have no use for it.
-            source: token ids for the encoder, where there is one.
+            token_ids: Tokens of the prompt and output; the decoder's, if the model has an encoder.
+            adapter: Name of a loaded adapter; None for the plain model.
+            num_prompt: Number of prompt tokens, which attend in both directions in a prefix-LM;
+                None for all. Other models ignore this number.
+            source: Token ids of the encoder input, if the model has an encoder.
         """
         with self.engine.lock:
             return self.engine.logits(token_ids, adapter, num_prompt, source)
@@ -213,24 +217,25 @@ class LanguageModel:
     ) -> list[tuple[float, ...]]:
         """Return the natural-log probability of each token of each continuation of a prompt.
 
-        A text is split into tokens together with the prompt; as many of these as the prompt has
-        alone count as its own. The sum of a tuple scores a continuation. An encoder reads the
-        prompt alone; a continuation is then a text of its own, special tokens included.
+        A text is tokenized together with the prompt; the first tokens count as the prompt, as many
+        as the prompt alone has. The sum of a tuple scores a continuation. In a model with an
+        encoder, the encoder reads only the prompt; a continuation is then tokenized by itself,
+        special tokens included.
 
-        Raises: RequestError: the prompt is empty, or a continuation adds no token to it; or, with
-            it, exceeds the context; or an argument is of another type.
+        Raises: RequestError: the prompt is empty, a continuation adds no token, prompt and
+            continuation exceed the context, or an argument has another type.
         """
-        listed = continuations_of(prompt, continuations)
+        continuation_list = continuations_of(prompt, continuations)
         with self.engine.lock:
-            return self._scores(prompt, listed, adapter)
+            return self._scores(prompt, continuation_list, adapter)
 
     def _scores(
         self, prompt: Prompt, continuations: Sequence[Prompt], adapter: str | None
     ) -> list[tuple[float, ...]]:
-        front = self.tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else prompt
+        prefix_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else prompt
         source: Sequence[int] | None = None
         if self.engine.runner.sources is not None:
-            front, source = self.engine.start_token_ids, cast("Sequence[int]", front)
+            prefix_ids, source = self.engine.start_token_ids, cast("Sequence[int]", prefix_ids)
         scores = []
         for continuation in continuations:
             if isinstance(continuation, str) != isinstance(prompt, str):
@@ -244,49 +249,52 @@ class LanguageModel:
                 tokens = [*self.tokenizer.encode(prompt + cast(str, continuation))]
             else:
                 tokens = [*prompt, *cast("Sequence[int]", continuation)]
-            if not len(front) or len(tokens) <= len(front):
+            # A continuation can merge into the last prompt token, so that no token is added.
+            if not len(prefix_ids) or len(tokens) <= len(prefix_ids):
                 raise RequestError(
                     f"{continuation!r:.100} adds no token to the prompt {prompt!r:.100}. "
                     "Try: a prompt and a continuation of at least one token each"
                 )
-            front_size = len(front)
-            logits = self.logits(tokens, adapter=adapter, num_prompt=front_size, source=source)
-            after = logits[front_size - 1 : -1].log_softmax(-1)
-            chosen = torch.tensor([*map(int, tokens[len(front) :])], device=after.device)
-            chances = after.gather(1, chosen[:, None])[:, 0]
-            if chances.isnan().any():
+            prefix_length = len(prefix_ids)
+            logits = self.logits(tokens, adapter=adapter, num_prompt=prefix_length, source=source)
+            # Row i predicts token i + 1, so the rows start at the last prompt token.
+            logprobs = logits[prefix_length - 1 : -1].log_softmax(-1)
+            chosen = torch.tensor([*map(int, tokens[len(prefix_ids) :])], device=logprobs.device)
+            token_logprobs = logprobs.gather(1, chosen[:, None])[:, 0]
+            if token_logprobs.isnan().any():
                 raise non_finite(f"The logits of the continuation {continuation!r:.100}")
-            scores.append(tuple(chances.tolist()))
+            scores.append(tuple(token_logprobs.tolist()))
         return scores
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names of the adapters that are loaded."""
+        """Names of the loaded adapters."""
         return self._adapters.names
 
     def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> None:
-        """Load a LoRA adapter, which requests name by ``SamplingParams(adapter=name)``.
+        """Load a LoRA adapter, which requests select with ``SamplingParams(adapter=name)``.
 
-        It joins between two steps; requests that were started keep what they have.
+        The adapter is added between two steps; running requests are not affected.
 
         Args:
-            path: a folder that PEFT saved, or ``"namespace/name"`` on the hub.
-            replace: it may take the place of an adapter of this name. Requests that have that one
-                keep it, and its memory is freed when the last of them has ended.
+            path: A folder that PEFT saved, or ``"namespace/name"`` on the hub.
+            replace: Whether to replace a loaded adapter of this name. Running requests keep the
+                replaced adapter, which is freed after the last of the requests.
         Raises:
-            CheckpointError: it is incomplete, of another model, or asks for what is not computed.
-            ConfigError: the name is taken and ``replace`` is not said, or the model is compiled or
-                an adapted one, or what computes adapters cannot be captured.
+            CheckpointError: the adapter is incomplete, belongs to another model, or needs an
+                unsupported feature.
+            ConfigError: the name is in use and ``replace`` is false; or the model is compiled or
+                adapted; or the kernels of adapters cannot be captured in graphs.
         """
         with self.engine.lock:
             self._adapters.load(name, path, replace)
 
     def remove_adapter(self, name: str) -> None:
-        """Remove an adapter and free its memory.
+        """Remove an adapter and free the memory.
 
         Raises:
             UnknownNameError: no adapter has the name.
-            RequestError: unfinished requests use it.
+            RequestError: unfinished requests use the adapter.
         """
         with self.engine.lock:
             self._adapters.remove(name)
@@ -294,30 +302,31 @@ class LanguageModel:
     def update_weights(
         self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | WeightsFrom
     ) -> tuple[str, ...]:
-        """Exchange weights for new ones, of all layers or of some; all that are given or none.
+        """Replace the weights of some or all layers; replace either all given tensors or none.
 
-        The layers that a tensor belongs to get all of their tensors in one call: the scales and
-        zero points of quantized ones, and those of all layers that run as one product. They are
-        prepared as when they were loaded, and held beside the present ones until the call ends.
+        All tensors of a layer must be in one call: also the scales and zero points of quantized
+        layers, and the tensors of all layers that are merged into one matmul. Tensors are prepared
+        as at loading, and exist next to the present ones until the call ends.
 
         Args:
-            tensors: by the names, and in the formats, of the checkpoint; on any device. Or where
-                they come from: another process, which calls ``send_weights``.
-        Returns: prefixes of layers whose operands could not be written in place, because what is
-            held now has another form. Graphs that were captured with them are captured again.
+            tensors: Tensors by the names and in the formats of the checkpoint, on any device. Or
+                the source of the tensors: another process, which calls ``send_weights``.
+        Returns: prefixes of the layers that got new memory, because the new operands have another
+            form. Graphs are captured again for the new memory.
         Raises:
-            ConfigError: the model is an adapted one, or the group is not usable.
-            RankError: the trainer, or another receiver, failed, died or did not answer. Nothing was
+            ConfigError: the model is adapted, or the process group is unusable.
+            RankError: the trainer or another receiver failed, died or did not answer. Nothing was
                 changed, unless a note of the error says so.
-            RequestError: a request is unfinished, and its cache was computed with other weights.
-            CheckpointError: a tensor is unknown, given twice, of the wrong shape or kind of dtype,
-                unusable, or not given though others of its layer are. Nothing was changed.
+            RequestError: a request is unfinished, with cached values of the present weights.
+            CheckpointError: a tensor is unknown, duplicate, unusable, has the wrong shape or kind
+                of dtype, or is missing although others of its layer are present. Nothing was
+                changed.
         """
         with self.engine.lock, offer_of(tensors) as offer:
-            return self._take(offer)
+            return self._apply_offer(offer)
 
-    def _take(self, offer: Offer) -> tuple[str, ...]:
-        """Replace weights by those of an open offer."""
+    def _apply_offer(self, offer: Offer) -> tuple[str, ...]:
+        """Replace weights by the tensors of an open offer."""
         if self.weights is None:
             raise ConfigError(
                 "The weights of an adapted model are changed in the model itself. "
@@ -330,14 +339,16 @@ class LanguageModel:
             )
         with self.engine.runner.numerics():
             moved = self.weights.update(offer, f"update of {self.path}")
+        # Cached prefixes were computed with the former weights.
         self.engine.forget_prefixes()
         self._adapters.renew()
         if moved:
+            # Captured graphs and compiled code read the former memory.
             self.engine.runner.renew()
         return moved
 
     def start(self, prompt: Prompt, params: SamplingParams) -> Stream:
-        """Queue a request for an engine that the caller steps, and return what reads its tokens.
+        """Queue a request for an engine that the caller steps, and return a token reader.
 
         Raises: RequestError: the prompt or a parameter is unusable.
         """
@@ -352,23 +363,23 @@ class LanguageModel:
         *,
         shares: bool = True,
     ) -> list[Stream]:
-        """Do what ``start`` does for each of ``n`` answers to a prompt; see ``generate``.
+        """Queue ``n`` answers to a prompt, as ``start`` does; see ``generate``.
 
         Args:
-            first_index: of the answers; see ``Delta.index``.
-            shares: the first answer alone has the log probabilities of the prompt, if they are
-                asked for.
-        Raises: RequestError, CheckpointError: as ``start``; then none is queued.
+            first_index: Index of the first answer; see ``Delta.index``.
+            shares: Whether only the first answer computes the log probabilities of the prompt, if
+                requested.
+        Raises: RequestError, CheckpointError: as ``start``; then no answer is queued.
         """
         self._check_stop(params)
         streams: list[Stream] = []
         with self.engine.lock:
-            self.tokenizer.read()  # which may fail, before anything is queued
-            front, source = self._given(token_ids_of(prompt, self.tokenizer))
+            self.tokenizer.read()  # may fail: read before anything is queued
+            decoder_ids, source = self._split_prompt(token_ids_of(prompt, self.tokenizer))
             try:
-                for index, own in enumerate(params.numbered(n, shares), first_index):
-                    added = self.engine.add(front, own, source, reads_texts=True)
-                    streams.append(Stream(added, self.tokenizer, index))
+                for index, answer_params in enumerate(params.numbered(n, shares), first_index):
+                    sequence = self.engine.add(decoder_ids, answer_params, source, reads_texts=True)
+                    streams.append(Stream(sequence, self.tokenizer, index))
             except Exception:
                 for stream in streams:
                     self.engine.cancel(stream.sequence)
@@ -376,19 +387,19 @@ class LanguageModel:
         return streams
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
-        """Return the ids of a prompt as ``start`` takes it; any thread may ask.
+        """Return the token ids of a prompt in the form for ``start``. Any thread may call this.
 
         Raises: RequestError: the prompt or a parameter is unusable.
         """
         self._check_stop(params)
-        self.tokenizer.read()  # which may fail, before anything is queued
-        front, source = self._given(token_ids)
-        tokens = self.engine.check(front, params, source)
+        self.tokenizer.read()  # may fail: read before anything is queued
+        decoder_ids, source = self._split_prompt(token_ids)
+        tokens = self.engine.check(decoder_ids, params, source)
         return tokens if source is None else self.engine.checked_source(source)
 
     def room(self, token_ids: Sequence[int]) -> int:
-        """Return how many tokens may follow a prompt; none or fewer where it is too long."""
-        return self.engine.runner.longest - len(self._given(token_ids)[0])
+        """Return how many tokens may follow a prompt; 0 or less if the prompt is too long."""
+        return self.engine.runner.longest - len(self._split_prompt(token_ids)[0])
 
     def _check_stop(self, params: SamplingParams) -> None:
         if params.stop and isinstance(self.tokenizer, MissingTokenizer):
@@ -397,14 +408,14 @@ class LanguageModel:
                 "Try: stop_token_ids, or add a tokenizer.json"
             )
 
-    def _given(self, prompt: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
-        """Return the tokens of the decoder, and those of the encoder if there is one."""
+    def _split_prompt(self, prompt: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
+        """Return the first tokens of the decoder, and the encoder input if there is an encoder."""
         if self.engine.runner.sources is None:
             return prompt, None
         return self.engine.start_token_ids, prompt
 
     def _deltas(self, streams: Sequence[Stream]) -> Iterator[Delta | None]:
-        """Yield None once, then the deltas."""
+        """Yield None once, to start the generator, and then the deltas."""
         try:
             yield None
             while not all(stream.ended for stream in streams):
@@ -419,7 +430,7 @@ class LanguageModel:
             self._cancel(streams)
 
     def _cancel(self, streams: Sequence[Stream]) -> None:
-        """Cancel the unfinished ones of these answers after the current step."""
+        """Cancel the unfinished answers after the current step."""
 
         def cancel() -> None:
             for stream in streams:
@@ -432,6 +443,7 @@ class LanguageModel:
         deltas = []
         while stream.num_unread and not stream.ended:
             deltas.append(stream.read())
+        # Raise only after the caller got the tokens before the error.
         if stream.sequence.error is not None and not deltas:
             raise stream.sequence.error
         if stream.ended:

@@ -1,4 +1,4 @@
-"""Messages of a chat in the form that chat templates read."""
+"""Conversion of chat messages to the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from interposer.errors import RequestError
 
 Message = Mapping[str, Any]
-"""``role`` and ``content``, and what else the template reads, such as ``tool_calls``."""
+"""``role``, ``content`` and further fields that the template reads, such as ``tool_calls``."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _EXAMPLE = "Try: [{'role': 'user', 'content': 'Hello'}]"
 
 
 def plain_messages(messages: Iterable[Message], template: str) -> list[dict[str, Any]]:
-    """Return messages as plain dicts whose contents are texts.
+    """Convert messages to plain dicts with texts as contents.
 
     Text parts of a content are joined. The role ``developer``, OpenAI's newer name, becomes
-    ``system`` for a ``template`` that does not name it.
+    ``system`` if ``template`` does not name ``developer``.
 
-    Raises: RequestError: there are no messages, or one has no role, or a content that is no text.
+    Raises: RequestError: there are no messages, a message has no role, or a content is not text.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise RequestError(
@@ -37,12 +37,13 @@ def plain_messages(messages: Iterable[Message], template: str) -> list[dict[str,
 
 
 def check_roles(messages: Iterable[Message], template: str) -> None:
-    """Check that each role is a usual one, or one that the template names.
+    """Raise RequestError if a role is neither common nor named by the template.
 
-    Raises: RequestError: a role is not; templates often write it into the prompt as it is.
+    Many templates would copy an unknown role into the prompt.
     """
     for index, message in enumerate(messages):
         role = message["role"]
+        # A template names a role as a quoted text.
         if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
             raise RequestError(
                 f"messages[{index}].role is {role!r:.100}, which the chat template does not name. "
@@ -70,7 +71,6 @@ def _plain(index: int, message: Any) -> dict[str, Any]:
 
 
 def _text(place: str, part: Any) -> str:
-    """Return the text of a part of a content."""
     if not isinstance(part, Mapping):
         kind = f"{part!r:.100}, which is no part"
     elif part.get("type") != "text":

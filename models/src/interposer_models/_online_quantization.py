@@ -1,4 +1,4 @@
-"""The choice between the checkpoint's settings of quantization and the user's."""
+"""Choice between the checkpoint's quantization and online quantization by the user."""
 
 from __future__ import annotations
 
@@ -10,71 +10,72 @@ from interposer import Registry
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
 
 ONLINE = "online_"
-"""The prefix of ``quant_method`` of a scheme that quantizes plain weights."""
+"""Prefix of the ``quant_method`` of schemes that quantize plain weights."""
 
 _PLACE = "in quantization_config"
 
-# transformers wrote no quant_method before it knew another one.
+# Early releases of transformers wrote no quant_method, because there was only this one.
 _BITSANDBYTES = "bitsandbytes"
 
 TRANSFORMERS_METHOD = "interposer"
-"""``quant_method`` of plain weights that are to be quantized while they load, as a folder for
-transformers names it; the method itself is the setting ``method``."""
+"""``quant_method`` in folders for transformers whose plain weights are quantized at loading.
+The setting ``method`` names the actual method."""
 
 
 def quantization_settings(
-    wanted: str | Mapping[str, Any] | None,
+    requested: str | Mapping[str, Any] | None,
     stored: Mapping[str, Any] | None,
     registry: Registry,
     path: object,
 ) -> Mapping[str, Any] | None:
-    """Return the ``quantization_config`` that holds, None for a model of plain weights.
+    """Return the ``quantization_config`` to use; None for a model of plain weights.
 
     Args:
-        wanted: the method by which weights are to be quantized while they load, or settings with
-            its name as ``quant_method``; None for what the checkpoint says.
-        stored: what the checkpoint says.
+        wanted: Method of online quantization, or settings with its name as ``quant_method``; None
+            for the checkpoint's own quantization.
+        stored: ``quantization_config`` of the checkpoint.
     Raises:
         UnknownNameError: no installed plugin quantizes by that method.
-        ConfigError: the checkpoint is quantized by another one already, or no method is named.
+        ConfigError: the checkpoint is quantized by another method already, or no method is named.
         CheckpointError: the checkpoint names no method.
     """
     if stored is not None and stored.get("quant_method") == TRANSFORMERS_METHOD:
-        # The weights are plain: whatever is asked for here goes before what the folder asks for.
-        asked = {name: value for name, value in stored.items() if name != "method"}
-        asked["quant_method"] = stored.get("method")
-        wanted, stored = asked if wanted is None else wanted, None
-    if wanted is None:
+        # The weights are plain: the caller's request has priority over the folder's.
+        folder_settings = {name: value for name, value in stored.items() if name != "method"}
+        folder_settings["quant_method"] = stored.get("method")
+        requested, stored = folder_settings if requested is None else requested, None
+    if requested is None:
         return None if stored is None else with_method(stored, path)
-    settings = {"quant_method": wanted} if isinstance(wanted, str) else dict(wanted)
+    settings = {"quant_method": requested} if isinstance(requested, str) else dict(requested)
     method = settings.get("quant_method")
     if not isinstance(method, str):
         raise ConfigError(
-            f"quantization is {wanted!r}, must be the name of a method, or settings with the name "
-            "as 'quant_method'"
+            f"quantization is {requested!r}, must be the name of a method, or settings with the "
+            "name as 'quant_method'"
         )
-    known = [
+    online_methods = [
         name.removeprefix(ONLINE) for name in registry.subjects("scheme") if name.startswith(ONLINE)
     ]
-    if method not in known:
+    if method not in online_methods:
         raise UnknownNameError(
-            "method", method, known, where="to quantize weights by while they load"
+            "method", method, online_methods, where="to quantize weights by while they load"
         )
     if stored is not None:
-        present = stored.get("quant_method")
-        if present == method and settings.keys() == {"quant_method"}:
+        stored_method = stored.get("quant_method")
+        if stored_method == method and settings.keys() == {"quant_method"}:
             return stored
         raise ConfigError(
-            f"{path} is quantized by {present!r} already, so that quantization={wanted!r} has no "
-            "plain weights to start from. Try: load it without, or load the original model"
+            f"{path} is quantized by {stored_method!r} already, so that quantization="
+            f"{requested!r} has no plain weights to start from. Try: load it without, or load the "
+            "original model"
         )
     return {**settings, "quant_method": f"{ONLINE}{method}"}
 
 
 def with_method(stored: Mapping[str, Any], path: object) -> Mapping[str, Any]:
-    """Return the checkpoint's settings, with the method that early releases leave unsaid.
+    """Return the checkpoint's settings, with the method that early releases left out.
 
-    Raises: CheckpointError: they name no method, and no field tells it.
+    Raises: CheckpointError: the settings name no method, and no field implies one.
     """
     if stored.get("quant_method") is not None:
         return stored
@@ -89,10 +90,10 @@ def with_method(stored: Mapping[str, Any], path: object) -> Mapping[str, Any]:
 
 @contextmanager
 def stated_in(source: object, is_stated: bool) -> Iterator[None]:
-    """Name the file in errors about settings that a checkpoint states, within a ``with`` block.
+    """Within a ``with`` block, add the file's name to errors about settings of a checkpoint.
 
     Args:
-        is_stated: the settings are the checkpoint's, not those of the caller.
+        is_stated: Whether the settings are the checkpoint's instead of the caller's.
     Raises: ConfigError: as within the block.
     """
     try:

@@ -1,4 +1,4 @@
-"""The model that a checkpoint would become: every choice is made, and no weight is read."""
+"""A planned model: all choices are made, but no weights are loaded."""
 
 from __future__ import annotations
 
@@ -25,16 +25,21 @@ from interposer_ops.layers.sampler import Sampler
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A model built on the meta device: every choice is made, no weight is read.
+    """A model on the meta device: all choices are made, but no weights are loaded.
 
     Attributes:
-        quantization: the method by which plain weights are quantized while they load, or its
-            settings, as asked for.
-        decoder: sizes and options of the model, by the family that was chosen for it.
-        page_size: number of tokens in a page of the cache, which all attention backends take.
-        graphs: whether decode steps become graphs; None where nobody asks for it.
-        compiled: whether torch.compile compiles steps, and by what; None where nobody asks for it.
-        offload: what of the weights is not resident; None where all of it is.
+        checkpoint: The checkpoint of the weights.
+        decoder: Sizes and options of the model, parsed by the model family.
+        quantization: Method of online quantization or its settings, as requested; None for none.
+        placement: The device and the platform.
+        dtype: The dtype of computation.
+        resolver: The resolver of all kernel choices.
+        page_size: Tokens per page of the KV cache, common to all attention backends.
+        model: The model without weights.
+        sampler: The sampler of the engine.
+        graphs: Whether decode steps are captured as graphs; None if not requested.
+        compiled: Whether and by which backend torch.compile compiles steps; None if not requested.
+        offload: The weights that are not resident; None if all weights are resident.
     """
 
     checkpoint: Checkpoint | CheckpointFile
@@ -52,9 +57,9 @@ class Plan:
 
     @property
     def path(self) -> Path:
-        """The directory, or the file, of the checkpoint."""
+        """The directory or file of the checkpoint."""
         return self.checkpoint.path
 
     def numerics(self) -> AbstractContextManager[None]:
-        """Return a block in which products are as exact as the policy of this model says."""
+        """Return a context manager that sets the matmul precision of the model's policy."""
         return self.placement.platform.numerics(self.resolver.config.numerics)

@@ -1,4 +1,4 @@
-"""Prompts and parameters as callers give them, and the completions that they get."""
+"""Checks of prompts and parameters, and the completions of requests."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def requests(
     settings: dict[str, Any],
     n: int,
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """Return each prompt with its parameters.
+    """Pair each prompt with sampling parameters.
 
-    Raises: RequestError: the prompts or ``n`` are none, or parameters are given twice or for
-        another number of prompts.
+    Raises: RequestError: there is no prompt, ``n`` is not positive, or parameters are given twice
+        or for another number of prompts.
     """
     _check_type("prompts", prompts, "a text or a list of texts or of lists of token ids")
     if type(n) is not int or n < 1:
@@ -36,27 +36,24 @@ def requests(
 def continuations_of(prompt: Prompt, continuations: Sequence[Prompt]) -> list[Prompt]:
     """Return the continuations of a prompt as a list.
 
-    Raises: RequestError: they or the prompt are of another type.
+    Raises: RequestError: the prompt or a continuation has another type.
     """
     allowed = "a text or a list of token ids"
     _check_type("prompt", prompt, allowed)
-    if isinstance(continuations, str):  # whose letters are no continuations
+    if isinstance(continuations, str):  # iterating a text would score its letters
         raise RequestError(
             f"continuations is the text {continuations!r:.100}, must be a list. "
             f"Try: [{continuations!r:.100}]"
         )
     _check_type("continuations", continuations, "a list of texts or of lists of token ids")
-    listed = list(continuations)
-    for index, continuation in enumerate(listed):
+    continuation_list = list(continuations)
+    for index, continuation in enumerate(continuation_list):
         _check_type(f"continuations[{index}]", continuation, allowed)
-    return listed
+    return continuation_list
 
 
 def _check_type(name: str, value: object, allowed: str) -> None:
-    """Check that an argument is a text or lists items in an order.
-
-    Raises: RequestError: it is neither, such as a dict, whose keys are no prompts.
-    """
+    """Raise RequestError unless ``value`` is a text or lists items in an order."""
     if not is_listing(value):
         raise RequestError(
             f"{name} is {value!r:.100} of the type {type(value).__name__}, must be {allowed}"
@@ -64,30 +61,30 @@ def _check_type(name: str, value: object, allowed: str) -> None:
 
 
 def token_ids_of(prompt: Prompt, tokenizer: TextTokenizer) -> Sequence[int]:
-    """Return the ids of a prompt that may be a text."""
+    """Return the token ids of a prompt, which may be a text."""
     if not isinstance(prompt, str):
         return prompt
-    # An empty text is no prompt, though a tokenizer may put a special token in front.
+    # An empty text is refused later, even if the tokenizer would add a special token.
     return tokenizer.encode(prompt) if prompt else []
 
 
 def target_ids(text: Prompt, tokenizer: TextTokenizer, starts: Sequence[int]) -> list[int]:
-    """Return what the decoder of an encoder-decoder begins with, and a text behind it."""
+    """Return the decoder's start tokens, followed by the tokens of a text."""
     if not isinstance(text, str):
         return [*starts, *text]
     tokens = tokenizer.encode(text)
-    # A tokenizer may write the token that is forced to be the first one.
+    # The tokenizer may add the forced first token, which the start tokens contain already.
     is_forced = len(starts) > 1 and tokens[:1] == [starts[1]]
     return [*starts, *tokens[is_forced:]]
 
 
 def completions(streams: Sequence[Stream], n: int) -> list[Completion]:
-    """Return what was produced, where the ``n`` answers to each prompt follow each other."""
-    told: list[Completion] = []
-    for place, stream in enumerate(streams):
-        own = stream.completion()
-        # The first one alone asked for the log probabilities of their prompt.
-        if place % n and (shared := told[-1].prompt_logprobs):
-            own = replace(own, prompt_logprobs=shared)
-        told.append(own)
-    return told
+    """Return the completion of each stream; ``n`` consecutive streams answer one prompt."""
+    results: list[Completion] = []
+    for index, stream in enumerate(streams):
+        completion = stream.completion()
+        # Only the first answer to a prompt computed the prompt's log probabilities.
+        if index % n and (shared := results[-1].prompt_logprobs):
+            completion = replace(completion, prompt_logprobs=shared)
+        results.append(completion)
+    return results

@@ -1,4 +1,4 @@
-"""The tokens of a request as text, as they come and when all are there."""
+"""Tokens of a request as text, one by one and as a whole."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Completion:
     """The result of one request.
 
     Attributes:
-        text: of the new tokens without an end token; empty where the model has no tokenizer.
-        token_ids: new tokens, an ending one included.
-        logprobs: natural-log probability of each, after penalties, biases and constraints, before
-            temperature and truncation.
-        finish_reason: ``"stop"`` for an end token, a stop text or a complete constraint,
-            ``"length"`` for a limit, ``"constraint"`` where no token could follow though the text
-            is incomplete.
-        top_logprobs: ids and log probabilities of the likeliest tokens in place of each, where
-            they were asked for; fewer where a constraint allows fewer.
-        prompt_token_ids: the prompt.
-        prompt_logprobs: of each of its tokens but the first, where they were asked for.
+        text: Text of the new tokens without an end token; empty if the model has no tokenizer.
+        token_ids: New tokens, including an end token.
+        logprobs: Natural-log probability of each new token, after penalties, biases and
+            constraints, before temperature and truncation.
+        finish_reason: ``"stop"`` for an end token, a stop text or a complete constraint;
+            ``"length"`` for a limit; ``"constraint"`` if no token could follow although the text is
+            incomplete.
+        top_logprobs: Ids and log probabilities of the likeliest tokens at each position, if
+            requested; fewer if a constraint allows fewer.
+        prompt_token_ids: The prompt.
+        prompt_logprobs: Log probabilities of the prompt tokens from the second on, if requested.
     """
 
     text: str
@@ -38,11 +38,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next token of a stream, with the text that it completes, perhaps none yet.
+    """The next token of a stream, with the completed text, which may be empty.
 
     Attributes:
-        index: of the answer that it belongs to, where a request has several.
-        prompt_logprobs: as those of a ``Completion``, with the first token of an answer.
+        index: Index of the answer, if the request has several.
+        prompt_logprobs: As in ``Completion``, with the first token of an answer.
     """
 
     text: str
@@ -64,20 +64,20 @@ class Token(NamedTuple):
 
 
 class Stream:
-    """A reader of a sequence, with the text so far, cut at the first stop text.
+    """Reads the tokens of a sequence, and the text so far, cut at the first stop text.
 
-    It reads from the sequence, not from a step's events, because any request's step may compute
-    tokens of all others. Who made it with ``LanguageModel.start`` calls ``lm.engine.step()``, and
-    ``lm.engine.cancel(stream.sequence)`` when it has ended or is wanted no more.
+    A stream reads the sequence instead of the events of steps, because a step of any request may
+    compute tokens of this one. If you created the stream with ``LanguageModel.start``, call
+    ``lm.engine.step()`` to compute tokens, and ``lm.engine.cancel(stream.sequence)`` at the end.
 
-    ``read`` is ``take`` and ``delta`` after each other. Where no text stops the request, another
-    thread may call ``delta`` than the one that steps the engine and takes.
+    ``read`` is ``take`` followed by ``delta``. If the request has no stop texts, ``delta`` may run
+    in another thread than ``take`` and the engine.
 
     Attributes:
-        sequence: the request in the engine.
-        index: of the answer, where a request has several.
-        text: of the tokens that were read so far.
-        stopped: whether a stop text was found.
+        sequence: The request in the engine.
+        index: Index of the answer, if the request has several.
+        text: Text of the tokens that were read so far.
+        stopped: Whether a stop text was found.
     """
 
     def __init__(
@@ -89,77 +89,91 @@ class Stream:
         self.stopped = False
         self._num_read = 0
         self._sent = 0
-        self._told_prompt = False
+        self._sent_prompt_logprobs = False
         self._detokenizer = Detokenizer(tokenizer)
 
     @property
     def ended(self) -> bool:
-        """Say whether the last token was read."""
-        return self._reason() is not None
+        """Whether the last token was read."""
+        return self._finish_reason() is not None
 
     @property
     def num_unread(self) -> int:
-        """Return how many computed tokens were not read."""
+        """Number of computed tokens that were not read yet."""
         return len(self.sequence.output) - self._num_read
 
     def read(self) -> Delta:
-        """Take the sequence's next token and return the text that it adds."""
+        """Take the next token of the sequence, and return the token with the added text."""
         return self.delta(self.take())
 
     def take(self) -> Token:
-        """Take the sequence's next token, for ``delta`` to make a text of."""
-        sequence, place = self.sequence, self._num_read
-        likely = sequence.top_logprobs[place] if sequence.top_logprobs else ()
+        """Take the next token of the sequence, without text; see ``delta``."""
+        sequence, index = self.sequence, self._num_read
+        top_logprobs = sequence.top_logprobs[index] if sequence.top_logprobs else ()
         self._num_read += 1
-        return Token(sequence.output[place], sequence.logprobs[place], likely, self._reason())
+        return Token(
+            sequence.output[index], sequence.logprobs[index], top_logprobs, self._finish_reason()
+        )
 
     def delta(self, token: Token) -> Delta:
-        """Return the text that a token adds to the text of the tokens before it."""
-        token_id, logprob, likely, reason = token
+        """Return a token with the text that the token adds."""
+        token_id, logprob, top_logprobs, reason = token
         if reason is not None and self.sequence.has_end_token:
             self.text += self._detokenizer.rest()
         else:
             self.text += self._detokenizer.push(token_id, last=reason is not None)
         stops = self.sequence.params.stop
-        if found := [at for stop in stops if (at := self.text.find(stop)) >= 0]:
-            self.text = self.text[: min(found)]
+        if stop_positions := [
+            position for stop in stops if (position := self.text.find(stop)) >= 0
+        ]:
+            self.text = self.text[: min(stop_positions)]
             self.stopped, reason = True, "stop"
+        # Hold back text that may become part of a stop text.
         end = len(self.text) if reason is not None else self._safe_end()
-        new, self._sent = self.text[self._sent : end], max(self._sent, end)
-        if self._told_prompt or self.sequence.params.prompt_logprobs is None:
-            return Delta(new, token_id, logprob, reason, likely, self.index)
-        self._told_prompt = True
-        return Delta(new, token_id, logprob, reason, likely, self.index, self._prompt_logprobs)
+        new_text, self._sent = self.text[self._sent : end], max(self._sent, end)
+        if self._sent_prompt_logprobs or self.sequence.params.prompt_logprobs is None:
+            return Delta(new_text, token_id, logprob, reason, top_logprobs, self.index)
+        self._sent_prompt_logprobs = True
+        return Delta(
+            new_text, token_id, logprob, reason, top_logprobs, self.index, self._prompt_logprobs
+        )
 
     def completion(self) -> Completion:
-        """Return everything that was produced.
+        """Return the completion of an ended request.
 
-        Raises: the error that ended the request.
+        Raises: Exception: the error that ended the request.
         """
         if self.sequence.error is not None:
             raise self.sequence.error
-        reason = self._reason()
+        reason = self._finish_reason()
         assert reason is not None
         sequence = self.sequence
-        # A step may have computed tokens behind a stop text.
-        read = slice(self._num_read)
-        told = tuple(sequence.output[read]), tuple(sequence.logprobs[read]), reason
-        likely, prompt = tuple(sequence.top_logprobs[read]), sequence.source or sequence.prompt
-        return Completion(self.text, *told, likely, tuple(prompt), self._prompt_logprobs)
+        # A step may have computed tokens after a stop text.
+        read_tokens = slice(self._num_read)
+        return Completion(
+            self.text,
+            tuple(sequence.output[read_tokens]),
+            tuple(sequence.logprobs[read_tokens]),
+            reason,
+            tuple(sequence.top_logprobs[read_tokens]),
+            tuple(sequence.source or sequence.prompt),
+            self._prompt_logprobs,
+        )
 
     @property
     def _prompt_logprobs(self) -> tuple[sequences.PromptLogprob, ...]:
         return tuple(self.sequence.prompt_logprobs)
 
-    def _reason(self) -> sequences.FinishReason | None:
+    def _finish_reason(self) -> sequences.FinishReason | None:
         if self.stopped:
             return "stop"
         return None if self.num_unread else self.sequence.finish_reason
 
     def _safe_end(self) -> int:
-        """Return the end of the text that no stop text can still reach back into."""
+        """Return the length of the text that cannot be part of a stop text any more."""
         stops = self.sequence.params.stop
         longest = max(map(len, stops), default=1) - 1
+        # Hold back the longest end of the text that a stop text starts with.
         for length in range(min(longest, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in stops):
                 return len(self.text) - length

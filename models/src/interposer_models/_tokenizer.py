@@ -1,4 +1,4 @@
-"""Text to token ids and back, incrementally too."""
+"""Conversion of text to token ids and back, also incrementally."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from interposer_models._chat import ChatRenderer
 from interposer_models._checkpoint.regular_files import check_folder
 
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
-_LONG_TEXT = 10_000  # characters, which take some milliseconds
-# One of these holds the vocabulary; transformers makes an empty tokenizer of a folder without.
+_LONG_TEXT = 10_000  # characters; tokenizing them takes some milliseconds
+# Files that can hold the vocabulary. For a folder without them, transformers builds an empty
+# tokenizer instead of failing.
 _VOCABULARIES = (
     "tokenizer.json",
     "*.model",
@@ -33,30 +34,30 @@ _ADD = "add the tokenizer.json of the model, or its tokenizer.model or tekken.js
 
 
 def has_vocabulary(path: Path) -> bool:
-    """Say whether a model directory holds a file of a tokenizer's vocabulary."""
+    """Return whether a model directory has a file with a tokenizer's vocabulary."""
     return any(next(path.glob(pattern), None) is not None for pattern in _VOCABULARIES)
 
 
 class TextTokenizer:
-    """The tokenizer of a model directory, which is read when it is first asked for.
+    """The tokenizer of a model directory, loaded at first use.
 
-    tokenizer.json is read by the tokenizers library alone, with the tokens and settings of the
-    files beside it; other formats, and settings by which transformers builds another pipeline, go
-    through transformers, which takes seconds to import. A vocabulary of 150,000 tokens takes 40 MiB
-    and a fifth of a second, which a model that is given token ids does without.
+    The tokenizers library alone reads tokenizer.json, together with tokens and settings from
+    neighbouring files. Other formats, and settings for which transformers builds another pipeline,
+    go through transformers, which takes seconds to import. A vocabulary of 150,000 tokens takes 40
+    MiB and 0.2 seconds, which a model saves if all prompts are token ids.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read nothing yet.
+        """Find the files of the tokenizer.
 
-        Raises: CheckpointError: the directory holds no tokenizer.
+        Raises: CheckpointError: the directory has no tokenizer.
         """
         check_folder(path)
         file = path / "tokenizer.json"
         if file.exists():
-            self._begin(path, lambda: _of_folder(path))
+            self._initialize(path, lambda: _of_folder(path))
         elif has_vocabulary(path):
-            self._begin(path, lambda: _of_library(path))
+            self._initialize(path, lambda: _of_library(path))
         else:
             raise CheckpointError(path, "holds no tokenizer", _ADD)
 
@@ -67,62 +68,63 @@ class TextTokenizer:
         path: Path,
         settings: Mapping[str, Any] | None = None,
     ) -> TextTokenizer:
-        """Return the tokenizer that ``content`` of a tokenizer.json describes.
+        """Create a tokenizer from the content of a tokenizer.json.
 
         Args:
-            content: or what returns it, when it is first asked for.
-            path: the file that it comes from, for the text of errors.
-            settings: what tokenizer_config.json would hold. ``content`` has all tokens already.
+            content: The content, or a function that returns the content at first use.
+            path: The file of the content, for error texts.
+            settings: Fields of a tokenizer_config.json. ``content`` must have all tokens already.
         """
         tokenizer = cls.__new__(cls)
         if isinstance(content, str):
+            # Parse a given text at once, so that errors appear here.
             parsed = _of_text(content, path)
-            tokenizer._begin(path, lambda: parsed, settings or {})
+            tokenizer._initialize(path, lambda: parsed, settings or {})
         else:
             read_text = content
-            tokenizer._begin(path, lambda: _of_text(read_text(), path), settings or {})
+            tokenizer._initialize(path, lambda: _of_text(read_text(), path), settings or {})
         return tokenizer
 
     @classmethod
     def of_transformers(cls, held: Any) -> TextTokenizer:
-        """Return the tokenizer that ``held``, one of transformers, is."""
+        """Wrap a tokenizer of transformers."""
         tokenizer = cls.__new__(cls)
-        tokenizer._begin(Path(str(held.name_or_path)), lambda: held)
+        tokenizer._initialize(Path(str(held.name_or_path)), lambda: held)
         return tokenizer
 
-    def _begin(
-        self, path: Path, read: Callable[[], Any], settings: Mapping[str, Any] | None = None
+    def _initialize(
+        self, path: Path, load: Callable[[], Any], settings: Mapping[str, Any] | None = None
     ) -> None:
         self._path = path
-        self._read = read
+        self._read = load
         self._settings = settings
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy for another thread, while threads may still use this tokenizer."""
+        """Return a copy for another thread, while other threads may use this tokenizer."""
         clone = type(self).__new__(type(self))
         # Another thread may add a cached attribute meanwhile: iterate over a copy of the dict.
         vars(clone).update(copy.deepcopy(dict(vars(self)), memo))
         return clone
 
     def read(self) -> None:
-        """Read the files now if they were not read yet, before a copy or the start of a server.
+        """Load the tokenizer now, for example before a copy or the start of a server.
 
-        Raises: CheckpointError: it is not valid, as whatever asks for it would.
+        Raises: CheckpointError: the tokenizer is not valid.
         """
-        self._held  # noqa: B018
+        self._backend  # noqa: B018
 
     @cached_property
-    def _held(self) -> Any:
+    def _backend(self) -> Any:
         """The tokenizer of the tokenizers library, or of transformers."""
         return self._read()
 
     @property
     def _fast(self) -> FastTokenizer | None:
-        return self._held if isinstance(self._held, FastTokenizer) else None
+        return self._backend if isinstance(self._backend, FastTokenizer) else None
 
     @cached_property
     def _cleans_up(self) -> bool:
-        """Whether spaces before punctuation are removed from the texts of the fast tokenizer."""
+        """Whether spaces before punctuation are removed from texts of the tokenizers library."""
         assert self._fast is not None
         if self._settings is None:
             settings = TokenizerSettings.of_folder(self._path)
@@ -132,12 +134,12 @@ class TextTokenizer:
 
     @property
     def _slow(self) -> Any:
-        return None if isinstance(self._held, FastTokenizer) else self._held
+        return None if isinstance(self._backend, FastTokenizer) else self._backend
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, with the special tokens that the tokenizer adds.
 
-        Raises: RequestError: the text holds half of a surrogate pair, as undecodable bytes do.
+        Raises: RequestError: the text contains half of a surrogate pair, as undecodable bytes do.
         """
         try:
             text.encode()
@@ -148,21 +150,21 @@ class TextTokenizer:
             ) from None
         if self._fast is not None:
             if len(text) > _LONG_TEXT:
-                # Of several texts the library lets other threads run meanwhile.
-                (found,) = self._fast.encode_batch([text])
-                return list(found.ids)
+                # The library releases the interpreter lock only in its batch method.
+                (encoding,) = self._fast.encode_batch([text])
+                return list(encoding.ids)
             return list(self._fast.encode(text).ids)
         return list(self._slow.encode(text))
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """The ids of all tokens by their texts; empty where there is no tokenizer."""
+        """The token ids by token text; empty without a tokenizer."""
         return dict((self._fast or self._slow).get_vocab())
 
     def serialized(self) -> str:
-        """Return the content of a tokenizer.json.
+        """Return the tokenizer as the content of a tokenizer.json.
 
-        Raises: RequestError: the tokenizer is none of the tokenizers library.
+        Raises: RequestError: the tokenizer is not one of the tokenizers library.
         """
         backend = self._fast or getattr(self._slow, "backend_tokenizer", None)
         if not isinstance(backend, FastTokenizer):
@@ -174,7 +176,7 @@ class TextTokenizer:
 
     @cached_property
     def chat(self) -> ChatRenderer:
-        """Return the chat template renderer; this imports transformers."""
+        """The renderer of chat templates; the first use imports transformers."""
         if self._slow is not None:
             return ChatRenderer(self._slow, self._path)
         if self._settings is None:
@@ -195,37 +197,37 @@ class TextTokenizer:
         return str(self._slow.decode(list(token_ids), skip_special_tokens=True))
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text that each token completes after the ones before it, perhaps none."""
+        """Return the text that each token completes, which may be empty."""
         detokenizer, last = Detokenizer(self), len(token_ids) - 1
         return [detokenizer.push(token, at == last) for at, token in enumerate(token_ids)]
 
 
 class MissingTokenizer(TextTokenizer):
-    """Stands in where a model directory holds no tokenizer: prompts are token ids, texts empty."""
+    """Placeholder for a model without a tokenizer: prompts must be token ids, texts are empty."""
 
-    def __init__(self, path: Path, mend: str = _ADD) -> None:
+    def __init__(self, path: Path, advice: str = _ADD) -> None:
         self._path = path
-        self._mend = mend
+        self._advice = advice
 
     def read(self) -> None:
-        """Read nothing."""
+        """Do nothing."""
 
     def encode(self, text: str) -> list[int]:
         """Raise RequestError."""
         raise RequestError(
             f"{self._path} holds no tokenizer, so that texts cannot be read. "
-            f"Try: give token ids, or {self._mend}"
+            f"Try: give token ids, or {self._advice}"
         )
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Return no tokens."""
+        """An empty vocabulary."""
         return {}
 
     def serialized(self) -> str:
         """Raise RequestError."""
         raise RequestError(
-            f"{self._path} holds no tokenizer, which constraints need. Try: {self._mend}"
+            f"{self._path} holds no tokenizer, which constraints need. Try: {self._advice}"
         )
 
     @property
@@ -233,7 +235,7 @@ class MissingTokenizer(TextTokenizer):
         """Raise RequestError."""
         raise RequestError(
             f"{self._path} holds no tokenizer, so that messages cannot be written as a prompt. "
-            f"Try: give token ids to generate(), or {self._mend}"
+            f"Try: give token ids to generate(), or {self._advice}"
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -242,14 +244,14 @@ class MissingTokenizer(TextTokenizer):
 
 
 def _of_library(path: Path) -> Any:
-    """Return the tokenizer that transformers makes of a model directory.
+    """Load the tokenizer of a model directory with transformers.
 
-    Raises: CheckpointError: it makes none.
+    Raises: CheckpointError: transformers cannot read the directory.
     """
     from transformers import AutoTokenizer
 
     try:
-        # Said outright, trust is not asked for on the terminal.
+        # Without an explicit False, transformers may ask for trust on the terminal.
         return AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
         )
@@ -258,7 +260,7 @@ def _of_library(path: Path) -> Any:
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    """Return the error of a tokenizer that transformers does not read, naming its file."""
+    """Return the error for a tokenizer that transformers cannot read, with the file name."""
     advice = "add the model's tokenizer.json, which needs no further package"
     files = [file for pattern in _VOCABULARIES for file in sorted(path.glob(pattern))]
     for file in files:
@@ -274,14 +276,14 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
 
 
 def _readers(file: Path) -> tuple[str, ...]:
-    """Return the packages with which transformers reads a vocabulary, none for its own formats."""
+    """Return the packages that transformers needs to read a vocabulary file, if any."""
     if file.name == "tekken.json":
         return ("mistral-common",)
     if file.suffix == ".tiktoken":
         return ("tiktoken",)
     if file.suffix != ".model":
         return ()
-    # SentencePiece stores a binary message of pieces; Llama 3 gave a text of tiktoken the name.
+    # A SentencePiece file is a binary message. Llama 3 uses the same name for tiktoken's text file.
     with file.open("rb") as content:
         is_message = content.read(1) == b"\n"
     return ("sentencepiece", "protobuf") if is_message else ("tiktoken",)
@@ -296,9 +298,9 @@ def _is_installed(package: str) -> bool:
 
 
 def _of_folder(path: Path) -> Any:
-    """Return the tokenizer of a model directory with a tokenizer.json.
+    """Load the tokenizer of a model directory with a tokenizer.json.
 
-    Raises: CheckpointError: a file of it is not valid.
+    Raises: CheckpointError: a file is not valid.
     """
     file = path / "tokenizer.json"
     tokenizer = _fast(lambda: FastTokenizer.from_file(str(file)), file)
@@ -313,21 +315,21 @@ def _of_text(content: str, path: Path) -> FastTokenizer:
     return _fast(lambda: FastTokenizer.from_str(content), path)
 
 
-def _fast(read: Callable[[], FastTokenizer], path: Path) -> FastTokenizer:
+def _fast(load: Callable[[], FastTokenizer], path: Path) -> FastTokenizer:
     try:
-        tokenizer = read()
+        tokenizer = load()
     except Exception as error:  # the library raises bare Exception for any bad file
         raise CheckpointError(
             path, f"is not a valid tokenizer: {error}", "copy it again, or install newer tokenizers"
         ) from error
-    # Settings of a training run; a prompt is taken whole and as it is.
+    # The file may hold truncation and padding of a training run; prompts must not be changed.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def clean_up(text: str) -> str:
-    """Return a text without the spaces before punctuation and English suffixes."""
+    """Remove the spaces before punctuation and English suffixes from a text."""
     for mark in ".?!,":
         text = text.replace(f" {mark}", mark)
     text = text.replace(" ' ", "'")
@@ -337,7 +339,7 @@ def clean_up(text: str) -> str:
 
 
 class Detokenizer:
-    """Turns a growing list of tokens into a growing text, holding back unfinished characters."""
+    """Converts growing lists of tokens to growing texts, and holds back incomplete characters."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -346,22 +348,24 @@ class Detokenizer:
         self._context = 0
 
     def push(self, token_id: int, last: bool = False) -> str:
-        """Return the text that ``token_id`` completes; after the last, all of the rest.
+        """Return the text that ``token_id`` completes; for the last token, all remaining text.
 
-        Tokens are decoded together with the few before them, because a tokenizer may join
+        Tokens are decoded together with a few tokens before them, because a tokenizer may join
         neighbours in ways that depend on both.
         """
         self._tokens.append(token_id)
         return self._new_text(last)
 
     def rest(self) -> str:
-        """Return the text that is held back, when no token follows."""
+        """Return the text that was held back, when no token follows."""
         return self._new_text(last=True)
 
     def _new_text(self, last: bool) -> str:
-        before = self._tokenizer.decode(self._tokens[self._context : self._shown])
-        now = self._tokenizer.decode(self._tokens[self._context :])
-        if len(now) <= len(before) or (now.endswith(_PARTIAL) and not last):
+        known_text = self._tokenizer.decode(self._tokens[self._context : self._shown])
+        full_text = self._tokenizer.decode(self._tokens[self._context :])
+        # A replacement character at the end may be the first bytes of a character.
+        if len(full_text) <= len(known_text) or (full_text.endswith(_PARTIAL) and not last):
             return ""
+        # Decode the next tokens together with the tokens of this piece only.
         self._context, self._shown = self._shown, len(self._tokens)
-        return now[len(before) :]
+        return full_text[len(known_text) :]

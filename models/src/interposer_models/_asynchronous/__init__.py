@@ -1,1 +1,1 @@
-"""The asynchronous front: requests of any event loop, stepped by one thread."""
+"""Asynchronous interface: requests of any event loop, run by one step thread."""

@@ -1,4 +1,4 @@
-"""The refusal of a request for which there is no room."""
+"""The error of a request that exceeds the capacity of the queue."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from interposer.errors import RequestError
 
 
 class QueueFullError(RequestError):
-    """As many answers as are allowed run or wait. The same request can be taken later.
+    """The largest number of answers is running or waiting. The same request can succeed later.
 
     Attributes:
-        num_unfinished: answers that run or wait.
-        capacity: of these at most.
+        num_unfinished: Number of answers that run or wait.
+        capacity: Largest number of such answers.
     """
 
     def __init__(self, num_answers: int, num_unfinished: int, capacity: int) -> None:
         if num_answers > capacity:
-            said = f"The request asks for {num_answers} answers, and {capacity} may run or wait"
-            said, hint = f"{said} at once", "fewer answers"
+            reason = f"The request asks for {num_answers} answers, and {capacity} may run or wait"
+            reason, hint = f"{reason} at once", "fewer answers"
         else:
-            said = f"{num_unfinished} answers are running or waiting, and {capacity} may be"
+            reason = f"{num_unfinished} answers are running or waiting, and {capacity} may be"
             hint = "again later"
-        super().__init__(f"{said}. Try: {hint}, or a larger max_waiting")
+        super().__init__(f"{reason}. Try: {hint}, or a larger max_waiting")
         self.num_unfinished = num_unfinished
         self.capacity = capacity

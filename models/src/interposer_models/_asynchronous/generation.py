@@ -1,4 +1,4 @@
-"""The answers to one request, as the thread of the engine computes them."""
+"""The answers to one request, filled by the step thread and read in an event loop."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._requests import completions
 from interposer_models._stream import Completion, Delta, Stream, Token
 
-# The texts of so many tokens take a millisecond, for which an event loop may wait.
+# Detokenizing this many tokens takes a millisecond; more would block the event loop too long.
 _MOST_AT_ONCE = 256
 
 
 @dataclass(slots=True)
 class Stages:
-    """Nanoseconds since the epoch at which stages began; 0 for one that did not."""
+    """Start times of the stages of a request, in nanoseconds since the epoch; 0 if not started."""
 
     received: int
     started: int = 0
@@ -29,23 +29,24 @@ class Stages:
 
 
 class Generation(AsyncIterator[list[Delta]]):
-    """Answers to one request; ``async for`` yields lists of their next tokens until all have ended.
+    """Answers to one request; ``async for`` yields lists of new tokens.
 
-    All methods are called in the event loop in which it was opened.
+    All methods must be called in the event loop in which the generation was opened.
 
     Attributes:
-        prompts: token ids with the parameters of the first answer to each.
-        n: answers to each prompt; those to the first prompt come first, see ``Delta.index``.
-        delivery: of the event loop.
-        streams: whether tokens come when they are there, or later and together.
-        stages: the time at which each began.
-        answers: readers, once the engine has the request.
-        found: tokens that nobody has read; the engine's thread adds to them.
-        num_tokens: tokens so far, by the engine's thread.
-        num_unfinished: answers that go on, by the engine's thread.
-        error: what ended it early.
-        on_end: each is called with the generation when it has ended.
-        held: what is to stay in memory until then.
+        prompts: Token ids of each prompt, with the sampling parameters of the first answer.
+        n: Number of answers to each prompt. Answers to the first prompt come first; see
+            ``Delta.index``.
+        delivery: Delivery of the event loop.
+        streams: Whether tokens are delivered soon after each step, or later and together.
+        stages: Start times of the stages.
+        answers: Streams of the answers, once the engine has the request.
+        unread: Tokens that were not read yet; the step thread appends to this queue.
+        num_tokens: Number of tokens so far; written by the step thread.
+        num_unfinished: Number of unfinished answers; written by the step thread.
+        error: The error that ended the generation early.
+        on_end: Functions to call with the generation when it ends.
+        kept_alive: Objects to keep referenced until the end.
     """
 
     def __init__(
@@ -65,70 +66,72 @@ class Generation(AsyncIterator[list[Delta]]):
         self.streams = streams
         self.stages = Stages(received)
         self.answers: list[Stream] = []
-        self.found: deque[tuple[Stream, Token | Delta]] = deque()
+        self.unread: deque[tuple[Stream, Token | Delta]] = deque()
         self.num_tokens = 0
         self.num_unfinished = self.num_answers
         self.error: Exception | None = None
         self.on_end = on_end
-        self.held: Sequence[object] = ()
+        self.kept_alive: Sequence[object] = ()
         self._clock = clock
         self._woken = asyncio.Event()
         self._is_read = False
 
     @property
     def num_answers(self) -> int:
-        """The answers to all prompts."""
+        """Number of answers to all prompts."""
         return self.n * len(self.prompts)
 
     async def __anext__(self) -> list[Delta]:
-        """Return the next tokens, all that there are.
+        """Wait for tokens, and return all that are available.
 
-        Raises: StopAsyncIteration: every answer has ended. And what ended the generation early.
+        Raises:
+            StopAsyncIteration: every answer has ended.
+            Exception: the error that ended the generation early.
         """
         while not self._is_read:
             await self._woken.wait()
             self._woken.clear()
-            # What is read first was complete by then, so that nothing is left when it ended.
+            # Read the flag before the queue: after the end nothing is appended to the queue.
             self._is_read = bool(self.stages.ended)
-            found = [self.found.popleft() for _ in range(len(self.found))]
-            if len(found) > _MOST_AT_ONCE:
-                return await asyncio.to_thread(_told, found)
-            if found:
-                return _told(found)
+            tokens = [self.unread.popleft() for _ in range(len(self.unread))]
+            if len(tokens) > _MOST_AT_ONCE:
+                return await asyncio.to_thread(_deltas, tokens)
+            if tokens:
+                return _deltas(tokens)
         raise StopAsyncIteration if self.error is None else self.error
 
     async def completions(self) -> list[Completion]:
-        """Wait for all answers and return them; no other reader takes the tokens.
+        """Wait for all answers and return the completions; no other reader can take the tokens.
 
-        Raises: what ended the generation early.
+        Raises: Exception: the error that ended the generation early.
         """
         async for _ in self:
             pass
         return completions(self.answers, self.n)
 
     def wake(self) -> None:
-        """Pass on the tokens that are there."""
+        """Let the reader take the new tokens."""
         self._woken.set()
         if not (self.num_unfinished or self.stages.ended):
             self._end()
 
     def fail(self, error: Exception) -> None:
-        """End early with an error, if it has not ended."""
+        """End with an error, unless the generation has ended."""
         if not self.stages.ended:
             self.error = error
             self._woken.set()
             self._end()
 
     def close(self) -> None:
-        """Give up what has not ended; its pages are free after the step that runs."""
+        """Cancel unfinished answers; the present step still computes one more token each."""
         self.fail(RequestError("The request was closed before its answers ended"))
 
     def _end(self) -> None:
         self.stages.ended = self._clock()
-        self.held = ()
-        for told in self.on_end:
-            told(self)
+        self.kept_alive = ()
+        for callback in self.on_end:
+            callback(self)
 
 
-def _told(found: list[tuple[Stream, Token | Delta]]) -> list[Delta]:
-    return [each if isinstance(each, Delta) else stream.delta(each) for stream, each in found]
+def _deltas(tokens: list[tuple[Stream, Token | Delta]]) -> list[Delta]:
+    return [token if isinstance(token, Delta) else stream.delta(token) for stream, token in tokens]

@@ -268,7 +268,7 @@ class AsyncLanguageModel:
         """
         constraints = self._constraints
         if constraints is None:
-            raise RequestError("A constraint is over texts, and this engine has no tokenizer")
+            raise RequestError("A constraint needs a tokenizer, and this engine has none")
         return await self._run(self._constraint_executor, lambda: constraints.compiled(constraint))
 
     async def load_adapter(self, name: str, path: str | Path) -> None:
@@ -318,7 +318,7 @@ class AsyncLanguageModel:
             constraints = {params.constraint for _, params in prompts if params.constraint}
             compiled = [self._constraints.compiled(constraint) for constraint in constraints]
         generation = self._steps.open(checked, n, streams=streams, received=received, on_end=on_end)
-        generation.held = compiled
+        generation.kept_alive = compiled
         return generation
 
     async def _prepare(

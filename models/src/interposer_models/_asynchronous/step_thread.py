@@ -1,4 +1,4 @@
-"""The thread that steps the engine: requests join and leave between its steps."""
+"""The thread that steps the engine; requests join and leave between two steps."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from interposer_models._language_model import LanguageModel
 from interposer_models._stream import Stream
 
 _log = logging.getLogger("interposer")
-# So many of an answer that is wanted whole are made to text while others are computed.
-_MANY_TOKENS = 64
+# Tokens of an answer that is not streamed to deliver at once. So detokenizing overlaps with steps.
+_BATCH_TOKENS = 64
 T = TypeVar("T")
-Told = tuple[Generation, Exception | None]
+Outcome = tuple[Generation, Exception | None]
 
 
 class StepThread:
-    """Steps the engine of a model for as long as a request is unfinished.
+    """Steps the engine of a model while requests are unfinished.
 
-    Requests come to it through a queue, from any other thread. It holds the lock of the engine
-    while it uses that, as methods of the model may be called meanwhile.
+    Other threads send requests through a queue. The step thread holds the engine's lock while it
+    uses the engine, because methods of the model may be called at the same time.
 
     Attributes:
-        failed: whether the last step raised an error.
-        capacity: answers that may run or wait; None bounds them not.
+        failed: Whether the last step raised an error.
+        capacity: Number of answers that may run or wait; None for no limit.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class StepThread:
         """Start the thread.
 
         Args:
-            clock: returns nanoseconds since the epoch, for the stages of each request.
+            clock: Returns nanoseconds since the epoch, for the stages of each request.
         """
         self.failed = False
         self.capacity: int | None = None
@@ -61,25 +61,25 @@ class StepThread:
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: list[tuple[Generation, Stream]] = []
         self._deliveries: dict[asyncio.AbstractEventLoop, Delivery] = {}
-        # Reentrant, as a collection of garbage may close a model in the midst of a block.
+        # Reentrant, because the garbage collector may close a model while this thread holds it.
         self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="interposer-engine", daemon=True)
         self._thread.start()
 
-    # Called in any thread, and in an event loop where a generation is opened.
+    # The methods below may be called in any thread; ``open`` needs a running event loop.
 
     @property
     def alive(self) -> bool:
-        """Say whether the thread takes requests."""
+        """Whether the thread accepts requests."""
         return not self._closed and self._thread.is_alive()
 
     @property
     def num_unfinished(self) -> int:
-        """The answers that run or wait."""
+        """Number of answers that run or wait."""
         return self._num_unfinished
 
     def check_room(self, num_answers: int) -> None:
-        """Raise QueueFullError where so many answers have no room, RequestError after the end."""
+        """Raise QueueFullError if the answers exceed the capacity, RequestError after the end."""
         if self._closed:
             raise _closed_error()
         if self.capacity is not None and self._num_unfinished + num_answers > self.capacity:
@@ -116,7 +116,7 @@ class StepThread:
         return generation
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Call a function between two steps, in their thread.
+        """Call a function between two steps in the step thread.
 
         Raises: RequestError: the thread has ended.
         """
@@ -127,7 +127,7 @@ class StepThread:
                 return
             try:
                 future.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - of whoever called, who is told
+            except BaseException as error:  # noqa: BLE001 - raised in the caller
                 future.set_exception(error)
 
         with self._lock:
@@ -137,15 +137,16 @@ class StepThread:
         return future
 
     def stop(self, seconds: float | None = None) -> None:
-        """Cancel what is unfinished and end the thread after the step that runs.
+        """Cancel unfinished requests, and end the thread after the present step.
 
         Args:
-            seconds: to wait for the end at most.
+            seconds: Longest time to wait for the end.
         """
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._orders.put(None)
+        # A function of ``call`` may close the model from the step thread itself.
         if threading.current_thread() is not self._thread:
             self._thread.join(seconds)
 
@@ -158,9 +159,10 @@ class StepThread:
             if not delivery.num_open:
                 self._deliveries.pop(delivery.loop, None)
             if generation.error is not None and not self._closed:
+                # Only the step thread may touch the engine, so an early end is an order, too.
                 self._orders.put(partial(self._leave, generation))
 
-    # Called in the thread.
+    # The methods below run in the step thread.
 
     def _run(self) -> None:
         fault: BaseException | None = None
@@ -173,10 +175,11 @@ class StepThread:
         self._finish(fault)
 
     def _finish(self, fault: BaseException | None) -> None:
-        """Tell everybody that nothing follows."""
+        """Fail all unfinished requests, and refuse later ones."""
         with self._lock:
             self._closed = True
             while not self._orders.empty():
+                # Orders that are queued already must run, so that callers of ``call`` get a result.
                 if order := self._orders.get():
                     order()
         error = _closed_error()
@@ -184,10 +187,10 @@ class StepThread:
         generations = {generation: error for generation, _ in self._running}
         for generation in generations:
             self._leave(generation)
-        self._tell([*generations.items()])
+        self._deliver([*generations.items()])
 
     def _take_orders(self) -> bool:
-        """Let requests join and leave; wait for one where there is nothing to do."""
+        """Run queued orders; wait for one if no request is unfinished. Return False at the end."""
         idle = not self._running
         while True:
             try:
@@ -200,64 +203,63 @@ class StepThread:
             idle = not self._running
 
     def _step(self) -> None:
-        began = self._clock()
-        events: list[Told] = []
+        start_time = self._clock()
+        outcomes: list[Outcome] = []
         try:
             with self._model.engine.lock:
                 self._model.engine.step()
                 self.failed = False
-                events = [
+                outcomes = [
                     (generation, stream.sequence.error)
                     for generation, stream in [*self._running]
-                    if self._read(generation, stream, began)
+                    if self._read(generation, stream, start_time)
                 ]
-        except Exception as error:  # noqa: BLE001 - a kernel raises what it likes; the rest goes on
+        except Exception as error:  # noqa: BLE001 - kernels raise any error; later requests can run
             _log.exception("a step of the engine failed, and with it all that was running")
             self.failed = True
-            events = [(generation, error) for generation, _ in self._running]
-            for generation, _ in events:
+            outcomes = [(generation, error) for generation, _ in self._running]
+            for generation, _ in outcomes:
                 self._leave(generation)
-        if events:
-            self._tell(events)
+        if outcomes:
+            self._deliver(outcomes)
 
     def _join(self, generation: Generation) -> None:
         if generation.stages.ended:
-            return  # it left before it came here
+            return  # it was cancelled while this order was queued
         n, answers = generation.n, generation.answers
         try:
             for index, (prompt, params) in enumerate(generation.prompts):
-                # A stream is told of its prompt with its own first token.
+                # Each answer of a stream reports the prompt's log probabilities itself.
                 answers += self._model.start_several(
                     prompt, params, n, index * n, shares=not generation.streams
                 )
-        except Exception as error:  # noqa: BLE001 - told to the reader, who alone is concerned
+        except Exception as error:  # noqa: BLE001 - raised in the reader of this request only
             self._leave(generation)
-            self._tell([(generation, error)])
+            self._deliver([(generation, error)])
         else:
             self._running += [(generation, stream) for stream in answers]
 
     def _leave(self, generation: Generation) -> None:
-        self._running = [each for each in self._running if each[0] is not generation]
+        self._running = [entry for entry in self._running if entry[0] is not generation]
         with self._model.engine.lock:
             for stream in generation.answers:
                 self._model.engine.cancel(stream.sequence)
 
-    def _read(self, generation: Generation, stream: Stream, began: int) -> bool:
-        """Take new tokens of an answer, and forget it where it has ended.
-
-        Returns: whether the reader has to be told now.
+    def _read(self, generation: Generation, stream: Stream, start_time: int) -> bool:
+        """Pass new tokens of an answer to the generation; drop an answer that has ended.
 
         Args:
-            began: when the step did, in nanoseconds since the epoch.
+            start_time: Start of the step, in nanoseconds since the epoch.
+        Returns: whether the reader must be woken now.
         """
-        stages, found = generation.stages, generation.found
+        stages, unread = generation.stages, generation.unread
         if not stages.started and (stream.sequence.num_computed or stream.ended):
-            stages.started = began
+            stages.started = start_time
         is_first = not generation.num_tokens
         stops = bool(stream.sequence.params.stop)
         while stream.num_unread and not stream.ended:
-            # A text that stops the answer is looked for here; others are the reader's to make.
-            found.append((stream, stream.read() if stops else stream.take()))
+            # Only answers with stop texts are detokenized here, others by the reader.
+            unread.append((stream, stream.read() if stops else stream.take()))
             generation.num_tokens += 1
         if is_first and generation.num_tokens:
             stages.first_token = self._clock()
@@ -267,18 +269,18 @@ class StepThread:
             self._model.engine.cancel(stream.sequence)
             return True
         if generation.streams:
-            return bool(found and (is_first or not generation.delivery.rests))
-        return len(found) >= _MANY_TOKENS
+            return bool(unread and (is_first or not generation.delivery.is_paused))
+        return len(unread) >= _BATCH_TOKENS
 
-    def _tell(self, told: list[Told]) -> None:
-        by_loop: dict[Delivery, list[Told]] = {}
-        for each in told:
-            by_loop.setdefault(each[0].delivery, []).append(each)
-        for delivery, own in by_loop.items():
+    def _deliver(self, outcomes: list[Outcome]) -> None:
+        by_delivery: dict[Delivery, list[Outcome]] = {}
+        for outcome in outcomes:
+            by_delivery.setdefault(outcome[0].delivery, []).append(outcome)
+        for delivery, loop_outcomes in by_delivery.items():
             try:
-                delivery.loop.call_soon_threadsafe(delivery.deliver, own)
-            except RuntimeError:  # the event loop was closed, and nobody reads
-                for generation in {generation for generation, _ in own}:
+                delivery.loop.call_soon_threadsafe(delivery.deliver, loop_outcomes)
+            except RuntimeError:  # the event loop was closed, so there is no reader
+                for generation in {generation for generation, _ in loop_outcomes}:
                     self._abandon(generation)
 
     def _abandon(self, generation: Generation) -> None:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Expired(BaseException):
-    """Raised inside a function whose time is over or whose caller has gone."""
+    """Raised inside a function after the time limit or the cancellation of the caller."""
 
 
 class TimedCalls:
@@ -47,6 +47,8 @@ class TimedCalls:
         threading.Thread(target=call.run, name=self._name, daemon=True).start()
         try:
             await asyncio.shield(call.started)
+            # Shield the futures: cancelling the task must not cancel the future that the thread
+            # sets.
             return await asyncio.wait_for(asyncio.shield(call.result), self._seconds)
         finally:
             call.end()

@@ -1,4 +1,4 @@
-"""Pages and rows of states as tensors, to be copied within the device or to other memory.
+"""Pages and state rows as tensors, for copies within the device or to other memory.
 
 Dimensions: N slots.
 """
@@ -15,69 +15,74 @@ _ALIGNED_BYTES = 64
 
 
 class CacheContents:
-    """The memory behind the numbers of pages and rows.
+    """Tensors of cache pages and state rows, addressed by number.
 
     Attributes:
-        states: of each layer that keeps one.
+        states: State tensors of each layer that keeps a recurrent state.
     """
 
     def __init__(self, pools: Sequence[Sequence[tuple[Tensor, int]]], states: States = ()) -> None:
-        """Hold the caches.
+        """Refer to existing caches.
 
         Args:
-            pools: for each pool the caches of its layers, with the axis of their pages.
+            pools: For each page pool, the cache tensors of the layers, each with the page axis.
+            states: State tensors of each recurrent layer.
         """
         self._pools = pools
         self.states = states
 
-    def page(self, place: int, page: int) -> list[Tensor]:
-        """Return a page of the pool ``place`` in each layer."""
-        return [cache.select(axis, page) for cache, axis in self._pools[place]]
+    def page(self, pool_index: int, page: int) -> list[Tensor]:
+        """Return one page of a pool, as one tensor per layer."""
+        return [cache.select(axis, page) for cache, axis in self._pools[pool_index]]
 
-    def copy_page(self, place: int, source: int, target: int) -> None:
-        """Write to a page what another one of the pool ``place`` holds."""
-        for cache, axis in self._pools[place]:
+    def copy_page(self, pool_index: int, source: int, target: int) -> None:
+        """Copy the page ``source`` of a pool to the page ``target``, in all layers."""
+        for cache, axis in self._pools[pool_index]:
             cache.select(axis, target).copy_(cache.select(axis, source))
 
-    def page_bytes(self, place: int) -> int:
-        """Return the bytes that ``pack`` needs for a page of the pool ``place``."""
-        return _packed_bytes([cache.select(axis, 0) for cache, axis in self._pools[place]])
+    def page_bytes(self, pool_index: int) -> int:
+        """Return the packed size of one page of a pool over all layers, in bytes; see ``pack``."""
+        return _packed_bytes([cache.select(axis, 0) for cache, axis in self._pools[pool_index]])
 
 
 def state_row(states: States, row: int) -> list[Tensor]:
-    """Return a row of all states."""
+    """Return one row of every state tensor."""
     return [part[row] for layer in states for part in layer]
 
 
 def row_bytes(states: States) -> int:
-    """Return the bytes that ``pack`` needs for a row of all states."""
+    """Return the packed size of one state row over all layers, in bytes; see ``pack``."""
     return _packed_bytes([part[0] for layer in states for part in layer])
 
 
 def pack(parts: Sequence[Tensor], memory: Tensor, queued: bool = False) -> None:
-    """Write tensors one behind the other to ``memory``, bytes of any device.
+    """Copy tensors into the byte buffer ``memory``, each one aligned to 64 bytes.
 
     Args:
-        queued: do not wait for the device, which reads the memory itself before others do.
+        memory: One-dimensional uint8 tensor on any device.
+        queued: Do not wait for the copy. Safe only if the device itself orders later reads after
+            it.
     """
-    for part, held in zip(parts, _placed(parts, memory), strict=True):
-        held.copy_(part, non_blocking=queued)
+    for part, target in zip(parts, _aligned_views(parts, memory), strict=True):
+        target.copy_(part, non_blocking=queued)
 
 
 def unpack(memory: Tensor, parts: Sequence[Tensor], queued: bool = False) -> None:
-    """Read tensors from ``memory``, to which ``pack`` wrote those of the same shapes."""
-    for part, held in zip(parts, _placed(parts, memory), strict=True):
-        part.copy_(held, non_blocking=queued)
+    """Copy tensors of the same shapes and dtypes back from the buffer that ``pack`` filled."""
+    for part, stored in zip(parts, _aligned_views(parts, memory), strict=True):
+        part.copy_(stored, non_blocking=queued)
 
 
 def _packed_bytes(parts: Sequence[Tensor]) -> int:
     return sum(-(-part.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for part in parts)
 
 
-def _placed(parts: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
-    found, start = [], 0
+def _aligned_views(parts: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
+    """Return views of ``memory`` with the dtypes and shapes of ``parts``."""
+    views, start = [], 0
     for part in parts:
-        held = memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
-        found.append(held)
+        view = memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
+        views.append(view)
+        # A view with another dtype needs an aligned start.
         start += -(-part.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
-    return found
+    return views

@@ -1,4 +1,4 @@
-"""The pools of pages of a model's layers, and the memory that they number."""
+"""Page pools of a model's layers, and the cache memory of the pages."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from interposer_ops.layers.states import StateLayout
 
 
 class Caches:
-    """The pages and states of the layers of a model.
+    """Page pools, KV caches and recurrent states of one model.
 
     Attributes:
-        backends: of the attention layers, in order.
-        places: the number of each backend's pool.
-        pools: of pages of tokens; that of the layers that see farthest is the first one.
-        sources: the pool of what layers read of sources, numbered behind the others; None without.
-        has_prefixes: in some layer the tokens of a prompt see each other in both directions.
-        states: of the layers that keep one, for each of whose rows the first pool has a number.
+        backends: Attention backend of each attention layer, in order.
+        pool_indices: Index of the page pool of each backend.
+        pools: Page pools of the decoder's tokens, the pool of the widest window first.
+        encoder_pool: Page pool of the encoder inputs, which counts as the pool after ``pools``;
+            None without an encoder.
+        is_prefix_lm: Whether prompt tokens attend in both directions in some layer.
+        states: Layout of the state of each recurrent layer. The first pool hands out the state
+            slots.
     """
 
     def __init__(
@@ -38,12 +40,12 @@ class Caches:
         max_step_tokens: int,
         prefix_cache: bool = False,
     ) -> None:
-        """Take no memory yet.
+        """Create the pools without allocating memory.
 
         Args:
-            num_pages: that tokens of all sequences may take; layers with windows have fewer.
-            prefix_cache: pages of equal beginnings are shared, see ``PrefixPool``.
-        Raises: ConfigError: ``prefix_cache`` of a model whose prompts have no common beginnings.
+            num_pages: Number of pages for the tokens of all sequences; pools of windows have fewer.
+            prefix_cache: Whether sequences share the pages of equal prefixes; see ``PrefixPool``.
+        Raises: ConfigError: ``prefix_cache`` for a model that cannot share prefixes.
         """
         self.max_sequences = max_sequences
         self.states: list[StateLayout] = [
@@ -51,73 +53,75 @@ class Caches:
         ]
         self._num_slots = slots_for(max_sequences) if self.states else 0
         self.backends = [layer.backend for layer in model.attention_layers]
-        self.has_prefixes = any(backend.spec.prefix_lm for backend in self.backends)
+        self.is_prefix_lm = any(backend.spec.prefix_lm for backend in self.backends)
         shape = CacheShape.of(self.backends, page_size, max_sequences, max_step_tokens)
-        self.places = {backend: shape.place(backend) for backend in self.backends}
+        self.pool_indices = {backend: shape.pool_index(backend) for backend in self.backends}
         if prefix_cache:
-            check_shared_prefixes(self.has_prefixes, shape.by_pool[-1].is_source)
-        kind = PrefixPool if prefix_cache else PagePool
+            check_shared_prefixes(self.is_prefix_lm, shape.by_pool[-1].is_source)
+        pool_class = PrefixPool if prefix_cache else PagePool
         pools = [
-            kind(
+            pool_class(
                 group.num_pages(num_pages),
                 page_size,
-                0 if number else self._num_slots,
+                0 if index else self._num_slots,
                 group.seen_tokens,
             )
-            for number, group in enumerate(shape.by_pool)
+            for index, group in enumerate(shape.by_pool)
         ]
-        self._firsts = [
+        # Page numbers: first the pages of sequences, then the zero page, then the spare pages.
+        self._first_spare_pages = [
             pool.num_pages + group.num_zero_pages
             for pool, group in zip(pools, shape.by_pool, strict=True)
         ]
-        self.sources = pools.pop() if shape.by_pool[-1].is_source else None
+        self.encoder_pool = pools.pop() if shape.by_pool[-1].is_source else None
         self.pools = pools
 
     def spare_pages(self, count: int) -> list[range]:
-        """Return, for each pool, numbers of pages that no sequence is given."""
-        return [range(first, first + count) for first in self._firsts]
+        """Return, for each pool, the numbers of ``count`` pages that no sequence gets."""
+        return [range(first, first + count) for first in self._first_spare_pages]
 
     def allocate(self, device: str, num_spare: int) -> list[Any]:
-        """Return the cache of each attention layer, then the states of the others.
+        """Allocate the cache of each attention layer, then the states of each recurrent layer.
 
         Args:
-            num_spare: pages of each pool besides those that sequences are given.
+            num_spare: Number of spare pages in each pool.
         """
-        shared = {
+        # A backend allocates all of its layers at once, because one page may hold all of them.
+        caches_by_backend = {
             backend: iter(self._allocated(backend, count, device, num_spare))
             for backend, count in Counter(self.backends).items()
         }
-        caches: list[Any] = [next(shared[backend]) for backend in self.backends]
+        caches: list[Any] = [next(caches_by_backend[backend]) for backend in self.backends]
         return [*caches, *self.allocate_states(self._num_slots, device)]
 
     def allocate_states(self, num_rows: int, device: str) -> list[tuple[torch.Tensor, ...]]:
-        """Return rows of the states of all layers that keep one."""
+        """Allocate ``num_rows`` rows of each recurrent state."""
         return [state.allocate(num_rows, device, cache_memory) for state in self.states]
 
     def contents(self, caches: list[Any]) -> CacheContents:
-        """Return what copies pages and rows of ``caches``, which ``allocate`` returned."""
+        """Wrap the result of ``allocate`` for copies of single pages and state rows."""
         pools: list[list[tuple[torch.Tensor, int]]] = [[] for _ in self.pools]
         count = len(self.backends)
         for backend, cache in zip(self.backends, caches[:count], strict=True):
-            pools[self.places[backend]].append((cache, backend.kv_layout().page_axis))
+            pools[self.pool_indices[backend]].append((cache, backend.kv_layout().page_axis))
         return CacheContents(pools, caches[count:])
 
     def _allocated(
         self, backend: AttentionBackend, num_layers: int, device: str, num_spare: int
     ) -> list[torch.Tensor]:
-        """Return the caches of the layers of a backend, with the page of zeros where it has one."""
-        layout, place = backend.kv_layout(), self.places[backend]
-        first = self._firsts[place]
-        caches = layout.allocate(num_layers, first + num_spare, device, cache_memory)
+        """Allocate the caches of one backend's layers, with zeroed pages where padding reads."""
+        layout, pool_index = backend.kv_layout(), self.pool_indices[backend]
+        first_spare = self._first_spare_pages[pool_index]
+        caches = layout.allocate(num_layers, first_spare + num_spare, device, cache_memory)
         for cache in caches:
-            if place == len(self.pools):
-                # What padding sees of a source, no step writes.
-                cache.narrow(layout.page_axis, first, num_spare).zero_()
-            elif (pool := self.pools[place]).seen_tokens is not None:
+            if pool_index == len(self.pools):
+                # No step writes the spare pages that padding reads as its encoder input.
+                cache.narrow(layout.page_axis, first_spare, num_spare).zero_()
+            elif (pool := self.pools[pool_index]).seen_tokens is not None:
                 cache.select(layout.page_axis, pool.zero_page).zero_()
         return caches
 
 
 def slots_for(max_sequences: int) -> int:
-    """Return how many sequences have a state at most: those that run, and that of a call."""
+    """Return the number of state slots: one per running sequence, and one for ``Engine.logits``."""
     return max_sequences + 1

@@ -1,4 +1,4 @@
-"""The code that torch.compile made in former processes, in the store of this host."""
+"""Store of code that torch.compile generated in earlier processes on this host."""
 
 from __future__ import annotations
 
@@ -20,49 +20,50 @@ _log = logging.getLogger("interposer")
 
 
 class CompiledArtifacts:
-    """Kernels and graphs of torch's compiler for one model, device and set of choices.
+    """Kernels and graphs of torch's compiler for one model, device and set of kernel choices.
 
-    torch checks each of them by what it was made from before it is used, so that what does not fit
-    costs time and nothing else. They hold code: whoever can write to the store can run code, as in
-    torch's own cache.
+    torch validates the inputs of each artifact before use, so that a stale artifact only costs
+    time. Artifacts contain code: write access to the store allows running code, as with torch's own
+    cache.
     """
 
     def __init__(self, store: Store, key: Mapping[str, Any]) -> None:
         self._store = store
         self._key = dict(key)
         self._parts = 0
-        self._known: set[str] = set()
+        self._stored_names: set[str] = set()
 
     def load(self) -> int:
-        """Hand what is kept to torch's own cache, and return of how many parts it was."""
+        """Load the stored artifacts into torch's cache, and return the number of stored parts."""
         try:
-            while (kept := self._store.read(_KIND, self._part())) is not None:
-                code = base64.b64decode(str(kept), validate=True)
-                self._known |= _names(torch.compiler.load_cache_artifacts(code))
+            while (encoded := self._store.read(_KIND, self._part())) is not None:
+                code = base64.b64decode(str(encoded), validate=True)
+                self._stored_names |= _names(torch.compiler.load_cache_artifacts(code))
                 self._parts += 1
         except (StorageError, binascii.Error) as error:
             _log.warning("%s; the model is compiled anew", error)
         return self._parts
 
     def save(self) -> None:
-        """Keep what torch's compiler made in this process and is not kept yet, as another part.
+        """Store the artifacts that this process compiled since the last call, as another part.
 
-        Of everything that is saved in several turns, torch reads what came last alone, so that each
-        turn is a part of its own.
+        torch reads only the last artifacts of a file that was saved in several turns, so each call
+        writes a separate part.
         """
-        made = torch.compiler.save_cache_artifacts()
-        if made is None:  # by a backend that keeps nothing
+        artifacts = torch.compiler.save_cache_artifacts()
+        if artifacts is None:  # the backend generates nothing that can be stored
             return
-        code, info = made
-        new = _names(info) - self._known
-        if not new:
+        code, info = artifacts
+        # Artifacts of an earlier part are in the result again, so store only if there are new ones.
+        new_names = _names(info) - self._stored_names
+        if not new_names:
             return
         try:
             self._store.write(_KIND, self._part(), base64.b64encode(code).decode("ascii"))
         except StorageError as error:
             _log.warning("%s; later processes compile again", error)
             return
-        self._known |= new
+        self._stored_names |= new_names
         self._parts += 1
 
     def _part(self) -> dict[str, Any]:
@@ -70,16 +71,16 @@ class CompiledArtifacts:
 
 
 def _names(info: Any) -> set[str]:
-    """Return the names of what torch read or made, each a digest of all that it depends on."""
+    """Return the names of artifacts; each name is a digest of all inputs of the artifact."""
     kinds = ("inductor_artifacts", "autotune_artifacts", "aot_autograd_artifacts")
     return {name for kind in kinds for name in getattr(info, kind, ())}
 
 
 def artifacts_key(resolver: Resolver, backend: str, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what compiled code depends on: versions, device, backend, model and choices.
+    """Return the store key of compiled code: versions, device, backend, model and kernel choices.
 
     Args:
-        model: sizes and options.
+        model: Sizes and options of the model.
     """
     device = resolver.device
     choices = sorted(

@@ -1,6 +1,6 @@
-"""A model behind torch.compile: one graph of the whole, for batches of any size.
+"""A model compiled by torch.compile: one graph of the whole model, with dynamic batch sizes.
 
-Dimensions: T tokens of the step, R tokens whose logits are wanted.
+Dimensions: T tokens of the step, R tokens with requested logits.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from interposer.errors import ConfigError, UnknownNameError
 from interposer_models._engine.compiled_artifacts import CompiledArtifacts
 from interposer_ops.devices.compilation import expose_kernels
 
-# Of sizes, 0 and 1 are never dynamic: tokens, sequences, wanted rows and whether they are given
-# lead to different graphs, seven with that of ``Engine.logits``. Backends may add to it.
+# torch never treats the sizes 0 and 1 as dynamic. So the numbers of tokens, sequences and requested
+# rows lead to different graphs: seven with that of ``Engine.logits``. Backends may compile more.
 _MOST_GRAPHS = 64
 _OWN_GRAPHS = ("cudagraphs",)
 
 
 class CompiledModel:
-    """Calls a model by what torch.compile makes of it, and keeps that for later processes.
+    """Calls a model through torch.compile, and stores the compiled code for later processes.
 
     Attributes:
-        graphs: how many were compiled; a new one takes seconds to minutes.
+        graphs: Number of graphs compiled so far; each takes seconds to minutes.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class CompiledModel:
         resolver: Resolver,
         artifacts: CompiledArtifacts,
     ) -> None:
-        """Compile nothing yet.
+        """Prepare the compilation, which happens at the first calls.
 
         Args:
-            caches: whose sizes never change.
-            backend: of torch.compile.
-            resolver: through which the model was built.
-            artifacts: what former processes compiled.
+            caches: KV caches and states, which have fixed sizes.
+            backend: Backend of torch.compile.
+            resolver: The resolver of the model's kernels.
+            artifacts: Code that earlier processes compiled.
         Raises: ConfigError: a kernel cannot be part of a graph.
         """
         expose_kernels(resolver)
@@ -55,14 +55,14 @@ class CompiledModel:
         self._caches = _pytree.tree_leaves(caches)
         self._build: Callable[..., Any] = torch._dynamo.lookup_backend(backend)
         self._artifacts = artifacts
-        # Else two sizes that are equal when a graph is made, such as the tokens and half of a head,
-        # count as one, and another graph is made for a batch in which they differ.
+        # Without this, torch takes two sizes that are equal during tracing (such as the number of
+        # tokens and half of the head size) for one, and compiles again when they differ.
         self._sizes_apart: Any = symbolic.patch(use_duck_shape=False)  # type: ignore[attr-defined]
         artifacts.load()
         self.fix_sizes()
         limit: dict[str, Any] = {"recompile_limit": _MOST_GRAPHS}
         if "recompile_limit" not in inspect.signature(torch.compile).parameters:
-            # Before torch has it as an argument, it is a setting of the process.
+            # In older torch the limit is no argument, but a setting of the whole process.
             settings = torch._dynamo.config
             settings.recompile_limit = max(settings.recompile_limit, limit.pop("recompile_limit"))
         self._compiled = torch.compile(
@@ -77,24 +77,24 @@ class CompiledModel:
         plans: Sequence[object],
         rows: Tensor | None,
     ) -> Tensor:
-        """Return the logits, see ``CausalLM``."""
-        before = self.graphs
+        """Compute the logits; see ``CausalLM``."""
+        num_graphs_before = self.graphs
         with self._sizes_apart:
             logits: Tensor = self._compiled(token_ids, positions, caches, plans, rows)
-        if self.graphs != before:
+        if self.graphs != num_graphs_before:
             self._artifacts.save()
         return logits
 
     def fix_sizes(self) -> None:
-        """Tell the compiler whose sizes are no part of a batch; again where weights moved."""
+        """Mark caches and constants as static for the compiler; repeat this after weights moved."""
         for tensor in (*self._caches, *_constants(self._model)):
             torch._dynamo.mark_static(tensor)
 
     def _counted(self, graph: Any, inputs: Any, **options: Any) -> Any:
-        built = self._build(graph, inputs, **options)
-        # Not before: torch may find on the way that numbers are constant, and start again.
+        compiled_graph = self._build(graph, inputs, **options)
+        # Count at the end only: torch may find that a number is constant, and start again.
         self.graphs += 1
-        return built
+        return compiled_graph
 
 
 def judge_compiler(
@@ -103,11 +103,11 @@ def judge_compiler(
     graphs: Verdict | None = None,
     choices: Iterable[Choice] = (),
 ) -> Verdict | None:
-    """Say by which backend the steps of a model are compiled; None where nobody asks for it.
+    """Return whether and by which backend steps are compiled; None if compilation is off.
 
     Args:
-        graphs: whether decode steps are captured as well.
-        choices: of the model.
+        graphs: Whether decode steps are captured as graphs, too.
+        choices: The kernel choices of the model.
     """
     if config.compile == "off":
         return None
@@ -118,9 +118,10 @@ def judge_compiler(
                 f"{choice.notes[-1]}. Try: Config(compile='off'), or a format of weights that one "
                 "op computes"
             )
-    name, said = config.compile, "as Config(compile=...) says"
+    name, reason = config.compile, "as Config(compile=...) says"
     if name == "on":
-        said = f"the backend of platform {placement.platform.name!r}"
+        reason = f"the backend of platform {placement.platform.name!r}"
+        # A device that is only described has no hardware whose backend could be looked up.
         if placement.described:
             return Verdict.accept(f"by the backend of platform {placement.device.platform!r}")
         verdict = placement.platform.provides("compile_backend")
@@ -132,33 +133,34 @@ def judge_compiler(
             f"{name!r} captures graphs of its own, and decode steps are captured already. Try: "
             f"Config(compile={name!r}, graphs='off'), or Config(compile='inductor') with graphs"
         )
-    return Verdict.accept(f"by {name!r}, {said}")
+    return Verdict.accept(f"by {name!r}, {reason}")
 
 
 def backend_name(config: Config, placement: Placement, verdict: Verdict) -> str:
-    """Return the backend that a model is compiled by.
+    """Return the name of the torch.compile backend to use.
 
     Args:
-        verdict: of ``judge_compiler``.
+        verdict: Result of ``judge_compiler``.
     Raises:
-        ConfigError: the platform has none, or it may not be used.
-        UnknownNameError: torch knows no such backend.
+        ConfigError: the platform has no backend, or the verdict is a refusal.
+        UnknownNameError: torch has no such backend.
     """
     if not verdict:
         raise ConfigError(f"compile={config.compile!r} was asked for, but {verdict.reason}")
     name = config.compile
     if name == "on":
         name = placement.platform.compile_backend()
-    known = torch._dynamo.list_backends(exclude_tags=())
-    if name not in known:
-        raise UnknownNameError("compile backend", name, known)
+    # With no excluded tags the list contains debug and experimental backends, too.
+    known_backends = torch._dynamo.list_backends(exclude_tags=())
+    if name not in known_backends:
+        raise UnknownNameError("compile backend", name, known_backends)
     return name
 
 
 def _constants(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that layers hold as operands, which are no parameters."""
+    """Yield the tensors that layers hold as operands but not as parameters."""
     for module in model.modules():
-        held: Mapping[str, Any] = vars(module)
+        attributes: Mapping[str, Any] = vars(module)
         for name in ("operands", "_operands", "constants", "product"):
-            leaves = _pytree.tree_leaves(held.get(name))
+            leaves = _pytree.tree_leaves(attributes.get(name))
             yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))

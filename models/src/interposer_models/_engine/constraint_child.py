@@ -41,6 +41,7 @@ def main() -> None:
     serialized = os.pread(int(descriptor), int(size), 0).decode()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, responses = sys.stdin.buffer, sys.stdout.buffer
+    # Compile in a thread with a stack of known size, as the main thread's depends on the system.
     threading.stack_size(int(stack_bytes))
     arguments = (requests, responses, serialized, int(vocab_size), seconds, int(num_bytes))
     thread = threading.Thread(target=_serve, args=arguments)
@@ -63,6 +64,7 @@ def _serve(
         while read(requests) is not None:
             write(responses, response)
         return
+    # The tokenizer is exempt from the limit, so the limit is set after it is built.
     _limit_memory(num_bytes)
     while (fields := read(requests)) is not None:
         _limit_time(seconds)

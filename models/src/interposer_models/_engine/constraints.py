@@ -179,7 +179,7 @@ class Constraints:
             limits: Limits for constraints of untrusted clients; None removes the limits.
         """
         if (process := self._process) is not None:
-            process.close()  # which ends what it compiles now
+            process.close()  # also ends a compilation that is running
         with self._compiling, self._lock:
             if self._masks is not None:
                 self._masks.close()

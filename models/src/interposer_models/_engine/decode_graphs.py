@@ -1,4 +1,4 @@
-"""Decode steps as graphs: one for each bucket, captured when it is first wanted."""
+"""Decode steps as captured graphs: one graph per bucket, captured at first use."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from interposer_models._engine.graph_buckets import Bucket, GraphBuckets
 from interposer_ops.devices.graphs import judge_compilation
 
 Plans = Mapping[AttentionBackend, Any]
-"""The plans of backends that plan on the host; others plan within the step."""
+"""Plans of the attention backends that plan on the host; other backends plan within the step."""
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
-"""One result or several, each with a row per token."""
+"""One tensor or several, each with one row per token."""
 
 Step = Callable[[StepBatch, Plans], Results]
-"""From a batch to what is computed of it."""
+"""Computes the results of a batch."""
 
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
 """``Platform.capture_graph``."""
 
 
 class _Captured(NamedTuple):
-    held: GraphBatch
+    batch: GraphBatch
     plans: Plans
     replay: Callable[[], object]
 
 
 class DecodeGraphs:
-    """Runs a step of one token per sequence through the graph of its bucket.
+    """Runs a step of one token per sequence through the captured graph of the bucket.
 
     Attributes:
-        compiled: accepts, or says why this model runs without graphs though it was to have some:
-            torch.compile has a part in it, which may capture graphs itself.
+        compiled: Accepts; or refuses with the reason if torch.compile compiles part of the model,
+            which then runs without graphs because the compiler may capture graphs, too.
     """
 
     def __init__(
@@ -55,52 +55,64 @@ class DecodeGraphs:
         model: nn.Module | None = None,
         required: bool = False,
         with_states: bool = False,
-        with_sources: bool = False,
+        with_encoder: bool = False,
     ) -> None:
-        """Capture nothing yet.
+        """Prepare the captures, which happen at the first steps.
 
         Args:
-            step: what is captured; it must read nothing but its arguments and what never moves.
-            capture: of the platform.
-            spare_pages: of each pool, pages that no sequence is given, see ``pages_for``.
-            backends: what attends in ``step``, and of which pool its pages are. Those that plan on
-                the host plan a step before its graph is replayed, others within.
-            model: what ``step`` calls, to be looked at before each capture.
-            required: what cannot be captured raises.
-            with_states, with_sources: see ``GraphBatch``.
+            step: The function to capture. The function must read only arguments and memory that
+                never moves.
+            capture: ``Platform.capture_graph``.
+            buckets: Batch sizes to capture.
+            spare_pages: For each page pool, pages that no sequence gets; see ``pages_for``.
+            backends: The attention backends within ``step``, with the index of the page pool of
+                each. Backends that plan on the host plan before each replay, others within the
+                graph.
+            model: The model within ``step``, which is checked for torch.compile before each
+                capture.
+            required: Whether a failed capture raises instead of running without graphs.
+            with_states, with_encoder: See ``GraphBatch``.
         """
         self.buckets = buckets
         self.compiled = Verdict.accept()
         self._step = step
         self._capture = capture
-        self._memory = (page_size, spare_pages, device, with_states, with_sources)
+        self._memory = (page_size, spare_pages, device, with_states, with_encoder)
         self._model = model
         self._required = required
-        places = backends or {}
-        self._planners = {each: place for each, place in places.items() if each.plans_on_host}
+        pool_indices = backends or {}
+        self._planners = {
+            backend: pool_index
+            for backend, pool_index in pool_indices.items()
+            if backend.plans_on_host
+        }
         self._graphs: dict[Bucket, _Captured] = {}
 
     def __len__(self) -> int:
-        """Return how many graphs are captured."""
+        """Return the number of captured graphs."""
         return len(self._graphs)
 
     @staticmethod
     def pages_for(buckets: GraphBuckets, page_size: int) -> int:
-        """Return how many spare pages padding needs."""
+        """Return the number of spare pages that padding needs."""
         return -(-buckets.sizes[-1] // page_size)
 
     def run(self, batch: StepBatch) -> Results:
-        """Return the results of ``step``, through a graph if one fits.
+        """Compute the results of ``step``, through a graph if the batch fits a bucket.
 
-        What is returned is overwritten by the next step.
+        The next step overwrites the returned tensors.
 
         Raises:
             GraphError: the step cannot be captured.
-            ConfigError: graphs are required, and torch.compile has a part in the model.
+            ConfigError: graphs are required, but torch.compile compiles part of the model.
         """
-        paged = batch.attention
-        decodes = paged.max_query_tokens == 1 and len(batch.token_ids) == len(paged.seq_lens)
-        bucket = self.buckets.bucket_for(*paged.page_table.shape) if decodes else None
+        attention = batch.attention
+        # Graphs hold exactly one token per sequence, so steps with prompt chunks or draft tokens
+        # are eager.
+        decodes = attention.max_query_tokens == 1 and len(batch.token_ids) == len(
+            attention.seq_lens
+        )
+        bucket = self.buckets.bucket_for(*attention.page_table.shape) if decodes else None
         if bucket is None:
             return self._step(batch, {})
         if bucket not in self._graphs:
@@ -108,18 +120,19 @@ class DecodeGraphs:
             if not self.compiled:
                 return self._step(batch, {})
             self._graphs[bucket] = self._captured(bucket)
-        held, plans, replay = self._graphs[bucket]
-        count = held.fill(batch)
+        graph_batch, plans, replay = self._graphs[bucket]
+        count = graph_batch.fill(batch)
+        # Backends that plan on the host update their plans outside of the graph.
         for backend, plan in plans.items():
-            backend.update_plan(plan, held.step.by_pool[self._planners[backend]])
+            backend.update_plan(plan, graph_batch.step.by_pool[self._planners[backend]])
         results = replay()
         if isinstance(results, tuple):
-            return tuple(each[:count] for each in results)
+            return tuple(result[:count] for result in results)
         assert isinstance(results, torch.Tensor)
         return results[:count]
 
     def forget(self) -> None:
-        """Drop all graphs, since what they read has moved; they are captured again when wanted."""
+        """Drop all graphs because the captured memory has moved; later steps capture new ones."""
         self._graphs.clear()
 
     def _judge(self) -> Verdict:
@@ -129,15 +142,18 @@ class DecodeGraphs:
         return verdict
 
     def _captured(self, bucket: Bucket) -> _Captured:
-        held = GraphBatch(bucket, *self._memory)
+        graph_batch = GraphBatch(bucket, *self._memory)
         try:
-            batches = held.step.by_pool
-            plans = {b: b.plan_fixed(batches[place]) for b, place in self._planners.items()}
-            replay = self._capture(lambda: self._step(held.step, plans))
+            batches = graph_batch.step.by_pool
+            plans = {
+                backend: backend.plan_fixed(batches[pool_index])
+                for backend, pool_index in self._planners.items()
+            }
+            replay = self._capture(lambda: self._step(graph_batch.step, plans))
         except foreign_errors() as error:
             raise GraphError(
                 f"a decode step of {bucket.num_sequences} sequences could not be captured, though "
                 f"all that runs in it promises to be graph_safe: {described(error)}. "
                 "Try: Config(graphs='off')"
             ) from error
-        return _Captured(held, plans, replay)
+        return _Captured(graph_batch, plans, replay)

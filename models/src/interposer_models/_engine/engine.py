@@ -1,4 +1,4 @@
-"""Continuous batching: requests over one model join, are computed step by step, and end."""
+"""Continuous batching: requests join one model, run step by step, and end."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ from interposer_ops.layers.sampler import Sampler, SamplingBatch
 
 
 class Engine:
-    """Runs any number of requests over one model and one paged cache.
+    """Runs any number of requests on one model and one paged KV cache.
 
-    A thread must hold ``lock`` while it calls a method or reads tokens, if others use the engine.
+    If several threads use the engine, a thread must hold ``lock`` to call methods or to read
+    tokens.
 
     Attributes:
-        lock: held by the thread that uses the engine.
-        runner: computes the steps; ``model`` and ``device`` are its.
-        pools: of pages; that of the layers that see farthest is the first one, ``pool``.
-        start_token_ids: with which the decoder of a model with an encoder starts.
-        constraints: compiles those of requests; None where there is no tokenizer to do so with.
-        speculation: takes the steps, to verify guessed tokens in them; None without.
+        lock: Lock of the engine.
+        runner: Computes the steps; owns ``model`` and ``device``.
+        pools: Page pools, the pool of the widest attention window first.
+        pool: The first of ``pools``.
+        start_token_ids: Tokens that start the decoder of a model with an encoder.
+        constraints: Compiles constraints of requests; None if the engine has no tokenizer.
+        speculation: Runs the steps with draft tokens; None without speculative decoding.
     """
 
     constraints: Constraints | None = None
@@ -52,10 +54,12 @@ class Engine:
         seed: int | None = None,
         start_token_ids: Items[int] = (),
     ) -> None:
-        """Take no request yet.
+        """Create an engine without requests.
 
         Args:
-            seed: of the noise of requests that name none of their own; None draws it.
+            stop_token_ids: End tokens of the model.
+            seed: Seed of the noise of requests without a seed; None draws random seeds.
+            start_token_ids: See ``Engine``.
         """
         self.lock = FairLock()
         self.runner = runner
@@ -68,8 +72,8 @@ class Engine:
             self.pools,
             runner.max_sequences,
             runner.max_step_tokens,
-            runner.source_pool,
-            runner.has_prefixes,
+            runner.encoder_pool,
+            runner.is_prefix_lm,
             runner.prefixes,
         )
         size = self.model.config.vocab_size
@@ -81,17 +85,17 @@ class Engine:
 
     @property
     def trouble(self) -> str:
-        """The reason why no step can be computed; one process alone knows of none."""
+        """The reason why no step can run; "" if none is known."""
         return ""
 
     @property
     def prefixes(self) -> PrefixStatistics | None:
-        """Return what the prefix cache has saved; None without one."""
-        shared = self.runner.prefixes
-        return None if shared is None else shared.statistics
+        """Statistics of the prefix cache; None without a prefix cache."""
+        prefix_cache = self.runner.prefixes
+        return None if prefix_cache is None else prefix_cache.statistics
 
     def forget_prefixes(self) -> None:
-        """Compute all prompts anew, as after other weights or adapters."""
+        """Empty the prefix cache, because weights or adapters have changed."""
         if self.runner.prefixes is not None:
             self.runner.prefixes.forget()
 
@@ -103,16 +107,18 @@ class Engine:
         *,
         reads_texts: bool = False,
     ) -> Sequence:
-        """Queue a request; it joins the batch at the next step with free capacity.
+        """Queue a request, which joins the batch at the next step with free capacity.
 
         Args:
-            source: what an encoder reads; ``prompt`` is what its decoder begins with then.
-            reads_texts: the caller finds the texts of ``stop``.
-        Raises: RequestError: as ``check``; or nobody would find these texts.
+            source: Token ids of the encoder input, if the model has an encoder; ``prompt`` then
+                holds the first decoder tokens.
+            reads_texts: Whether the caller searches the output for the texts of ``stop``.
+        Raises: RequestError: as ``check``; or ``stop`` is set and the caller does not search for
+            stop texts.
         """
         if params.stop and not reads_texts:
             raise RequestError(
-                f"stop is {params.stop!r}, but an engine makes no texts of tokens. "
+                f"stop is {params.stop!r}, but an engine does not detokenize. "
                 "Try: start() of the LanguageModel"
             )
         tokens = self.check(prompt, params, source)
@@ -121,6 +127,7 @@ class Engine:
             seed = secrets.randbits(62) if self._seeds is None else self._seeds.getrandbits(62)
         sequence = self.sequence(tokens, params, seed, source)
         self._prompts.prepare(params)
+        # Only greedy requests without reports skip the logit edits in ``sample``.
         if not params.takes_likeliest:
             sequence.matcher = self._edits.prepare(params, self.constraints)
         self.scheduler.add(sequence)
@@ -129,13 +136,14 @@ class Engine:
     def check(
         self, prompt: Items[int], params: SamplingParams, source: Items[int] | None = None
     ) -> list[int]:
-        """Return the prompt as ``add`` takes it; any thread may ask.
+        """Return the prompt in the form for ``add``. Any thread may call this.
 
-        Raises: RequestError: the prompt is empty, holds an unknown token, leaves no room for a new
-            token in the model's context or in the cache, or has to be computed in one step and
-            is longer; or a parameter names an unknown token, or a constraint that cannot be held,
-            or log probabilities of a prompt that is not predicted;
-            or the source is as ``Sources.check`` says, or given to a model without an encoder.
+        Raises:
+            RequestError: the prompt is empty, has an unknown token, or leaves no space for a new
+                token in the model's context, in the cache or in a step; a parameter names an
+                unknown token, an unusable constraint, or log probabilities of a prompt that the
+                model does not predict; or ``source`` fails ``Sources.check``, or is set for a model
+                without an encoder.
             UnknownNameError: no adapter of the name is loaded.
         """
         tokens = self.checked_tokens(prompt)
@@ -155,27 +163,27 @@ class Engine:
         return tokens
 
     def _check_adapter(self, params: SamplingParams) -> None:
-        known = () if self.runner.adapters is None else self.runner.adapters.names
-        if params.adapter is not None and params.adapter not in known:
+        adapter_names = () if self.runner.adapters is None else self.runner.adapters.names
+        if params.adapter is not None and params.adapter not in adapter_names:
             hint = "Try: load_adapter(name, folder) of the model"
-            raise UnknownNameError("adapter", params.adapter, known, hint)
+            raise UnknownNameError("adapter", params.adapter, adapter_names, hint)
 
     @property
     def busy(self) -> bool:
-        """Say whether any request is unfinished."""
+        """Whether any request is unfinished."""
         return self.scheduler.busy
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a request early and free its pages; one that has ended stays as it is."""
+        """End a request early and free the pages; do nothing after the end."""
         if sequence.finish_reason is None:
             self._end(sequence, "cancelled")
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Compute the next step and return its new tokens.
+        """Compute the next step and return the new tokens.
 
-        None come while prompts are computed in chunks, nor when there is nothing to do; ``busy``
-        tells the two apart.
+        The list is empty while prompts are computed in chunks, and when there is nothing to do;
+        ``busy`` distinguishes the two.
         """
         chunks = self.scheduler.next_step()
         if not chunks:
@@ -183,11 +191,12 @@ class Engine:
         return self.run(chunks) if self.speculation is None else self.speculation.step(chunks)
 
     def run(self, chunks: Items[Chunk]) -> list[Event]:
-        """Compute chunks without drafts, and return the new tokens."""
+        """Compute chunks without draft tokens, and return the new tokens."""
         sampled = [chunk.sequence for chunk in chunks if chunk.is_last]
         logits = self.runner.compute(chunks)
+        # More rows than sampled sequences: some chunks request logits for prompt log probabilities.
         if len(logits) > len(sampled):
-            logits = self._prompts.tell(chunks, logits)
+            logits = self._prompts.record(chunks, logits)
         self.scheduler.advance(chunks)
         return self.sample(sampled, logits) if sampled else []
 
@@ -199,13 +208,14 @@ class Engine:
         num_prompt: int | None = None,
         source: Items[int] | None = None,
     ) -> torch.Tensor:
-        """Return the logits after every token, ``[T, V]`` float32.
+        """Compute the logits after every token, ``[T, V]`` float32.
 
         Args:
-            num_prompt: how many tokens are the prompt, which see each other in both directions in a
-                prefix-LM; None takes all.
-        Raises: RequestError, UnknownNameError: as ``add``, though a full context is allowed; or
-            ``num_prompt`` is not from 1 to T.
+            num_prompt: Number of prompt tokens, which attend in both directions in a prefix-LM;
+                None for all.
+            source: Token ids of the encoder input.
+        Raises: RequestError, UnknownNameError: as ``add``, except that a full context is allowed;
+            or ``num_prompt`` is not from 1 to T.
         """
         tokens, params = self.checked_tokens(token_ids), SamplingParams(adapter=adapter)
         self._check_adapter(params)
@@ -218,7 +228,9 @@ class Engine:
         if not 1 <= count <= len(tokens):
             raise RequestError(f"num_prompt is {count}, must be from 1 to {len(tokens)} tokens")
         sequence = self.sequence(tokens[:count], params, 0, source)
+        # Tokens after the prompt count as output, which attends causally in a prefix-LM.
         sequence.output += tokens[count:]
+        # This sequence is not queued, so the scheduler never assigns a slot.
         sequence.state_slot = self.pool.take_slot()
         parts = []
         try:
@@ -235,34 +247,38 @@ class Engine:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def agreed(self, flag: bool) -> bool:
-        """Return the answer to a question that time decides, ``flag`` where nobody else asks it."""
+        """Return the common answer of all ranks to a question of timing; alone, ``flag``."""
         return flag
 
     @property
     def draws_repeat(self) -> bool:
-        """Say whether the noise of requests that name no seed is the same each time."""
+        """Whether requests without a seed get the same noise in every run."""
         return self._seeds is not None
 
     def sequence(
         self, tokens: list[int], params: SamplingParams, seed: int, source: Items[int] | None = None
     ) -> Sequence:
-        """Return a new sequence without queueing it; ``tokens`` are not checked."""
+        """Create a sequence, but neither queue it nor check the tokens."""
         pages: list[list[int]] = [[] for _ in self.pools]
-        read = self.checked_source(source)
-        sequence = Sequence(next(self._ids), tokens, params, seed, pages=pages, source=read)
+        encoder_input = self.checked_source(source)
+        sequence = Sequence(
+            next(self._ids), tokens, params, seed, pages=pages, source=encoder_input
+        )
         if self.runner.adapters is not None:
             sequence.adapter = self.runner.adapters.version(params.adapter)
         return sequence
 
     def checked_source(self, source: Items[int] | None) -> list[int]:
-        """Return the ids of a source as plain integers, none where the model has no encoder.
+        """Return the encoder input as plain integers; empty if the model has no encoder.
 
-        Raises: RequestError: see ``Sources.check``; or there is no encoder to read it.
+        Raises: RequestError: see ``Sources.check``; or ``source`` is set and there is no encoder.
         """
         if self.runner.sources is not None:
             return self.runner.sources.check(source)
         if source is not None:
-            raise RequestError("The model has no encoder for a source. Try: give it as the prompt")
+            raise RequestError(
+                "source is set, but the model has no encoder. Try: give it as the prompt"
+            )
         return []
 
     def checked_tokens(self, token_ids: Items[int]) -> list[int]:
@@ -279,39 +295,42 @@ class Engine:
             logits = self._edits.edit(sequences, logits, batch, self.constraints)
         tokens, logprobs = self.sampler(logits, batch)
         if not plain:
-            self._edits.tell(sequences, logits, batch, tokens)
-        drawn = zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True)
-        return [self.append(*each) for each in drawn]
+            self._edits.record_top_logprobs(sequences, logits, batch, tokens)
+        samples = zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True)
+        return [self.append(*sample) for sample in samples]
 
     def append(self, sequence: Sequence, token: int, logprob: float) -> Event:
-        """Add a new token to a sequence, which may end by it.
+        """Append a new token to a sequence, and end the sequence if the token ends it.
 
-        A token of logits that are not finite is none; the sequence ends with an error instead.
+        If the logits were not finite, the sequence ends with an error and the token is not
+        appended.
         """
-        if logprob != logprob:  # as one NaN or infinite logit of the row makes it
+        if logprob != logprob:  # one NaN or infinite logit makes the log probability NaN
             place = f"after {len(sequence.prompt)} prompt and {len(sequence.output)} new tokens"
             sequence.error = non_finite(f"The logits {place}")
             self._end(sequence, "error")
             return Event(sequence, token, logprob)
         sequence.output.append(token)
         sequence.logprobs.append(logprob)
-        if (reason := self._reason(sequence, token)) is not None:
-            sequence.has_end_token = reason == "stop" and self._ends(sequence, token)
+        if (reason := self._finish_reason(sequence, token)) is not None:
+            sequence.has_end_token = reason == "stop" and self._is_end_token(sequence, token)
             self._end(sequence, reason)
         return Event(sequence, token, logprob)
 
-    def _reason(self, sequence: Sequence, token: int) -> FinishReason | None:
-        """Return why a sequence ends with ``token``, None where it does not."""
+    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """Return the finish reason if the sequence ends with ``token``, else None."""
         params, matcher = sequence.params, sequence.matcher
         if matcher is not None and (reason := matcher.advance(token)) is not None:
             return reason
-        if self._ends(sequence, token):
+        if self._is_end_token(sequence, token):
             return "stop"
-        full = len(sequence) >= self.model.config.max_position_embeddings
-        return "length" if full or len(sequence.output) >= params.max_new_tokens else None
+        context_is_full = len(sequence) >= self.model.config.max_position_embeddings
+        return (
+            "length" if context_is_full or len(sequence.output) >= params.max_new_tokens else None
+        )
 
-    def _ends(self, sequence: Sequence, token: int) -> bool:
-        """Say whether ``token`` is an end token of the model or of the request."""
+    def _is_end_token(self, sequence: Sequence, token: int) -> bool:
+        """Return whether ``token`` is an end token of the model or of the request."""
         params = sequence.params
         return token in params.stop_token_ids or (
             token in self.stop_token_ids and not params.ignore_eos

@@ -1,4 +1,4 @@
-"""The sizes of batches that graphs are captured for."""
+"""Batch sizes for which graphs are captured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WIDER = 4
 
 
 class Bucket(NamedTuple):
-    """The capacity of one graph: sequences, and pages of the longest of them."""
+    """Capacity of one graph: the number of sequences, and the pages of the longest sequence."""
 
     num_sequences: int
     num_pages: int
@@ -21,14 +21,14 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GraphBuckets:
-    """Sizes and widths, both ascending: a batch runs in the smallest bucket that holds it.
+    """Captured batch sizes and page-table widths; a batch runs in the smallest that fits.
 
     Attributes:
-        sizes: numbers of sequences.
-        widths: numbers of pages per sequence. A graph is launched for the longest sequence that
-            it has room for, whatever those of the moment are.
+        sizes: Numbers of sequences, ascending.
+        widths: Numbers of pages per sequence, ascending. A graph always runs as for the longest
+            sequence that fits.
 
-    Raises: ConfigError: there is none, one is not positive, or they do not ascend.
+    Raises: ConfigError: a list is empty, not ascending, or has a number that is not positive.
     """
 
     sizes: tuple[int, ...]
@@ -43,26 +43,31 @@ class GraphBuckets:
                 )
 
     @classmethod
-    def up_to(cls, most: int, most_pages: int) -> GraphBuckets:
-        """Return 1, 2, 4, 8, then every eighth up to 256, then every sixteenth, and ``most``.
+    def up_to(cls, max_sequences: int, max_pages: int) -> GraphBuckets:
+        """Return the sizes 1, 2, 4, 8, then steps of 8 up to 256, steps of 16, and the maximum.
 
-        Padding is then less than half of a batch, and of the larger ones a few percent, while the
-        captured graphs stay few. Widths grow four times each, up to ``most_pages``.
+        So padding is less than half of a small batch and a few percent of a large one, and the
+        number of graphs stays small. Widths grow by a factor of four, up to ``max_pages``.
         """
-        steps = [1, 2, 4, *range(8, 257, 8), *range(272, max(most, 272) + 1, 16)]
+        steps = [1, 2, 4, *range(8, 257, 8), *range(272, max(max_sequences, 272) + 1, 16)]
         widths = []
         width = _FIRST_WIDTH
-        while width < most_pages:
+        while width < max_pages:
             widths.append(width)
             width *= _WIDER
-        return cls((*(size for size in steps if size < most), most), (*widths, most_pages))
+        return cls(
+            (*(size for size in steps if size < max_sequences), max_sequences), (*widths, max_pages)
+        )
 
     def bucket_for(self, num_sequences: int, num_pages: int) -> Bucket | None:
-        """Return the smallest bucket that holds the batch, or None."""
-        size, width = _least(self.sizes, num_sequences), _least(self.widths, num_pages)
+        """Return the smallest bucket that holds the batch; None if no bucket does."""
+        size, width = (
+            _smallest_at_least(self.sizes, num_sequences),
+            _smallest_at_least(self.widths, num_pages),
+        )
         return None if size is None or width is None else Bucket(size, width)
 
 
-def _least(numbers: tuple[int, ...], wanted: int) -> int | None:
-    place = bisect_left(numbers, wanted)
-    return numbers[place] if wanted > 0 and place < len(numbers) else None
+def _smallest_at_least(numbers: tuple[int, ...], minimum: int) -> int | None:
+    index = bisect_left(numbers, minimum)
+    return numbers[index] if minimum > 0 and index < len(numbers) else None

@@ -1,4 +1,4 @@
-"""Tensors of the tokens that requests of a step rule out, favour or ask to be told of.
+"""Logit edits of requests (bias, minimum length, constraints), and top log probabilities.
 
 Dimensions: B sequences, V vocabulary.
 """
@@ -10,7 +10,7 @@ import torch
 from interposer.errors import RequestError
 from interposer_models._engine.constraints import Constraints, Matcher
 from interposer_models._engine.sampling_params import SamplingParams
-from interposer_models._engine.sampling_state import Kept
+from interposer_models._engine.sampling_state import CachedValue
 from interposer_models._engine.sequence import Sequence
 from interposer_ops.layers.logit_edits import LogitEdits
 from interposer_ops.layers.sampler import Sampler, SamplingBatch
@@ -19,7 +19,7 @@ _NO_TOKEN = -1
 
 
 class RequestEdits:
-    """Edits logits before tokens are drawn from them, and tells the likeliest tokens after."""
+    """Edits logits before sampling, and records the likeliest tokens after it."""
 
     def __init__(
         self, sampler: Sampler, vocab_size: int, stop_token_ids: frozenset[int], device: str
@@ -28,18 +28,18 @@ class RequestEdits:
         self._vocab_size = vocab_size
         self._stop_token_ids = stop_token_ids
         self._device = device
-        self._biases: Kept[tuple[torch.Tensor, torch.Tensor]] = Kept()
-        self._leasts: Kept[tuple[torch.Tensor, torch.Tensor]] = Kept()
+        self._biases: CachedValue[tuple[torch.Tensor, torch.Tensor]] = CachedValue()
+        self._min_lengths: CachedValue[tuple[torch.Tensor, torch.Tensor]] = CachedValue()
 
     def check(self, params: SamplingParams, constraints: Constraints | None) -> None:
-        """Raise RequestError where the engine cannot do what parameters ask for."""
+        """Raise RequestError if the engine cannot apply the parameters of a request."""
         for token in params.logit_bias:
             if token >= self._vocab_size:
                 raise RequestError(
                     f"logit_bias holds the token id {token}, which is outside the vocabulary of "
                     f"{self._vocab_size}"
                 )
-        if params.min_tokens and len(self._stops(params)) >= self._vocab_size:
+        if params.min_tokens and len(self._end_tokens(params)) >= self._vocab_size:
             raise RequestError(
                 "min_tokens rules out every token, since each of them ends the request. "
                 "Try: fewer stop_token_ids"
@@ -48,7 +48,7 @@ class RequestEdits:
             self._matcher(params, constraints)
 
     def prepare(self, params: SamplingParams, constraints: Constraints | None) -> Matcher | None:
-        """Return the matcher of a request, None without a constraint, and bind what it needs.
+        """Bind the kernels that a request needs, and return the matcher; None without a constraint.
 
         Raises: InterposerError: the policy leaves no kernel for one of the parameters.
         """
@@ -67,61 +67,69 @@ class RequestEdits:
         batch: SamplingBatch,
         constraints: Constraints | None,
     ) -> torch.Tensor:
-        """Return the logits ``[B, V]`` from which the next tokens are drawn."""
+        """Return the edited logits ``[B, V]``, from which the next tokens are drawn."""
         params = [sequence.params for sequence in sequences]
         if not any(p.edits_logits for p in params):
             return logits
-        bias = least = None
+        bias = min_lengths = None
         if any(p.logit_bias for p in params):
-            bias = self._biases.of(sequences, lambda: self._bias(params))
+            bias = self._biases.of(sequences, lambda: self._bias_tensors(params))
         if any(p.min_tokens for p in params):
-            least = batch.steps, *self._leasts.of(sequences, lambda: self._least(params))
-        edits = LogitEdits(bias, least, self._bitmask(sequences, constraints))
+            min_lengths = (
+                batch.steps,
+                *self._min_lengths.of(sequences, lambda: self._min_length_tensors(params)),
+            )
+        edits = LogitEdits(bias, min_lengths, self._bitmask(sequences, constraints))
         return self._sampler.editor.edit(logits, edits)
 
-    def tell(
+    def record_top_logprobs(
         self,
         sequences: list[Sequence],
         logits: torch.Tensor,
         batch: SamplingBatch,
         tokens: torch.Tensor,
     ) -> None:
-        """Add the likeliest tokens to sequences that ask for them; those ruled out are none."""
+        """Append the likeliest allowed tokens to the sequences with ``top_logprobs``."""
         if not any(sequence.params.top_logprobs for sequence in sequences):
             return
         top, ids = self._sampler.top_logprobs(logits, batch, tokens)
-        for sequence, values, likely in zip(sequences, top.tolist(), ids.tolist(), strict=True):
+        for sequence, values, token_ids in zip(sequences, top.tolist(), ids.tolist(), strict=True):
             if count := sequence.params.top_logprobs:
-                pairs = zip(likely[:count], values[:count], strict=True)
-                told = tuple((token, value) for token, value in pairs if value > -float("inf"))
-                sequence.top_logprobs.append(told)
+                # Tokens that the edits exclude have a log probability of -inf.
+                pairs = zip(token_ids[:count], values[:count], strict=True)
+                top_logprobs = tuple(
+                    (token, value) for token, value in pairs if value > -float("inf")
+                )
+                sequence.top_logprobs.append(top_logprobs)
 
     def _matcher(self, params: SamplingParams, constraints: Constraints | None) -> Matcher:
         assert params.constraint is not None
         if constraints is None:
             raise RequestError(
-                "A constraint is over texts, and this engine has no tokenizer to read them with. "
+                "A constraint needs a tokenizer, and this engine has none. "
                 "Try: the engine of a LanguageModel"
             )
-        return constraints.matcher(params.constraint, self._stops(params))
+        return constraints.matcher(params.constraint, self._end_tokens(params))
 
-    def _stops(self, params: SamplingParams) -> frozenset[int]:
-        """Return the tokens that end a request, of those that the model can produce."""
-        own = frozenset() if params.ignore_eos else self._stop_token_ids
-        named = own.union(params.stop_token_ids)
-        return frozenset(token for token in named if token < self._vocab_size)
+    def _end_tokens(self, params: SamplingParams) -> frozenset[int]:
+        """Return the tokens of the vocabulary that end a request."""
+        model_tokens = frozenset() if params.ignore_eos else self._stop_token_ids
+        stop_tokens = model_tokens.union(params.stop_token_ids)
+        return frozenset(token for token in stop_tokens if token < self._vocab_size)
 
-    def _bias(self, params: list[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = self._listed([[*p.logit_bias] for p in params])
+    def _bias_tensors(self, params: list[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = self._padded_ids([[*p.logit_bias] for p in params])
         values = torch.zeros(tokens.shape, dtype=torch.float32)
         for row, p in enumerate(params):
             values[row, : len(p.logit_bias)] = torch.tensor([*p.logit_bias.values()])
         return tokens.to(self._device), values.to(self._device)
 
-    def _least(self, params: list[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
-        stops = [[*self._stops(p)] if p.min_tokens else [] for p in params]
-        least = torch.tensor([p.min_tokens for p in params], device=self._device)
-        return least, self._listed(stops).to(self._device)
+    def _min_length_tensors(
+        self, params: list[SamplingParams]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        end_tokens = [[*self._end_tokens(p)] if p.min_tokens else [] for p in params]
+        min_tokens = torch.tensor([p.min_tokens for p in params], device=self._device)
+        return min_tokens, self._padded_ids(end_tokens).to(self._device)
 
     def _bitmask(
         self, sequences: list[Sequence], constraints: Constraints | None
@@ -129,15 +137,15 @@ class RequestEdits:
         matchers = [sequence.matcher for sequence in sequences]
         if not any(matchers):
             return None
-        # Computed while the device computes the logits; a row of a free request allows all.
+        # The device computes the logits meanwhile. The row of an unconstrained request allows all.
         mask = torch.full((len(matchers), -(-self._vocab_size // 32)), -1, dtype=torch.int32)
         rows = [(matcher, mask[row]) for row, matcher in enumerate(matchers) if matcher is not None]
-        assert constraints is not None  # which made the matchers
+        assert constraints is not None  # the matchers come from it
         constraints.fill(rows)
         return mask.to(self._device, non_blocking=True)
 
     @staticmethod
-    def _listed(lists: list[list[int]]) -> torch.Tensor:
-        most = max(1, *map(len, lists))
-        padded = [row + [_NO_TOKEN] * (most - len(row)) for row in lists]
+    def _padded_ids(lists: list[list[int]]) -> torch.Tensor:
+        width = max(1, *map(len, lists))
+        padded = [row + [_NO_TOKEN] * (width - len(row)) for row in lists]
         return torch.tensor(padded, dtype=torch.int64)

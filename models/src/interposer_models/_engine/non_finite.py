@@ -1,4 +1,4 @@
-"""The error of a request whose result is NaN."""
+"""The error of a request with logits that are not finite."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from interposer.errors import InterposerError
 
 
 class NonFiniteError(InterposerError, ArithmeticError):
-    """A model computed NaN, so that its result means nothing."""
+    """A model computed NaN or infinity, so that the result is meaningless."""
 
 
 def non_finite(result: str) -> NonFiniteError:
-    """Return the error of a result that is NaN.
+    """Create the error for a result that is not finite.
 
     Args:
-        result: its name, with the place.
+        result: Name of the result, with the position.
     """
     return NonFiniteError(
         f"{result} are not finite: the weights hold NaN or infinite numbers, or a layer computed "

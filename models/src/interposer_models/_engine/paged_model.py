@@ -1,4 +1,4 @@
-"""The part of a model that the engine calls, whoever wrote the rest."""
+"""The interface of a model that the engine can run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from interposer import AttentionBackend
 
 
 class Sizes(Protocol):
-    """The two sizes by which requests are checked."""
+    """The sizes against which requests are checked."""
 
     @property
     def vocab_size(self) -> int:
-        """The number of logits of a token."""
+        """Number of logits per token."""
         ...
 
     @property
     def max_position_embeddings(self) -> int:
-        """The context."""
+        """Context length in tokens."""
         ...
 
 
@@ -29,15 +29,15 @@ class PagedLayer(Protocol):
 
     @property
     def backend(self) -> AttentionBackend:
-        """The backends that attend; layers with equal specs share it."""
+        """The attention backend; layers with equal specs share one backend."""
         ...
 
 
 class PagedModel(Protocol):
-    """A decoder that keeps its state in caches, and in nothing else.
+    """A decoder with all state in KV caches and recurrent states.
 
-    What it has besides is its ``state_layers``, as those of a ``CausalModel``; without the
-    attribute it has none. One whose layers attend to a source is a ``SourceModel``, too.
+    A model with recurrent layers has the attribute ``state_layers``, as a ``CausalModel``. A model
+    that attends to an encoder input also implements ``SourceModel``.
     """
 
     @property
@@ -51,7 +51,7 @@ class PagedModel(Protocol):
         ...
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Prepare for ``count`` positions at least; what was prepared already stays in place."""
+        """Prepare at least ``count`` positions; memory that is large enough stays in place."""
         ...
 
     def __call__(
@@ -62,5 +62,5 @@ class PagedModel(Protocol):
         plans: Sequence[Any],
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Return the logits of the tokens that ``rows`` names, or of all; see ``CausalLM``."""
+        """Return the logits of the tokens at ``rows``, or of all tokens; see ``CausalLM``."""
         ...

@@ -1,4 +1,4 @@
-"""Pages that sequences with equal beginnings share, kept after the last of them has ended."""
+"""Page pool with a prefix cache: sequences share pages, which stay cached afterwards."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from interposer_models._engine.sequence import Sequence
 
 
 class PrefixPool(PagePool):
-    """A pool whose pages can be known by the tokens up to their end.
+    """A page pool that registers pages under a key of all tokens up to the page end.
 
-    A page that nobody holds stays known until its room is wanted; of these the one that was held
-    longest ago goes first, and of one sequence the last page. Nobody writes to a page that is
-    known: it is whole, or nobody holds it.
+    A registered page without a holder stays cached until the memory is needed. Then the page that
+    was released longest ago is evicted first; of one sequence, the last page. No sequence writes to
+    a registered page: a registered page is full, or has no holder.
 
     Attributes:
-        on_evict: told the key and the page before other tokens take its room.
-        num_evicted: pages whose content was given up for other tokens.
+        on_evict: Called with the key and the page before other tokens overwrite the page.
+        num_evicted: Number of evicted pages.
     """
 
     def __init__(
@@ -35,50 +35,52 @@ class PrefixPool(PagePool):
         self._holders: Counter[int] = Counter()
         self._pages: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
+        # Registered pages without a holder, the one released longest ago first.
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
-        """Return how many pages nobody holds, known or not."""
+        """Number of pages without a holder, cached ones included."""
         return super().num_free + len(self._idle)
 
     def extend(self, pages: list[int], num_tokens: int) -> bool:
-        """Do what ``PagePool`` does; pages that are known and idle are the last to be taken."""
-        wanted = self.pages_for(num_tokens) - len(pages)
-        if wanted > self.num_free:
+        """Grow ``pages`` as ``PagePool`` does; evict cached pages only if no other page is free."""
+        num_missing = self.pages_for(num_tokens) - len(pages)
+        if num_missing > self.num_free:
             return False
-        while wanted > super().num_free:
+        # ``_idle`` is in order of release: the first page was released longest ago.
+        while num_missing > super().num_free:
             page, _ = self._idle.popitem(last=False)
-            key = self._forget(page)
+            key = self._unregister(page)
             self.num_evicted += 1
             self.on_evict(key, page)
             heapq.heappush(self._free, page)
-        held = len(pages)
-        done = super().extend(pages, num_tokens)
-        self._holders.update(pages[held:])
-        return done
+        num_old = len(pages)
+        is_extended = super().extend(pages, num_tokens)
+        self._holders.update(pages[num_old:])
+        return is_extended
 
-    def knows(self, key: bytes) -> bool:
-        """Say whether a page is known by a key."""
+    def has_key(self, key: bytes) -> bool:
+        """Return whether a page is registered under ``key``."""
         return key in self._pages
 
-    def hold(self, key: bytes) -> int:
-        """Return the page that is known by a key, with one holder more."""
+    def acquire(self, key: bytes) -> int:
+        """Add a holder to the page that is registered under ``key``, and return the page."""
         page = self._pages[key]
         self._idle.pop(page, None)
         self._holders[page] += 1
         return page
 
-    def know(self, key: bytes, page: int) -> None:
-        """Know a page that somebody holds by a key.
+    def register(self, key: bytes, page: int) -> None:
+        """Register a page that a sequence holds under ``key``.
 
-        Two that computed the same at once both have a page for it; one is enough.
+        If two sequences computed the same tokens at the same time, the first page is registered.
         """
         if key not in self._pages and page not in self._keys:
             self._pages[key], self._keys[page] = page, key
 
     def forget(self) -> None:
-        """Know no page any more, as after other weights."""
+        """Unregister all pages, for example because the weights have changed."""
         for page in self._idle:
             heapq.heappush(self._free, page)
         self._idle.clear()
@@ -95,16 +97,17 @@ class PrefixPool(PagePool):
         else:
             heapq.heappush(self._free, page)
 
-    def _forget(self, page: int) -> bytes:
+    def _unregister(self, page: int) -> bytes:
         key = self._keys.pop(page)
         del self._pages[key]
         return key
 
 
 def page_keys(sequence: Sequence, count: int, page_size: int) -> list[bytes]:
-    """Return the keys of a sequence: that of its beginning, then of ``count`` pages at least.
+    """Return the key of the empty prefix, then the keys of at least ``count`` pages.
 
-    The key of a page is the digest of all tokens up to its end, of the adapter and of the salt.
+    A page key is the digest of all tokens up to the end of the page, of the adapter and of the
+    salt.
     """
     keys = sequence.page_keys
     if not keys:
@@ -116,7 +119,7 @@ def page_keys(sequence: Sequence, count: int, page_size: int) -> list[bytes]:
 
 
 def page_key(before: bytes, tokens: list[int]) -> bytes:
-    """Return the key of a page with these tokens, behind one with the key ``before``."""
+    """Return the key of a page with ``tokens`` after the page with the key ``before``."""
     return _digest(before + array("q", tokens).tobytes())
 
 
@@ -124,26 +127,25 @@ def _digest(content: bytes) -> bytes:
     return blake2b(content, digest_size=16).digest()
 
 
-def check_shared_prefixes(has_prefixes: bool, has_sources: bool) -> None:
-    """Raise ConfigError if a beginning cannot be taken up from what is kept of it."""
+def check_shared_prefixes(is_prefix_lm: bool, has_encoder_input: bool) -> None:
+    """Raise ConfigError if sequences with equal prefixes cannot share cached keys and values."""
     reason = ""
-    if has_prefixes:
-        reason = "lets tokens of a prompt see later ones, so that no other prompt has their keys"
-    elif has_sources:
-        reason = "attends to a source, on which the keys and values of equal beginnings depend"
+    if is_prefix_lm:
+        reason = "lets prompt tokens attend to later ones, so that no other prompt has their keys"
+    elif has_encoder_input:
+        reason = "has an encoder, and keys and values of equal prefixes depend on its input"
     if reason:
         raise ConfigError(f"prefix_cache=True, but the model {reason}. Try: leave it out")
 
 
 def common_tokens(first: Items[int], second: Items[int]) -> int:
-    """Return how many first tokens are equal."""
+    """Return the length of the common prefix of two token lists."""
     count = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
+    for first_token, second_token in zip(first, second, strict=False):
+        if first_token != second_token:
             break
         count += 1
     return count
 
 
-def _ignore(key: bytes, page: int) -> None:
-    """Let a page go."""
+def _ignore(key: bytes, page: int) -> None: ...

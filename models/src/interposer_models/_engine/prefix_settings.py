@@ -1,4 +1,4 @@
-"""The settings of a prefix cache, and the parts that they stand for."""
+"""Settings and construction of the prefix cache."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _LEAST_CHECKPOINTS = 16
 
 @dataclass(frozen=True)
 class PrefixCache:
-    """The memory in which beginnings of prompts are kept, besides the pages of the cache.
+    """Memory of the prefix cache in addition to the pages of the KV cache.
 
     Attributes:
-        state_bytes: for checkpoints of recurrent states, on the device; None takes as much as the
-            states of ``max_sequences`` sequences take, and that of 16 checkpoints at least.
-        offload_bytes: for pages and checkpoints that the device gives up, which come back when a
-            prompt wants them; 0 drops them.
-        offload_dir: the folder in which these bytes are a file without a name, which goes with the
-            process; None takes host memory, which an accelerator reads and writes itself.
-    Raises: ConfigError: a size is no integer of at least 0, or a folder is given without a size.
+        state_bytes: Device memory for checkpoints of recurrent states. None takes as much as the
+            states of ``max_sequences`` sequences, and at least 16 checkpoints.
+        offload_bytes: Memory for pages and checkpoints that the device evicts and that a later
+            prompt restores; 0 drops evicted pages.
+        offload_dir: Folder for a temporary file of ``offload_bytes``, which is deleted with the
+            process. None takes host memory, which an accelerator reads and writes directly.
+    Raises: ConfigError: a size is not an integer of at least 0, or a folder is set without a size.
     """
 
     state_bytes: int | None = None
@@ -42,8 +42,8 @@ class PrefixCache:
     def __post_init__(self) -> None:
         for name in ("state_bytes", "offload_bytes"):
             size = getattr(self, name)
-            whole = isinstance(size, int) and not isinstance(size, bool)
-            if not (size is None and name == "state_bytes") and not (whole and size >= 0):
+            is_integer = isinstance(size, int) and not isinstance(size, bool)
+            if not (size is None and name == "state_bytes") and not (is_integer and size >= 0):
                 raise ConfigError(
                     f"{name} of PrefixCache is {size!r}, must be an integer of at least 0"
                 )
@@ -54,24 +54,24 @@ class PrefixCache:
             )
 
     @classmethod
-    def of(cls, given: bool | PrefixCache) -> PrefixCache | None:
-        """Return the settings that ``load`` was given; None where there is no prefix cache.
+    def of(cls, value: bool | PrefixCache) -> PrefixCache | None:
+        """Convert the argument ``prefix_cache`` of ``load`` to settings; None for no prefix cache.
 
-        Raises: ConfigError: they are of another type.
+        Raises: ConfigError: the argument has another type.
         """
-        if isinstance(given, bool):
-            return cls() if given else None
-        if not isinstance(given, PrefixCache):
+        if isinstance(value, bool):
+            return cls() if value else None
+        if not isinstance(value, PrefixCache):
             raise ConfigError(
-                f"prefix_cache is of the type {type(given).__name__}. "
+                f"prefix_cache is of the type {type(value).__name__}. "
                 "Try: True, or PrefixCache(...)"
             )
-        return given
+        return value
 
     def num_checkpoints(self, layouts: Sequence[StateLayout], max_sequences: int) -> int:
-        """Return how many checkpoints of states there are room for; 0 of a model without any.
+        """Return the capacity for state checkpoints; 0 for a model without recurrent states.
 
-        Raises: ConfigError: there is not room for one.
+        Raises: ConfigError: ``state_bytes`` is less than one checkpoint.
         """
         size = sum(layout.slot_bytes() for layout in layouts)
         if not size:
@@ -86,7 +86,7 @@ class PrefixCache:
         return self.state_bytes // size
 
     def check(self, platform: Platform) -> None:
-        """Raise ConfigError if the platform's memory is that to which pages would be copied."""
+        """Raise ConfigError if pages would be offloaded from host memory to host memory."""
         if self.offload_bytes and self.offload_dir is None and is_host(platform):
             raise ConfigError(
                 f"offload_bytes of PrefixCache is {self.offload_bytes}, but the cache lies in host "
@@ -94,37 +94,41 @@ class PrefixCache:
             )
 
     def shared(
-        self, held: Caches, caches: list[Any], device: str, platform: Platform
+        self, model_caches: Caches, caches: list[Any], device: str, platform: Platform
     ) -> SharedPrefixes:
-        """Return what shares the pages and states of caches.
+        """Create the prefix cache over the pages and states of a model.
 
         Args:
-            held: the pools of the caches.
-        Raises: ConfigError: memory for what is given up cannot be had, or is too small.
+            held: Page pools of the model.
+            caches: Cache tensors of the model.
+        Raises: ConfigError: the memory for offloaded pages cannot be allocated, or is too small.
         """
-        pools = [pool for pool in held.pools if isinstance(pool, PrefixPool)]
-        contents = held.contents(caches)
+        pools = [pool for pool in model_caches.pools if isinstance(pool, PrefixPool)]
+        contents = model_caches.contents(caches)
         checkpoints = None
-        kinds = [(contents.page_bytes(place), p.num_pages) for place, p in enumerate(pools)]
-        if held.states:
-            count = self.num_checkpoints(held.states, held.max_sequences)
-            kept = held.allocate_states(count, device)
-            checkpoints = StateCheckpoints(contents.states, kept, count)
-            kinds.append((row_bytes(kept), count))
+        kinds = [
+            (contents.page_bytes(pool_index), p.num_pages) for pool_index, p in enumerate(pools)
+        ]
+        if model_caches.states:
+            num_checkpoints = self.num_checkpoints(model_caches.states, model_caches.max_sequences)
+            checkpoint_rows = model_caches.allocate_states(num_checkpoints, device)
+            checkpoints = StateCheckpoints(contents.states, checkpoint_rows, num_checkpoints)
+            kinds.append((row_bytes(checkpoint_rows), num_checkpoints))
         store = None
         if self.offload_bytes:
             if self.offload_dir is None:
                 memory = host_memory(self.offload_bytes, platform)
             else:
                 memory = file_memory(self.offload_bytes, Path(self.offload_dir))
+            # Only pinned memory allows copies that run while the host continues.
             store = PrefixStore(memory, kinds, queued=memory.is_pinned())
         return SharedPrefixes(pools, contents, checkpoints, store)
 
     def told(self, layouts: Sequence[StateLayout], max_sequences: int) -> str:
-        """Return what people should know of its memory; empty where it has none besides pages.
+        """Describe the additional memory of the prefix cache; "" if there is none.
 
         Args:
-            layouts: of the states of the model.
+            layouts: Layouts of the model's recurrent states.
         """
         parts = []
         if count := self.num_checkpoints(layouts, max_sequences):

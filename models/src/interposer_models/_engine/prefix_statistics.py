@@ -1,4 +1,4 @@
-"""The counts of a prefix cache."""
+"""Statistics of the prefix cache."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class PrefixStatistics:
-    """Counts of the prompts that were looked up; the text is for people.
+    """Counts of cached prompt tokens and pages; ``str`` describes the counts for people.
 
     Attributes:
-        tokens: of the sequences that began, those that began again among them.
-        shared_tokens: that were in the cache already.
-        evicted_pages: whose content was given up for other tokens.
-        stored_pages: of these, that were copied to other memory first.
-        restored_pages: that came back from there.
+        tokens: Tokens of all started sequences; a sequence that starts again counts again.
+        shared_tokens: Number of prompt tokens that were cached.
+        evicted_pages: Pages that were evicted for other tokens.
+        stored_pages: Number of evicted pages that were offloaded to other memory.
+        restored_pages: Pages that were restored from other memory.
     """
 
     tokens: int = 0
@@ -25,7 +25,7 @@ class PrefixStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """The share of tokens that were in the cache; 0 before there was any."""
+        """Fraction of the tokens that were cached; 0 before the first sequence."""
         return self.shared_tokens / self.tokens if self.tokens else 0.0
 
     def __str__(self) -> str:

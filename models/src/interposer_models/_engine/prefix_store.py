@@ -1,4 +1,4 @@
-"""Memory beside the cache for pages and states that it gave up, until a prompt wants them again."""
+"""Offloaded pages and states of the prefix cache, in host memory or in a file."""
 
 from __future__ import annotations
 
@@ -17,48 +17,46 @@ from interposer.errors import ConfigError
 from interposer_models._engine.cache_contents import pack, unpack
 from interposer_ops.devices.host_memory import empty
 
-_LEAST_BYTES = 64
+_ALIGNED_BYTES = 64
 
 
 class StoredRows:
-    """Rows of bytes by key, all of one size; the one that was used longest ago goes first.
+    """Byte rows of one size, by key; the least recently used row is evicted first.
 
     Attributes:
-        on_evict: told the key of a row that another one takes.
+        on_evict: Called with the key of an evicted row.
     """
 
     def __init__(self, memory: Tensor, row_bytes: int) -> None:
-        """Store nothing yet.
-
-        Args:
-            memory: bytes, of which as many rows are made as there are.
-        """
+        """Divide ``memory``, a tensor of bytes, into as many empty rows as fit."""
         self.on_evict: Callable[[bytes], None] = _ignore
         self._memory = memory[: len(memory) // row_bytes * row_bytes].view(-1, row_bytes)
         self._rows: OrderedDict[bytes, int] = OrderedDict()
         self._free = [*range(len(self._memory))]
 
     def __len__(self) -> int:
-        """Return how many rows are in use."""
+        """Return the number of rows in use."""
         return len(self._rows)
 
-    def knows(self, key: bytes) -> bool:
-        """Say whether there is a row of a key."""
+    def has_key(self, key: bytes) -> bool:
+        """Return whether a row is stored under ``key``."""
         return key in self._rows
 
     def row(self, key: bytes) -> Tensor:
-        """Return the bytes of a key."""
+        """Return the bytes stored under ``key``, and mark the row as recently used."""
         self._rows.move_to_end(key)
         return self._memory[self._rows[key]]
 
-    def new_row(self, key: bytes, kept: Set[bytes]) -> Tensor | None:
-        """Return the bytes of a new key to write to; None where all rows are to be kept.
+    def new_row(self, key: bytes, protected: Set[bytes]) -> Tensor | None:
+        """Return a row to write under a new key; None if all rows are protected.
 
         Args:
-            kept: keys whose rows are wanted just now.
+            protected: Keys that must not be evicted now.
         """
         if not self._free:
-            oldest = next((each for each in self._rows if each not in kept), None)
+            oldest = next(
+                (stored_key for stored_key in self._rows if stored_key not in protected), None
+            )
             if oldest is None:
                 return None
             self._free.append(self._rows.pop(oldest))
@@ -67,66 +65,68 @@ class StoredRows:
         return self._memory[row]
 
     def forget(self) -> None:
-        """Store nothing any more."""
+        """Empty all rows."""
         self._free += self._rows.values()
         self._rows.clear()
 
 
 class PrefixStore:
-    """Pages and checkpoints that a model gave up, each kind in rows of its own."""
+    """Offloaded pages and state checkpoints, with separate rows for each kind."""
 
     def __init__(self, memory: Tensor, kinds: Sequence[tuple[int, int]], queued: bool) -> None:
-        """Store nothing yet.
+        """Divide the memory among the kinds, in proportion to the sizes in the KV cache.
 
         Args:
-            memory: bytes, which the kinds share as they share the cache.
-            kinds: bytes of a row, and how many the cache has, of each kind.
-            queued: the device reads and writes the memory itself.
-        Raises: ConfigError: a kind has no room for one row.
+            memory: Bytes to divide.
+            kinds: Row size in bytes and number of rows in the KV cache, for each kind.
+            queued: Whether the device itself copies to and from the memory, so that nothing waits.
+        Raises: ConfigError: the share of a kind is smaller than one row.
         """
         self.queued = queued
-        sizes = [(max(row_bytes, _LEAST_BYTES), count) for row_bytes, count in kinds]
+        sizes = [(max(row_bytes, _ALIGNED_BYTES), count) for row_bytes, count in kinds]
         total = sum(row_bytes * count for row_bytes, count in sizes)
         self.kinds: list[StoredRows] = []
         start = 0
         for row_bytes, count in sizes:
-            share = len(memory) * row_bytes * count // total // _LEAST_BYTES * _LEAST_BYTES
-            if share < row_bytes:
-                needed = max(-(-total // count) for _, count in sizes) + len(sizes) * _LEAST_BYTES
+            kind_bytes = len(memory) * row_bytes * count // total // _ALIGNED_BYTES * _ALIGNED_BYTES
+            # The advice is a size with which each kind gets at least one row.
+            if kind_bytes < row_bytes:
+                needed = max(-(-total // count) for _, count in sizes) + len(sizes) * _ALIGNED_BYTES
                 raise ConfigError(
                     f"offload_bytes is {len(memory)}, which holds no page of each kind. "
                     f"Try: {needed} at least"
                 )
-            self.kinds.append(StoredRows(memory[start : start + share], row_bytes))
-            start += share
+            self.kinds.append(StoredRows(memory[start : start + kind_bytes], row_bytes))
+            start += kind_bytes
 
-    def put(self, kind: int, key: bytes, parts: Sequence[Tensor], kept: Set[bytes]) -> bool:
-        """Store tensors by a key; say False where there is no room but that of ``kept``."""
+    def put(self, kind: int, key: bytes, parts: Sequence[Tensor], protected: Set[bytes]) -> bool:
+        """Store tensors under ``key``; return False if only protected rows could be evicted."""
         rows = self.kinds[kind]
-        if rows.knows(key):
+        if rows.has_key(key):
             rows.row(key)
-        elif (row := rows.new_row(key, kept)) is not None:
+        elif (row := rows.new_row(key, protected)) is not None:
             pack(parts, row, self.queued)
         else:
             return False
         return True
 
     def get(self, kind: int, key: bytes, parts: Sequence[Tensor]) -> None:
-        """Write to tensors what was stored."""
+        """Copy the tensors stored under ``key`` into ``parts``."""
         unpack(self.kinds[kind].row(key), parts, self.queued)
 
     def forget(self) -> None:
-        """Store nothing any more."""
+        """Empty the store."""
         for rows in self.kinds:
             rows.forget()
 
 
 def file_memory(num_bytes: int, folder: Path) -> Tensor:
-    """Return bytes of a file without a name in ``folder``, which goes with the tensor.
+    """Map an unnamed temporary file in ``folder`` as a tensor; the file is deleted with the tensor.
 
-    Its room on the disk is taken at once, as a mapped file that finds none ends the process.
+    The disk space is allocated at once, because a write to a mapped file on a full disk would end
+    the process.
 
-    Raises: ConfigError: there is no such folder, or no room in it.
+    Raises: ConfigError: the folder does not exist, or has too little space.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -140,7 +140,7 @@ def file_memory(num_bytes: int, folder: Path) -> Tensor:
 
 
 def host_memory(num_bytes: int, platform: Platform) -> Tensor:
-    """Return bytes of the host, which the device reads and writes itself where it can."""
+    """Allocate host memory, pinned if the platform supports direct access by the device."""
     memory = empty((num_bytes,), torch.uint8)
     return platform.pin_memory(memory) if platform.provides("pin_memory") else memory
 
@@ -148,9 +148,8 @@ def host_memory(num_bytes: int, platform: Platform) -> Tensor:
 def _reserve(file: int, num_bytes: int) -> None:
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, num_bytes)
-    else:  # macOS has none
+    else:  # macOS has no posix_fallocate
         os.ftruncate(file, num_bytes)
 
 
-def _ignore(key: bytes) -> None:
-    """Let a row go."""
+def _ignore(key: bytes) -> None: ...

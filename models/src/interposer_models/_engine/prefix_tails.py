@@ -1,4 +1,4 @@
-"""Tokens of pages by what lies before them, to find the one that agrees farthest."""
+"""Registered pages by first token and preceding page, to find partial matches."""
 
 from __future__ import annotations
 
@@ -7,38 +7,40 @@ from collections.abc import Sequence as Items
 
 
 class PrefixTails:
-    """Knows pages by the page before them and by their first token."""
+    """Index of pages by the key of the preceding page and the first token."""
 
     def __init__(self) -> None:
         self._tails: dict[tuple[bytes, int], dict[bytes, list[int]]] = {}
-        self._places: dict[bytes, tuple[bytes, int]] = {}
+        self._position_by_key: dict[bytes, tuple[bytes, int]] = {}
 
     def __len__(self) -> int:
-        """Return how many pages are known."""
-        return len(self._places)
+        """Return the number of indexed pages."""
+        return len(self._position_by_key)
 
     def add(self, before: bytes, key: bytes, tokens: list[int]) -> None:
-        """Know a page by its tokens, one at least.
+        """Add a page with at least one token.
 
         Args:
-            before, key: of the page before it, and its own.
+            before: Key of the page before the page.
+            key: Key of the page.
+            tokens: Tokens of the page.
         """
-        if key not in self._places:
-            place = self._places[key] = before, tokens[0]
-            self._tails.setdefault(place, {})[key] = tokens
+        if key not in self._position_by_key:
+            position = self._position_by_key[key] = before, tokens[0]
+            self._tails.setdefault(position, {})[key] = tokens
 
     def remove(self, key: bytes) -> None:
-        """Know a page no more; it may be unknown."""
-        if (place := self._places.pop(key, None)) is not None:
-            del self._tails[place][key]
-            if not self._tails[place]:
-                del self._tails[place]
+        """Remove a page; do nothing if it is unknown."""
+        if (position := self._position_by_key.pop(key, None)) is not None:
+            del self._tails[position][key]
+            if not self._tails[position]:
+                del self._tails[position]
 
     def after(self, before: bytes, tokens: Items[int]) -> Iterator[tuple[bytes, list[int]]]:
-        """Yield the keys and tokens of pages behind ``before`` that begin as ``tokens`` do."""
+        """Yield keys and tokens of pages after ``before`` that share the first of ``tokens``."""
         yield from self._tails.get((before, tokens[0]), {}).items()
 
     def clear(self) -> None:
-        """Know no page."""
+        """Remove all pages."""
         self._tails.clear()
-        self._places.clear()
+        self._position_by_key.clear()

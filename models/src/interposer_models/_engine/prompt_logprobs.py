@@ -1,4 +1,4 @@
-"""Log probabilities of the tokens of prompts, told as their chunks are computed.
+"""Log probabilities of prompt tokens, recorded while the prompt is computed in chunks.
 
 Dimensions: R rows of logits, V vocabulary.
 """
@@ -16,61 +16,62 @@ from interposer_models._engine.scheduler import Chunk
 from interposer_models._engine.sequence import PromptLogprob, Sequence
 from interposer_ops.layers.sampler import Sampler
 
-_MOST_ROWS = 64  # that a kernel may hold in float32 at once
+_MOST_ROWS = 64  # rows per kernel call, which may convert all of them to float32
 
 
 class PromptLogprobs:
-    """Tells sequences how likely the tokens of their prompts are."""
+    """Records the log probabilities of prompt tokens in the sequences with ``prompt_logprobs``."""
 
     def __init__(self, runner: Runner, sampler: Sampler) -> None:
         self._runner = runner
         self._sampler = sampler
 
     def check(self, params: SamplingParams) -> None:
-        """Raise RequestError where the tokens of prompts are not predicted."""
+        """Raise RequestError if the model does not predict the tokens of prompts."""
         count = params.prompt_logprobs
         if count is None:
             return
         reason = ""
         if self._runner.sources is not None:
             reason = "the encoder reads the prompt, and nothing predicts its tokens"
-        elif self._runner.has_prefixes:
-            reason = "tokens of a prompt see later ones, so that none is predicted"
+        elif self._runner.is_prefix_lm:
+            reason = "prompt tokens attend to later ones, so that none is predicted"
         if reason:
             raise RequestError(
                 f"prompt_logprobs is {count}, but {reason}. Try: score(prompt, continuations)"
             )
 
     def prepare(self, params: SamplingParams) -> None:
-        """Bind what a request needs.
+        """Bind the kernels that a request needs.
 
-        Raises: InterposerError: the policy leaves no kernel for it.
+        Raises: InterposerError: the policy leaves no kernel.
         """
         self._sampler.editor.prepare(top=params.prompt_logprobs is not None)
 
-    def tell(self, chunks: Items[Chunk], logits: torch.Tensor) -> torch.Tensor:
-        """Add log probabilities to sequences that want them, and return the other rows.
+    def record(self, chunks: Items[Chunk], logits: torch.Tensor) -> torch.Tensor:
+        """Record prompt log probabilities in the sequences; return the rows of logits to sample.
 
         Args:
-            logits: ``[R, V]``, that the chunks want.
+            logits: ``[R, V]``, the requested rows of all chunks.
         """
         start = 0
-        others: list[int] = []
+        sampled_rows: list[int] = []
         for chunk in chunks:
-            stop = start + chunk.num_told
+            stop = start + chunk.num_prompt_logits
             for first in range(start, stop, _MOST_ROWS):
-                self._tell(chunk.sequence, logits[first : min(first + _MOST_ROWS, stop)])
+                self._record(chunk.sequence, logits[first : min(first + _MOST_ROWS, stop)])
             start += chunk.num_logits
-            others += range(stop, start)
-        return logits[torch.tensor(others, dtype=torch.int64, device=logits.device)]
+            sampled_rows += range(stop, start)
+        return logits[torch.tensor(sampled_rows, dtype=torch.int64, device=logits.device)]
 
-    def _tell(self, sequence: Sequence, logits: torch.Tensor) -> None:
-        """Add the log probabilities of the next tokens of a prompt."""
+    def _record(self, sequence: Sequence, logits: torch.Tensor) -> None:
+        """Append the log probabilities of the next prompt tokens to the sequence."""
+        # The logits after token i predict token i + 1; the first prompt token has no prediction.
         first, count = len(sequence.prompt_logprobs) + 1, sequence.params.prompt_logprobs or 0
         tokens = sequence.prompt[first : first + len(logits)]
         chosen = torch.tensor(tokens, device=logits.device)
         logprobs, ranks, top, ids = self._sampler.editor.top(logits, chosen)
         rows = zip(ids[:, :count].tolist(), top[:, :count].tolist(), strict=True)
-        likely = (tuple(zip(*row, strict=True)) for row in rows)
-        told = zip(tokens, logprobs.tolist(), ranks.tolist(), likely, strict=True)
-        sequence.prompt_logprobs += [PromptLogprob(*each) for each in told]
+        top_logprobs = (tuple(zip(*row, strict=True)) for row in rows)
+        records = zip(tokens, logprobs.tolist(), ranks.tolist(), top_logprobs, strict=True)
+        sequence.prompt_logprobs += [PromptLogprob(*record) for record in records]

@@ -1,4 +1,4 @@
-"""Prompts and sampling parameters of requests, as steps take them."""
+"""Validation of prompts and parameters, and sampling batches of several sequences."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from interposer_ops.layers.sampler import Penalties, SamplingBatch
 
 
 def is_listing(value: object) -> bool:
-    """Say whether a value lists items in an order, as lists, arrays and generators do."""
+    """Return whether a value lists items in an order, as lists, arrays and generators do."""
     return hasattr(value, "__iter__") and not isinstance(
         value, bytes | bytearray | memoryview | Mapping | Set
     )
 
 
 def checked_tokens(token_ids: Items[int], vocab_size: int) -> list[int]:
-    """Return the ids as plain integers; RequestError if none, or one not in the vocabulary.
+    """Return the ids as plain integers.
 
-    Whatever Python takes for an index is an integer here, such as those of arrays.
+    Accepts every type that Python can use as an index, such as elements of arrays.
+
+    Raises: RequestError: there is no token, or a token is not in the vocabulary.
     """
     if not is_listing(token_ids):
         raise RequestError(
@@ -42,9 +44,9 @@ def checked_tokens(token_ids: Items[int], vocab_size: int) -> list[int]:
 def chosen_params(
     params: SamplingParams | Items[SamplingParams] | None, settings: dict[str, Any], count: int
 ) -> list[SamplingParams]:
-    """Return the parameters of each of ``count`` prompts, from what a caller gave.
+    """Return the sampling parameters of each of ``count`` prompts.
 
-    Raises: RequestError: both are given, or not as many as prompts.
+    Raises: RequestError: both ``params`` and ``settings`` are set, or the numbers differ.
     """
     if params is not None and settings:
         raise RequestError(f"Give either params or single settings, not both: {sorted(settings)}")
@@ -52,29 +54,31 @@ def chosen_params(
         return [SamplingParams(**settings)] * count
     if isinstance(params, SamplingParams):
         return [params] * count
-    given = list(params) if isinstance(params, Items) else [params]
-    for one in given:
-        if not isinstance(one, SamplingParams):
-            raise RequestError(f"params holds {one!r}, must be SamplingParams, one or a list")
-    if len(given) != count:
-        raise RequestError(f"{len(given)} params were given for {count} prompts")
-    return given
+    params_list = list(params) if isinstance(params, Items) else [params]
+    for item in params_list:
+        if not isinstance(item, SamplingParams):
+            raise RequestError(f"params holds {item!r}, must be SamplingParams, one or a list")
+    if len(params_list) != count:
+        raise RequestError(f"{len(params_list)} params were given for {count} prompts")
+    return params_list
 
 
 def sampling_batch(
     sequences: Items[Sequence], vocab_size: int, device: str, ahead: Items[int] | None = None
 ) -> SamplingBatch:
-    """Return the parameters of a row of logits for each of ``sequences``, without penalties.
+    """Build the sampling parameters of one row of logits per sequence, without penalties.
 
     Args:
-        ahead: how many tokens the row of each lies behind its next one; None is 0 for all.
+        ahead: Number of tokens between the next token of a sequence and the token of the row, for
+            each row; None for 0.
     """
     params = [sequence.params for sequence in sequences]
     if all(p.takes_likeliest for p in params):
         return SamplingBatch.greedy(len(params), device)
+    # Noise is a function of seed and step, so a token draws the same noise in any batch.
     steps = [len(sequence.output) for sequence in sequences]
     if ahead is not None:
-        steps = [step + more for step, more in zip(steps, ahead, strict=True)]
+        steps = [step + offset for step, offset in zip(steps, ahead, strict=True)]
     return SamplingBatch.build(
         temperature=[p.temperature for p in params],
         top_k=[p.top_k for p in params],
@@ -87,7 +91,7 @@ def sampling_batch(
 
 
 def penalties_of(sequences: Items[Sequence], vocab_size: int, device: str) -> Penalties:
-    """Return the penalties of ``sequences``, with the tokens that these have used."""
+    """Build the penalties of the sequences, with the counts of used tokens."""
     params = [sequence.params for sequence in sequences]
     return Penalties.build(
         repetition=[p.repetition_penalty for p in params],
@@ -102,6 +106,7 @@ def penalties_of(sequences: Items[Sequence], vocab_size: int, device: str) -> Pe
 
 def _integer(token_id: object) -> int:
     try:
+        # Python's booleans are integers, but a boolean among token ids is a mistake.
         if not isinstance(token_id, bool):
             return operator.index(token_id)  # type: ignore[arg-type]
     except TypeError:

@@ -1,4 +1,4 @@
-"""The steps of a model over its caches: eager, compiled or as graphs."""
+"""Runs the steps of a model on KV caches: eagerly, compiled or as captured graphs."""
 
 from __future__ import annotations
 
@@ -30,19 +30,21 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """Computes chunks of sequences, whose pages somebody else gives out.
+    """Computes chunks of sequences; the scheduler has assigned the pages.
 
     Attributes:
-        model: a ``PagedModel``; of what class it is, whoever built the engine knows.
-        numerics: the block in which weights are prepared and steps compute.
-        pools: of pages; that of the layers that see farthest is the first one.
-        has_prefixes: the tokens of a prompt see each other in both directions.
-        sources: encodes those of sequences; None where the model has no encoder.
-        graphs: through which steps that only decode run; None without.
-        compiled: what is called instead of the model; None where it is not compiled.
-        prefixes: shares what prompts that begin alike compute; None without.
-        adapters: tells layers the adapter of each token; None where no adapter is loaded.
-        hidden: has the states of all tokens of the last step; None where nobody wants them.
+        model: A ``PagedModel``, typed ``Any`` because each kind of model has further attributes.
+        numerics: Context manager in which weights are prepared and steps compute.
+        pools: Page pools, the pool of the widest attention window first.
+        encoder_pool: Page pool of the encoder inputs; None without an encoder.
+        is_prefix_lm: Whether the tokens of a prompt attend in both directions.
+        sources: Encodes the encoder inputs of sequences; None without an encoder.
+        graphs: Captured graphs of decode steps; None without graphs.
+        compiled: The compiled model, which is called instead of ``model``; None without
+            compilation.
+        prefixes: The prefix cache; None without one.
+        adapters: Assigns each token an adapter; None while no adapter is loaded.
+        hidden: Receives the hidden states of all tokens of a step; None if not needed.
     """
 
     adapters: StepAdapters | None = None
@@ -63,88 +65,90 @@ class Runner:
         compiled: Callable[[Any, list[torch.Tensor]], CompiledModel] | None = None,
         prefixes: Callable[[Caches, list[Any]], SharedPrefixes] | None = None,
     ) -> None:
-        """Allocate the cache.
+        """Create the page pools and allocate the KV cache.
 
         Args:
-            num_pages: that tokens of all sequences may take; layers with windows have fewer.
-            capture: of the platform, where decode steps are to be graphs.
-            graphs_required: what cannot be captured raises, see ``DecodeGraphs``.
-            numerics: of the platform, the block in which every step computes.
-            compiled: returns the compiled form of a model over these caches.
-            prefixes: returns what shares beginnings in these caches.
-        Raises: ConfigError: ``prefixes`` of a model whose prompts have no common beginnings.
+            num_pages: Number of pages for the tokens of all sequences; pools of windows have fewer.
+            capture: ``Platform.capture_graph``, to run decode steps as graphs; None for no graphs.
+            graphs_required: Whether a failed capture raises; see ``DecodeGraphs``.
+            numerics: Context manager of the platform in which every step computes.
+            compiled: Compiles the model for the allocated caches.
+            prefixes: Creates the prefix cache over the allocated caches.
+        Raises: ConfigError: ``prefixes`` for a model that cannot share prefixes.
         """
         self.model: Any = model
         self.max_sequences, self.max_step_tokens = max_sequences, max_step_tokens
         self.device = device
         self.numerics = numerics
         sizes = page_size, num_pages, max_sequences, max_step_tokens
-        held = Caches(model, *sizes, prefix_cache=prefixes is not None)
-        self.backends, self.pools, self._places = held.backends, held.pools, held.places
-        self.source_pool, self.has_prefixes = held.sources, held.has_prefixes
-        self._num_states = len(held.states)
+        caches = Caches(model, *sizes, prefix_cache=prefixes is not None)
+        self.backends, self.pools = caches.backends, caches.pools
+        self._pool_indices = caches.pool_indices
+        self.encoder_pool, self.is_prefix_lm = caches.encoder_pool, caches.is_prefix_lm
+        self._num_states = len(caches.states)
         self.sources: Sources | None = None
-        if held.sources is not None:
+        if self.encoder_pool is not None:
             vocab_size = model.config.vocab_size
-            self.sources = Sources(model, held.sources, device, max_step_tokens, vocab_size)
+            self.sources = Sources(model, self.encoder_pool, device, max_step_tokens, vocab_size)
         self.graphs: DecodeGraphs | None = None
         num_spare = 0
         if capture is not None:
-            # What a graph reads must not move, so that the table has to be whole from the start.
+            # Graphs read the rotary table, which must not move: make it large enough at once.
             model.reserve_positions(self.longest, device)
-            longest = max(self.longest, 0 if self.sources is None else self.sources.longest)
-            buckets = GraphBuckets.up_to(max_sequences, self.pools[0].pages_for(longest))
+            max_tokens = max(self.longest, 0 if self.sources is None else self.sources.longest)
+            buckets = GraphBuckets.up_to(max_sequences, self.pools[0].pages_for(max_tokens))
             num_spare = DecodeGraphs.pages_for(buckets, page_size)
             self.graphs = DecodeGraphs(
                 self._results,
                 capture,
                 buckets,
                 page_size=page_size,
-                spare_pages=held.spare_pages(num_spare),
+                spare_pages=caches.spare_pages(num_spare),
                 device=device,
-                backends=self._places,
+                backends=self._pool_indices,
                 model=model if isinstance(model, nn.Module) else None,
                 with_states=bool(self._num_states),
-                with_sources=self.sources is not None,
+                with_encoder=self.sources is not None,
                 required=graphs_required,
             )
-        self.caches = held.allocate(device, num_spare)
-        self.prefixes = None if prefixes is None else prefixes(held, self.caches)
+        self.caches = caches.allocate(device, num_spare)
+        self.prefixes = None if prefixes is None else prefixes(caches, self.caches)
         self.compiled = None if compiled is None else compiled(model, self.caches)
-        # The compiler makes code of its own for a size of 1, which a table seldom has.
+        # torch.compile specializes a size of 1, and a page table of one column is rare.
         self._min_pages = 1 if compiled is None else 2
 
     @property
     def longest(self) -> int:
-        """The tokens that a sequence can have: those of the context, as far as the cache goes."""
+        """Largest number of tokens of a sequence: the context length, or less in a small cache."""
         context: int = self.model.config.max_position_embeddings
         return min(pool.longest(context) for pool in self.pools)
 
     @property
     def states(self) -> States:
-        """Return the states of the layers that have some, in order."""
+        """The state tensors of the recurrent layers, in order."""
         return self.caches[len(self.backends) :]
 
     @property
     def cache_bytes(self) -> int:
-        """Return the bytes of pages and states."""
+        """Memory of all pages and states, in bytes."""
         parts = (cache if isinstance(cache, tuple) else (cache,) for cache in self.caches)
         return sum(tensor.nbytes for part in parts for tensor in part)
 
     def compute(self, chunks: Items[Chunk]) -> torch.Tensor:
-        """Return the logits that chunks want, ``[R, V]``, see ``Chunk.num_logits``.
+        """Compute the logits that the chunks request, ``[R, V]``; see ``Chunk.num_logits``.
 
-        Keys and values of all are in the cache then, though no token is counted as computed.
+        Writes the keys and values of all tokens to the cache, but does not advance the sequences.
         """
         batch = self._batch(chunks)
-        wanted: list[int] = []
+        rows: list[int] = []
         stop = 0
         for chunk in chunks:
             stop += chunk.num_rows
-            wanted += range(stop - chunk.num_logits, stop)
-        if len(wanted) < stop:
-            return self.forward(batch, torch.tensor(wanted, dtype=torch.int64, device=self.device))
-        # A step of decodes alone needs every token.
+            rows += range(stop - chunk.num_logits, stop)
+        # Compute logits of some rows only: the output matmul is large for a large vocabulary.
+        if len(rows) < stop:
+            return self.forward(batch, torch.tensor(rows, dtype=torch.int64, device=self.device))
+        # Every row is requested, as in a step of decodes only.
         if self.graphs is None:
             return self.forward(batch, None)
         results = self.graphs.run(batch)
@@ -155,73 +159,76 @@ class Runner:
             self.hidden.latest = states
         return logits
 
-    def watch(self, hidden: HiddenStates) -> None:
-        """Let ``hidden`` have the states of all tokens from the next step on.
+    def record_hidden_states(self, hidden: HiddenStates) -> None:
+        """Write the hidden states of all tokens to ``hidden`` from the next step on.
 
-        Raises: ConfigError: the model is compiled, or it is no ``CausalLM``.
+        Raises: ConfigError: the model is compiled, or is not a ``CausalLM``.
         """
         if self.compiled is not None or not isinstance(self.model, CausalLM):
-            what = "compiled" if self.compiled is not None else type(self.model).__name__
+            obstacle = "compiled" if self.compiled is not None else type(self.model).__name__
             raise ConfigError(
-                f"The model is {what}, so that its hidden states are not to be had, which a head "
-                "predicts by. Try: Config(compile='off'), or speculation='ngram'"
+                f"The model is {obstacle}, so that its hidden states are not available, which an "
+                "MTP head reads. Try: Config(compile='off'), or speculation='ngram'"
             )
         self.hidden = self.model.model.hidden = hidden
         if self.graphs is not None:
             self.graphs.forget()
 
     def renew(self) -> None:
-        """Capture steps anew, and fix sizes anew, as layers have got new operands."""
+        """Drop captured graphs and fix compiled sizes again, because layers have new operands."""
         if self.graphs is not None:
             self.graphs.forget()
         if self.compiled is not None:
             self.compiled.fix_sizes()
 
     def _results(self, batch: StepBatch, plans: Plans) -> Results:
-        """Return logits, and hidden states where somebody wants them."""
+        """Compute the logits, and the hidden states if a proposer needs hidden states."""
         logits = self.forward(batch, None, plans)
         if self.hidden is None or self.hidden.latest is None:
             return logits
         return logits, self.hidden.latest
 
     def compute_all(self, chunk: Chunk) -> torch.Tensor:
-        """Return the logits of every token of a chunk, ``[T, V]``."""
+        """Compute the logits of every token of a chunk, ``[T, V]``."""
         return self.forward(self._batch([chunk]), None)
 
     def forward(
         self, batch: StepBatch, rows: torch.Tensor | None, planned: Plans | None = None
     ) -> torch.Tensor:
-        """Return the model's logits for ``batch``; layers that share a backend share its plan.
+        """Compute the logits of ``batch``; layers with the same backend share one plan.
 
         Args:
-            planned: plans of the batch that were made before, by backend.
+            rows: Rows of the tokens to compute logits for; None for all.
+            planned: Plans of the batch that exist already, by backend.
         """
-        # A graph has room for whole pages, of which the last may reach beyond the context.
-        needed = min(batch.attention.max_seq_tokens, self.model.config.max_position_embeddings)
-        self.model.reserve_positions(needed, self.device)
+        # The capacity of a graph is in whole pages, so its last page may exceed the context.
+        num_positions = min(
+            batch.attention.max_seq_tokens, self.model.config.max_position_embeddings
+        )
+        self.model.reserve_positions(num_positions, self.device)
         with self.numerics():
             plans = dict(planned or {})
             for backend in self.backends:
                 if backend not in plans:
-                    plans[backend] = backend.plan(batch.by_pool[self._places[backend]])
+                    plans[backend] = backend.plan(batch.by_pool[self._pool_indices[backend]])
             model: Callable[..., torch.Tensor] = self.compiled or self.model
-            planned_layers = [plans[backend] for backend in self.backends]
+            layer_plans = [plans[backend] for backend in self.backends]
             if self._num_states:
-                planned_layers += [StateBatch.of(batch.attention)] * self._num_states
-            return model(batch.token_ids, batch.positions, self.caches, planned_layers, rows)
+                layer_plans += [StateBatch.of(batch.attention)] * self._num_states
+            return model(batch.token_ids, batch.positions, self.caches, layer_plans, rows)
 
     def _batch(self, chunks: Items[Chunk]) -> StepBatch:
         if self.adapters is not None:
             self.adapters.assign(chunks)
         if self.sources is not None:
-            fresh = [chunk.sequence for chunk in chunks if not chunk.sequence.num_computed]
-            if fresh:
-                self.sources.encode(fresh, self.caches, self.numerics)
+            started = [chunk.sequence for chunk in chunks if not chunk.sequence.num_computed]
+            if started:
+                self.sources.encode(started, self.caches, self.numerics)
         return StepBatch.build(
             chunks,
             self.pools[0].page_size,
             self.device,
             self._min_pages,
             with_states=bool(self._num_states),
-            with_prefixes=self.has_prefixes,
+            with_prefixes=self.is_prefix_lm,
         )

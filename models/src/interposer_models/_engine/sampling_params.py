@@ -12,17 +12,17 @@ from interposer.errors import RequestError, UnknownNameError
 from interposer_models._constraint import Constraint
 from interposer_ops.layers.logit_edits import MOST_LIKELY
 
-# Names of other interfaces, and of arguments that are no parameters of one answer.
+# Parameters of other interfaces, and arguments that belong elsewhere, with their replacements.
 _ELSEWHERE = {
     "best_of": "generate(..., n=4), and choose among the answers by their logprobs",
     "echo": "prompt_token_ids of the completion",
-    "logprobs": "top_logprobs; the token's own is always told",
+    "logprobs": "top_logprobs; the token's own is always reported",
     "max_tokens": "max_new_tokens",
     "n": "n of generate() or stream(), beside params",
 }
 _INT64_MAX = 2**63 - 1  # the ops take seeds and top_k as int64
 
-# Each description says in an error what is allowed.
+# Error texts quote the descriptions.
 _Fraction = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
 _Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")]
 _Text = Annotated[str, Field(min_length=1)]
@@ -30,49 +30,48 @@ _TokenId = Annotated[int, Field(ge=0, le=_INT64_MAX)]
 
 
 class _Bias(dict[int, float]):
-    """A mapping that parameters can be keys with."""
+    """A hashable mapping, so that parameters can be dictionary keys."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
 
-_Count = Annotated[int, Field(ge=0, le=MOST_LIKELY)]
+_NumTokens = Annotated[int, Field(ge=0, le=MOST_LIKELY)]
 
 
 class SamplingParams(BaseModel):
-    """Parameters of one request; the defaults choose the likeliest token each time.
+    """Parameters of one request; the defaults decode greedily.
 
     Attributes:
-        max_new_tokens: the request ends after that many.
-        temperature: divides the logits; 0 is greedy.
-        top_k: only so many of the likeliest tokens are left; 0 leaves all.
-        top_p: the likeliest tokens are left that hold this probability together; 1 leaves all.
-        min_p: tokens are left that are at least this fraction as likely as the likeliest; 0
-            leaves all.
-        repetition_penalty: above 1 discourages tokens of prompt and output.
-        presence_penalty: subtracted from the logits of tokens that were generated.
-        frequency_penalty: subtracted once for each time that a token was generated.
-        seed: the same seed gives the same tokens, whatever runs beside; None draws one.
-        stop: texts that end the request and are left out of its text.
-        stop_token_ids: tokens that end the request.
-        ignore_eos: the model's own end tokens don't end the request.
-        min_tokens: tokens that end the request cannot come before so many others did. A text of
-            ``stop`` can.
-        logit_bias: from token ids to what is added to their logits, before penalties.
-        constraint: the form of the text. Tokens that end the request can come where the text is
-            complete, and it ends by itself where nothing else can follow.
-        top_logprobs: how many of the likeliest tokens are told at each position.
-        prompt_logprobs: the log probability of each token of the prompt but the first is told, with
-            as many of the likeliest tokens in its place; None tells none. They are those of the
-            model, whatever else is asked for.
-        adapter: the name of a loaded adapter, see ``LanguageModel.load_adapter``; None is the model
-            as it is.
-        cache_salt: only requests of the same salt share what is computed of prompts that begin
-            alike. How soon a first token comes tells whoever asks which beginnings are kept, so
-            that clients who must not learn of each other need different ones.
+        max_new_tokens: Number of new tokens after which the request ends.
+        temperature: Divisor of the logits; 0 is greedy.
+        top_k: Number of likeliest tokens to draw from; 0 for all.
+        top_p: Draw from the likeliest tokens that together have this probability; 1 for all.
+        min_p: Draw from tokens that are at least this fraction as likely as the likeliest; 0 for
+            all.
+        repetition_penalty: Above 1 discourages tokens of prompt and output.
+        presence_penalty: Subtracted from the logits of tokens that were generated.
+        frequency_penalty: Subtracted once for each time that a token was generated.
+        seed: The same seed gives the same tokens, independent of other requests; None draws a seed.
+        stop: Texts that end the request and are not part of the returned text.
+        stop_token_ids: Tokens that end the request.
+        ignore_eos: Whether to continue after the model's own end tokens.
+        min_tokens: Number of new tokens before which no end token can come. A text of ``stop`` can.
+        logit_bias: Numbers to add to the logits of tokens, before penalties, by token id.
+        constraint: The form of the text. End tokens can come only where the text is complete, and
+            the request ends if nothing can follow.
+        top_logprobs: Number of likeliest tokens to report at each position.
+        prompt_logprobs: Report the log probability of each prompt token but the first, and this
+            number of likeliest tokens at the position; None reports nothing. The values are the
+            model's own, before penalties, biases and constraints.
+        adapter: Name of a loaded adapter; see ``LanguageModel.load_adapter``. None for the plain
+            model.
+        cache_salt: Only requests with the same salt share cached prefixes. The time to the first
+            token reveals whether a prefix is cached, so clients that must not learn of each other's
+            prompts need different salts.
     Raises:
-        RequestError: a value has the wrong type or is out of range, or contradicts another.
-        UnknownNameError: a field of that name does not exist.
+        RequestError: a value has the wrong type, is out of range, or contradicts another.
+        UnknownNameError: there is no field of that name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -111,8 +110,8 @@ class SamplingParams(BaseModel):
     constraint: Constraint | None = Field(
         default=None, description="None or a Constraint, such as Constraint.regex('[0-9]+')"
     )
-    top_logprobs: _Count = Field(default=0, description=f"an integer from 0 to {MOST_LIKELY}")
-    prompt_logprobs: _Count | None = Field(
+    top_logprobs: _NumTokens = Field(default=0, description=f"an integer from 0 to {MOST_LIKELY}")
+    prompt_logprobs: _NumTokens | None = Field(
         default=None, description=f"None or an integer from 0 to {MOST_LIKELY}"
     )
     adapter: str | None = Field(default=None, description="None or the name of a loaded adapter")
@@ -120,37 +119,39 @@ class SamplingParams(BaseModel):
 
     @cached_property
     def takes_likeliest(self) -> bool:
-        """True if each token is the one of the model's largest logit, and nothing else is told."""
+        """Whether each token is the argmax of the model's own logits, without further reports."""
         return self.temperature == 0 and self.takes_logits_alone
 
     @cached_property
     def takes_logits_alone(self) -> bool:
-        """True if tokens depend on the model's logits alone, and nothing else is told of them."""
+        """Whether tokens depend only on the model's own logits, without further reports."""
         return not (self.is_penalised or self.edits_logits or self.top_logprobs)
 
     @cached_property
     def is_penalised(self) -> bool:
-        """True if tokens that were used are less likely, or likelier, than the logits say."""
+        """Whether used tokens are penalized."""
         return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
 
     @cached_property
     def edits_logits(self) -> bool:
-        """True if tokens are ruled out or favoured."""
+        """Whether some tokens are excluded or biased."""
         return bool(self.min_tokens or self.logit_bias or self.constraint)
 
     def numbered(self, count: int, shares: bool) -> list[SamplingParams]:
-        """Return the parameters of each of so many answers to one prompt.
+        """Return the parameters of each of ``count`` answers to one prompt.
 
-        Seeds follow each other, and 0 follows 2^63 - 1.
+        Seeds are consecutive; 0 follows 2^63 - 1.
 
         Args:
-            shares: the first answer alone tells the log probabilities of the prompt.
+            shares: Whether only the first answer computes the log probabilities of the prompt.
         """
-        told = None if shares else self.prompt_logprobs
+        prompt_logprobs = None if shares else self.prompt_logprobs
         numbered = [self]
         for index in range(1, count):
             seed = None if self.seed is None else (self.seed + index) % (_INT64_MAX + 1)
-            numbered.append(self.model_copy(update={"seed": seed, "prompt_logprobs": told}))
+            numbered.append(
+                self.model_copy(update={"seed": seed, "prompt_logprobs": prompt_logprobs})
+            )
         return numbered
 
     if not TYPE_CHECKING:  # type checkers derive the signature from the fields
@@ -159,7 +160,7 @@ class SamplingParams(BaseModel):
             try:
                 super().__init__(**fields)
             except ValidationError as error:
-                raise _reason(error, fields) from None
+                raise _refusal(error, fields) from None
             if self.min_tokens > self.max_new_tokens:
                 raise RequestError(
                     f"min_tokens is {self.min_tokens}, which is more than max_new_tokens, "
@@ -172,11 +173,13 @@ class SamplingParams(BaseModel):
                 )
 
 
-def _reason(error: ValidationError, fields: dict[str, Any]) -> RequestError | UnknownNameError:
-    known = SamplingParams.model_fields
+def _refusal(error: ValidationError, fields: dict[str, Any]) -> RequestError | UnknownNameError:
+    fields_by_name = SamplingParams.model_fields
     for name in fields:
-        if name not in known:
+        if name not in fields_by_name:
             hint = f"Try: {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-            return UnknownNameError("sampling parameter", name, known, hint)
+            return UnknownNameError("sampling parameter", name, fields_by_name, hint)
     name = str(error.errors()[0]["loc"][0])
-    return RequestError(f"{name} is {fields[name]!r}; allowed is {known[name].description}")
+    return RequestError(
+        f"{name} is {fields[name]!r}; allowed is {fields_by_name[name].description}"
+    )

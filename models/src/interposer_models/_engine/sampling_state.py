@@ -1,4 +1,4 @@
-"""Sampling parameters and used tokens of the sequences that decode, kept on the device.
+"""Sampling parameters and used tokens of the decoding sequences, kept on the device.
 
 Dimensions: B sequences, V vocabulary.
 """
@@ -21,97 +21,112 @@ _Value = TypeVar("_Value")
 
 
 @dataclass(slots=True)
-class Kept(Generic[_Value]):
-    """A value that is made once for the sequences of steps that follow each other."""
+class CachedValue(Generic[_Value]):
+    """A value that is computed once while consecutive steps run the same sequences."""
 
     sequences: tuple[Sequence, ...] = ()
     value: _Value | None = None
 
     def of(self, sequences: Items[Sequence], make: Callable[[], _Value]) -> _Value:
-        """Return the value for ``sequences``, which ``make`` returns where they are others."""
-        if self.value is None or not same(self.sequences, sequences):
+        """Return the value for ``sequences``; call ``make`` if the sequences have changed."""
+        if self.value is None or not is_same_batch(self.sequences, sequences):
             self.value, self.sequences = make(), tuple(sequences)
         return self.value
 
 
 class SamplingState:
-    """The batches of steps, each of which goes on from the one before.
+    """Sampling batches of consecutive steps, updated on the device.
 
-    Where a step draws for the same sequences, their new tokens are counted in the tensors that are
-    there. Where one comes or goes, its parameters are written in a stage of their own, and the used
-    tokens of the others stay where they are known: on the device.
+    If a step has the same sequences as the one before, only the new tokens are counted. If a
+    sequence joins or leaves, the parameters are uploaded again, but token counts of the other
+    sequences stay on the device.
     """
 
     def __init__(self, vocab_size: int, device: str) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._sequences: tuple[Sequence, ...] = ()
-        self._counted: list[int] = []  # tokens of each output that are in the batch
+        self._num_counted: list[int] = []  # output tokens of each sequence that are in the batch
         self._batch: SamplingBatch | None = None
 
     def batch(self, sequences: Items[Sequence]) -> SamplingBatch:
-        """Return the parameters of a row of logits for each of ``sequences``.
+        """Return the sampling parameters of one row of logits per sequence.
 
-        They are as the sequences stand until the next call, which changes them.
+        The next call changes the returned tensors.
 
         Args:
-            sequences: not all of which take the likeliest token.
+            sequences: Sequences of the step, of which at least one is not greedy.
         """
         if self._batch is not None:
-            self._count(self._batch)
-        if self._batch is None or not same(self._sequences, sequences):
-            self._batch = self._exchanged(sequences)
+            self._count_new_tokens(self._batch)
+        if self._batch is None or not is_same_batch(self._sequences, sequences):
+            self._batch = self._rebuild(sequences)
             self._sequences = tuple(sequences)
-            self._counted = [len(sequence.output) for sequence in sequences]
+            self._num_counted = [len(sequence.output) for sequence in sequences]
         return self._batch
 
-    def _count(self, batch: SamplingBatch) -> None:
-        """Count the tokens that came since the last step."""
-        more = [len(s.output) - n for s, n in zip(self._sequences, self._counted, strict=True)]
-        if not any(more):
+    def _count_new_tokens(self, batch: SamplingBatch) -> None:
+        """Count the tokens that were appended since the last step."""
+        num_new = [
+            len(s.output) - num_old
+            for s, num_old in zip(self._sequences, self._num_counted, strict=True)
+        ]
+        if not any(num_new):
             return
-        if len({*more}) == 1:
-            batch.steps.add_(more[0])
+        # In plain decoding every sequence gets one token, so a scalar suffices.
+        if len({*num_new}) == 1:
+            batch.steps.add_(num_new[0])
         else:
-            batch.steps.add_(torch.tensor(more).to(self._device, non_blocking=True))
+            batch.steps.add_(torch.tensor(num_new).to(self._device, non_blocking=True))
         if batch.penalties is not None:
             pairs = [
                 (row, token)
                 for row, (sequence, count) in enumerate(
-                    zip(self._sequences, self._counted, strict=True)
+                    zip(self._sequences, self._num_counted, strict=True)
                 )
                 for token in sequence.output[count:]
             ]
-            places = torch.tensor(pairs).T.to(self._device, non_blocking=True)
+            indices = torch.tensor(pairs).T.to(self._device, non_blocking=True)
             counts = batch.penalties.output_counts
             ones = torch.ones(len(pairs), dtype=counts.dtype, device=counts.device)
-            counts.index_put_(tuple(places), ones, accumulate=True)
-        self._counted = [n + new for n, new in zip(self._counted, more, strict=True)]
+            counts.index_put_(tuple(indices), ones, accumulate=True)
+        self._num_counted = [
+            num_old + num_added
+            for num_old, num_added in zip(self._num_counted, num_new, strict=True)
+        ]
 
-    def _exchanged(self, sequences: Items[Sequence]) -> SamplingBatch:
-        """Return the batch of other sequences, some of which may be known."""
+    def _rebuild(self, sequences: Items[Sequence]) -> SamplingBatch:
+        """Build the batch of other sequences, and reuse the token counts of known ones."""
         batch = sampling_batch(sequences, self._vocab_size, self._device)
         if not any(sequence.params.is_penalised for sequence in sequences):
             return batch
-        held = None if self._batch is None else self._batch.penalties
-        known = {} if held is None else {s: row for row, s in enumerate(self._sequences)}
-        fresh = [sequence for sequence in sequences if sequence not in known]
-        made = penalties_of(fresh, self._vocab_size, self._device) if fresh else None
-        if held is None or len(fresh) == len(sequences):
-            return replace(batch, penalties=made)
-        starts = {sequence: len(known) + row for row, sequence in enumerate(fresh)} | known
-        rows = torch.tensor([starts[sequence] for sequence in sequences], device=self._device)
-        return replace(batch, penalties=_joined(held, made, rows))
+        old_penalties = None if self._batch is None else self._batch.penalties
+        old_rows = (
+            {} if old_penalties is None else {s: row for row, s in enumerate(self._sequences)}
+        )
+        new_sequences = [sequence for sequence in sequences if sequence not in old_rows]
+        new_penalties = (
+            penalties_of(new_sequences, self._vocab_size, self._device) if new_sequences else None
+        )
+        if old_penalties is None or len(new_sequences) == len(sequences):
+            return replace(batch, penalties=new_penalties)
+        row_by_sequence = {
+            sequence: len(old_rows) + row for row, sequence in enumerate(new_sequences)
+        } | old_rows
+        rows = torch.tensor(
+            [row_by_sequence[sequence] for sequence in sequences], device=self._device
+        )
+        return replace(batch, penalties=_select_rows(old_penalties, new_penalties, rows))
 
 
-def same(held: Items[Sequence], given: Items[Sequence]) -> bool:
-    """Say whether these are the same sequences in the same order."""
-    return len(held) == len(given) and all(a is b for a, b in zip(held, given, strict=True))
+def is_same_batch(first: Items[Sequence], second: Items[Sequence]) -> bool:
+    """Return whether two lists hold the same sequences in the same order."""
+    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
 
 
-def _joined(held: Penalties, made: Penalties | None, rows: Tensor) -> Penalties:
-    """Return the rows of both, those of ``made`` numbered behind the others."""
+def _select_rows(old: Penalties, new: Penalties | None, rows: Tensor) -> Penalties:
+    """Select rows of both penalties; rows of ``new`` are numbered after those of ``old``."""
     names = Penalties.__dataclass_fields__
-    if made is None:
-        return Penalties(*(getattr(held, name)[rows] for name in names))
-    return Penalties(*(torch.cat([getattr(held, n), getattr(made, n)])[rows] for n in names))
+    if new is None:
+        return Penalties(*(getattr(old, name)[rows] for name in names))
+    return Penalties(*(torch.cat([getattr(old, n), getattr(new, n)])[rows] for n in names))

@@ -1,4 +1,4 @@
-"""Continuous batching: the choice of the sequences and tokens of the next step."""
+"""Continuous batching: choose the sequences and tokens of the next step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from interposer_models._engine.pages import PagePool
 from interposer_models._engine.sequence import Sequence
 from interposer_models._engine.shared_prefixes import SharedPrefixes
 
-# Of a step, besides the newest tokens: as many logits as a vocabulary of 150,000 has in 75 MiB.
-_MOST_TOLD = 256
+# Rows of logits per step for prompt log probabilities: 75 MiB with a vocabulary of 150,000.
+_MAX_PROMPT_LOGITS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,46 +20,49 @@ class Chunk:
     """The next ``num_tokens`` uncomputed tokens of a sequence.
 
     Attributes:
-        drafts: tokens that somebody guessed to follow the newest one, computed along.
-        num_told: tokens before the newest one whose logits are wanted; they are the last ones.
+        sequence: The sequence.
+        num_tokens: Number of tokens to compute.
+        drafts: Draft tokens that follow the newest token and are computed in the same step.
+        num_prompt_logits: Number of last tokens, not counting the newest one, with requested logits
+            for prompt log probabilities.
     """
 
     sequence: Sequence
     num_tokens: int
     drafts: tuple[int, ...] = ()
-    num_told: int = 0
+    num_prompt_logits: int = 0
 
     @property
     def num_rows(self) -> int:
-        """The tokens that the step computes."""
+        """Number of tokens that the step computes for the chunk."""
         return self.num_tokens + len(self.drafts)
 
     @property
     def num_logits(self) -> int:
-        """The last tokens of these whose logits are wanted."""
-        return self.num_told + (1 + len(self.drafts) if self.is_last else 0)
+        """Number of last tokens of the chunk with requested logits."""
+        return self.num_prompt_logits + (1 + len(self.drafts) if self.is_last else 0)
 
     @property
     def is_last(self) -> bool:
-        """Return True if the step ends with the sequence's newest token, so that one is sampled."""
+        """Whether the chunk ends with the newest token, so that a new token is sampled."""
         return self.sequence.num_computed + self.num_tokens == len(self.sequence)
 
 
 class Scheduler:
-    """Keeps the running sequences going and lets waiting ones join, first come, first served.
+    """Schedules running sequences and admits waiting ones, first come, first served.
 
-    A decode step and a piece of a prompt are the same thing here: the next uncomputed tokens of
-    a sequence. When pages run out, the sequence that joined last gives its pages back and is
-    computed again later.
+    Decode steps and prompt chunks are treated alike: both are the next uncomputed tokens of a
+    sequence. When the pool has no free pages, the sequence that joined last is preempted: the pages
+    are freed, and the tokens are computed again later.
 
     Args:
-        pools: of pages, the first one with the rows of states.
-        sources: the pool of sources, where sequences have one.
-        whole_prompts: a prompt is computed in one step, as its tokens see each other in both
-            directions. One that finds no room behind older sequences goes before them in the next
-            step, and they before it in the one after.
-        prefixes: shares what sequences with equal beginnings compute. One waits while an older one
-            computes what it needs.
+        pools: Page pools; the first one also hands out state slots.
+        encoder_pool: Page pool of the encoder inputs, if the model has an encoder.
+        whole_prompts: Whether a prompt must be computed in one step, because prompt tokens attend
+            in both directions. A prompt that does not fit after older sequences has priority in the
+            next step; the older sequences have priority in the step after that.
+        prefixes: The prefix cache. A sequence waits while an older one computes a prefix of the
+            sequence.
     """
 
     def __init__(
@@ -67,12 +70,12 @@ class Scheduler:
         pools: Items[PagePool],
         max_sequences: int,
         max_step_tokens: int,
-        sources: PagePool | None = None,
+        encoder_pool: PagePool | None = None,
         whole_prompts: bool = False,
         prefixes: SharedPrefixes | None = None,
     ) -> None:
         self.pools = pools
-        self.sources = sources
+        self.encoder_pool = encoder_pool
         self.max_sequences = max_sequences
         self.max_step_tokens = max_step_tokens
         self.waiting: deque[Sequence] = deque()
@@ -86,20 +89,26 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Say whether any sequence is running or waiting."""
+        """Whether any sequence is running or waiting."""
         return bool(self.running or self.waiting)
 
     def check(self, num_tokens: int) -> None:
-        """Raise RequestError if no step takes a prompt of so many tokens that has to be whole."""
+        """Raise RequestError if a prompt must be computed in one step and exceeds every step."""
         if not self._whole_prompts:
             return
-        held = min((pool.room(0, pool.num_pages) for _, pool in self._windowed), default=num_tokens)
-        for most, setting in ((self.max_step_tokens, "max_step_tokens"), (held, "cache_tokens")):
-            if num_tokens > most:
+        cache_capacity = min(
+            (pool.step_capacity(0, pool.num_pages) for _, pool in self._windowed),
+            default=num_tokens,
+        )
+        for capacity, setting in (
+            (self.max_step_tokens, "max_step_tokens"),
+            (cache_capacity, "cache_tokens"),
+        ):
+            if num_tokens > capacity:
                 raise RequestError(
                     f"The prompt has {num_tokens} tokens, which see each other in both directions "
-                    f"and are computed in one step. The largest one takes {most}. "
-                    f"Try: load(..., {setting}={num_tokens}), or shorten it to {most}"
+                    f"and are computed in one step. The largest one takes {capacity}. "
+                    f"Try: load(..., {setting}={num_tokens}), or shorten it to {capacity}"
                 )
 
     def add(self, sequence: Sequence) -> None:
@@ -107,7 +116,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it stands, and take its pages back."""
+        """Remove a running or waiting sequence, and free the pages."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -117,108 +126,123 @@ class Scheduler:
         self._release(sequence)
 
     def next_step(self) -> list[Chunk]:
-        """Return the chunks of the next step, with pages for all of them; empty when idle."""
+        """Return the chunks of the next step, with reserved pages; empty when idle."""
         while self.waiting and len(self.running) < self.max_sequences:
-            joining = self.waiting.popleft()
-            joining.state_slot = self.pools[0].take_slot()
-            self.running.append(joining)
+            sequence = self.waiting.popleft()
+            sequence.state_slot = self.pools[0].take_slot()
+            self.running.append(sequence)
             if self._prefixes is not None:
-                self._prefixes.expect(joining, self.running)
-        budget = source_budget = self.max_step_tokens
-        left_told = _MOST_TOLD
+                self._prefixes.plan_checkpoints(sequence, self.running)
+        budget = encoder_budget = self.max_step_tokens
+        prompt_logits_budget = _MAX_PROMPT_LOGITS
         chunks: list[Chunk] = []
+        # Reserve capacity for a whole prompt that did not fit into the last step.
         delayed, self._delayed = self._delayed, None
-        kept = 0 if delayed is None else self._least(delayed)
+        reserved_tokens = 0 if delayed is None else self._min_chunk_tokens(delayed)
         for sequence in list(self.running):
             if budget == 0:
                 break
             if sequence not in self.running:
-                continue  # gave its pages to an older one just now
+                continue  # was preempted by an older sequence in this step
             if sequence is delayed:
-                kept = 0
+                # The reservation is for this sequence: from here on the whole budget is free.
+                reserved_tokens = 0
             if (
                 self._prefixes is not None
                 and not sequence.pages[0]
-                and not self._prefixes.join(sequence, self.running)
+                and not self._prefixes.attach(sequence, self.running)
             ):
                 continue
-            if self.sources is not None and not sequence.num_computed:
-                # It is encoded before its first chunk, whole, and in memory for such a step.
-                if len(sequence.source) > source_budget:
+            if self.encoder_pool is not None and not sequence.num_computed:
+                # The whole encoder input is encoded before the first chunk, within step memory.
+                if len(sequence.source) > encoder_budget:
                     continue
-                source_budget -= len(sequence.source)
-            wanted = min(len(sequence) - sequence.num_computed, budget - kept)
+                encoder_budget -= len(sequence.source)
+            num_tokens = min(len(sequence) - sequence.num_computed, budget - reserved_tokens)
             for _, pool in self._windowed:
-                # A small pool takes a long chunk in parts, between which pages come back.
-                wanted = min(wanted, pool.room(sequence.num_computed, pool.num_pages))
-            is_told = sequence.params.prompt_logprobs is not None
-            if is_told:
-                wanted = min(wanted, _until_told(sequence, left_told))
+                # A small pool computes a long chunk in parts, and frees pages in between.
+                num_tokens = min(
+                    num_tokens, pool.step_capacity(sequence.num_computed, pool.num_pages)
+                )
+            wants_logprobs = sequence.params.prompt_logprobs is not None
+            if wants_logprobs:
+                num_tokens = min(num_tokens, _limit_prompt_logits(sequence, prompt_logits_budget))
             if self._prefixes is not None:
-                wanted = self._prefixes.cut(sequence, wanted)
-            if wanted < self._least(sequence):
+                num_tokens = self._prefixes.limit_chunk(sequence, num_tokens)
+            if num_tokens < self._min_chunk_tokens(sequence):
                 if self._delayed is None:
                     self._delayed = sequence
                 continue
-            if self._reserve(sequence, sequence.num_computed + wanted):
-                told = _num_told(sequence, wanted) if is_told else 0
-                chunks.append(Chunk(sequence, wanted, num_told=told))
-                budget -= wanted
-                left_told -= told
+            if self._reserve(sequence, sequence.num_computed + num_tokens):
+                num_prompt_logits = (
+                    _num_prompt_logits(sequence, num_tokens) if wants_logprobs else 0
+                )
+                chunks.append(Chunk(sequence, num_tokens, num_prompt_logits=num_prompt_logits))
+                budget -= num_tokens
+                prompt_logits_budget -= num_prompt_logits
         return chunks
 
     def next_alone(self, sequence: Sequence, most_tokens: int | None = None) -> Chunk | None:
-        """Return the next chunk of a sequence that nobody queued, as long as free pages allow.
+        """Return the next chunk of a sequence that is not queued, as far as free pages allow.
 
-        None where they do not allow for a token, or for a prompt that has to be whole. ``remove``
-        takes the pages back.
+        Returns None if the free pages hold no token, or less than a prompt that must be computed in
+        one step. ``remove`` frees the pages.
         """
-        wanted = len(sequence) - sequence.num_computed
+        num_tokens = len(sequence) - sequence.num_computed
         if most_tokens is not None:
-            wanted = min(wanted, most_tokens)
-        for number, pool in self._windowed:
-            unseen = sequence.pages[number].count(pool.zero_page)
-            held = len(sequence.pages[number]) - unseen
-            wanted = min(wanted, pool.room(sequence.num_computed, held + pool.num_free))
-        least = self._least(sequence)
-        if wanted < least or not self.extend(sequence, sequence.num_computed + wanted):
+            num_tokens = min(num_tokens, most_tokens)
+        for pool_index, pool in self._windowed:
+            # Zero pages in the list take no memory of the pool.
+            num_zero_pages = sequence.pages[pool_index].count(pool.zero_page)
+            num_held_pages = len(sequence.pages[pool_index]) - num_zero_pages
+            num_tokens = min(
+                num_tokens,
+                pool.step_capacity(sequence.num_computed, num_held_pages + pool.num_free),
+            )
+        min_tokens = self._min_chunk_tokens(sequence)
+        if num_tokens < min_tokens or not self.extend(sequence, sequence.num_computed + num_tokens):
             return None
-        return Chunk(sequence, wanted)
+        return Chunk(sequence, num_tokens)
 
     def advance(self, chunks: Items[Chunk]) -> None:
-        """Count the tokens of chunks as computed, and take back the pages that none sees now."""
+        """Count the tokens of the chunks as computed, and free pages that have left a window."""
+        # Fast path: without windows and prefix cache, no page can be freed or registered.
         if self._prefixes is None and not self._windowed:
             for chunk in chunks:
                 chunk.sequence.num_computed += chunk.num_tokens
             return
         for chunk in chunks:
-            self._advance(chunk, has_guesses=bool(chunk.drafts))
+            self._advance(chunk, has_drafts=bool(chunk.drafts))
 
     def accept(self, chunk: Chunk, num_drafts: int) -> None:
-        """Count the first drafts of a chunk as computed, and take back pages of the others.
+        """Count the first ``num_drafts`` draft tokens of a chunk as computed; free the other pages.
 
-        The sequence has these tokens already.
+        The sequence contains the accepted tokens already.
         """
         sequence = chunk.sequence
-        self._advance(Chunk(sequence, num_drafts), has_guesses=True)
+        self._advance(Chunk(sequence, num_drafts), has_drafts=True)
         for pool, pages in zip(self.pools, sequence.pages, strict=True):
             pool.shrink(pages, sequence.num_computed + 1)
 
-    def _advance(self, chunk: Chunk, has_guesses: bool) -> None:
+    def _advance(self, chunk: Chunk, has_drafts: bool) -> None:
         sequence, first = chunk.sequence, chunk.sequence.num_computed
         sequence.num_computed += chunk.num_tokens
         if self._prefixes is not None:
-            sequence.state_tokens = -1 if has_guesses else sequence.num_computed
-            self._prefixes.learn(sequence, first)
-        for number, pool in self._windowed:
-            pool.trim(sequence.pages[number], sequence.num_computed)
+            sequence.state_tokens = -1 if has_drafts else sequence.num_computed
+            self._prefixes.register_computed(sequence, first)
+        for pool_index, pool in self._windowed:
+            pool.trim(sequence.pages[pool_index], sequence.num_computed)
 
-    def _least(self, sequence: Sequence) -> int:
-        """Return how many tokens the next chunk of a sequence has at least."""
+    def _min_chunk_tokens(self, sequence: Sequence) -> int:
+        """Return the least number of tokens of a sequence's next chunk."""
         return max(len(sequence.prompt) - sequence.num_computed, 1) if self._whole_prompts else 1
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Get pages for ``num_tokens`` tokens, at the cost of sequences that joined later."""
+        """Allocate pages for ``num_tokens`` tokens; if necessary, preempt younger sequences.
+
+        Returns False if the sequence itself was preempted.
+        """
+        # The youngest running sequence is preempted, which may be this one.
         while not self.extend(sequence, num_tokens):
             youngest = self.running.pop()
             self._release(youngest)
@@ -229,8 +253,11 @@ class Scheduler:
         return True
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Take pages for ``num_tokens`` tokens from all pools, or say False with those of some."""
-        if self.sources is not None and not self.sources.extend(
+        """Allocate pages for ``num_tokens`` tokens in all pools; return False if one has too few.
+
+        After a failure the pages of some pools stay allocated to the sequence.
+        """
+        if self.encoder_pool is not None and not self.encoder_pool.extend(
             sequence.source_pages, len(sequence.source)
         ):
             return False
@@ -238,25 +265,24 @@ class Scheduler:
         return all(pool.extend(pages, num_tokens) for pool, pages in pairs)
 
     def _release(self, sequence: Sequence) -> None:
-        """Take back all that a sequence holds."""
+        """Free everything that a sequence holds."""
         if self._prefixes is not None:
-            self._prefixes.leave(sequence)
+            self._prefixes.detach(sequence)
         for pool, pages in zip(self.pools, sequence.pages, strict=True):
             pool.release(pages)
-        if self.sources is not None:
-            self.sources.release(sequence.source_pages)
+        if self.encoder_pool is not None:
+            self.encoder_pool.release(sequence.source_pages)
         self.pools[0].return_slot(sequence.state_slot)
         sequence.state_slot = -1
 
 
-def _until_told(sequence: Sequence, most: int) -> int:
-    """Return after how many tokens so many more of the prompt are told; all if they are fewer."""
-    if sequence.num_untold <= most:
+def _limit_prompt_logits(sequence: Sequence, limit: int) -> int:
+    """Return the number of next tokens that need at most ``limit`` rows of prompt logits."""
+    if sequence.num_missing_logprobs <= limit:
         return len(sequence) - sequence.num_computed
-    return len(sequence.prompt_logprobs) - sequence.num_computed + most
+    return len(sequence.prompt_logprobs) - sequence.num_computed + limit
 
 
-def _num_told(sequence: Sequence, num_tokens: int) -> int:
-    """Return of how many of the next tokens logits are wanted, for what a prompt is told."""
-    known = len(sequence.prompt_logprobs) - sequence.num_computed
-    return max(0, min(num_tokens - known, sequence.num_untold))
+def _num_prompt_logits(sequence: Sequence, num_tokens: int) -> int:
+    num_computed_logprobs = len(sequence.prompt_logprobs) - sequence.num_computed
+    return max(0, min(num_tokens - num_computed_logprobs, sequence.num_missing_logprobs))

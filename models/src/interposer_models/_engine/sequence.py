@@ -1,4 +1,4 @@
-"""The state of one request in the engine."""
+"""State of one request in the engine."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from interposer_models._engine.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "constraint", "cancelled", "error"]
 TopLogprobs = tuple[tuple[int, float], ...]
-"""Ids of likely tokens with their natural-log probabilities, the likeliest first."""
+"""Ids of the likeliest tokens with their natural-log probabilities, the likeliest first."""
 
 
 class PromptLogprob(NamedTuple):
-    """A token of a prompt, as the model predicts it from those before it.
+    """A prompt token with the probability given the preceding tokens.
 
     Attributes:
-        logprob: natural logarithm, of the model's own logits.
-        rank: 1 where no token is likelier.
-        top_logprobs: ids and log probabilities of the likeliest tokens in its place, as many as
-            were asked for.
+        token_id: The token.
+        logprob: Natural logarithm of the probability by the model's own logits.
+        rank: 1 if no token is likelier.
+        top_logprobs: Ids and log probabilities of the likeliest tokens at the position, as many as
+            requested.
     """
 
     token_id: int
@@ -34,23 +35,32 @@ class Sequence:
     """Prompt, output and cache state of one request.
 
     Attributes:
-        num_computed: tokens whose keys and values are in the cache.
-        num_shared: first tokens of these that were there already when it began.
-        seed: of this request's noise, drawn if the parameters name none.
-        pages: cache pages that it holds in each pool, in order.
-        page_keys: of the beginning and of whole pages, see ``page_keys``; none where the sequence
-            shares no pages.
-        borders: tokens after which its state is to be kept for others.
-        state_tokens: that its state was computed from; -1 where guesses are among them.
-        source: tokens that an encoder reads; none where the model has no encoder.
-        source_pages: of the cache, with what layers read of the source.
-        state_slot: row of the states that it holds; -1 while it has none.
-        adapter: the version of its adapter, as ``StepAdapters`` counts them; None without one.
-        matcher: of its constraint, which is where its output is; None without one.
-        top_logprobs: of each token of the output, where the parameters ask for them.
-        prompt_logprobs: of the prompt from its second token on, as far as they are known; likewise.
-        error: of the finish reason ``"error"``.
-        has_end_token: whether the last token of the output ended it, and is no part of the text.
+        id: Number of the sequence in the engine.
+        prompt: Token ids of the prompt.
+        params: Sampling parameters.
+        seed: Seed of the request's noise; drawn if the parameters have none.
+        output: New tokens so far.
+        logprobs: Log probability of each new token.
+        num_computed: Number of tokens with keys and values in the cache.
+        num_shared: Number of first tokens that were cached when the sequence started.
+        pages: Cache pages of the sequence in each pool, in order.
+        page_keys: Key of the empty prefix and of each whole page; see ``page_keys``. Empty without
+            a prefix cache.
+        checkpoint_positions: Numbers of tokens after which the recurrent state is saved for other
+            sequences.
+        state_tokens: Number of tokens in the recurrent state; -1 if the state includes draft
+            tokens.
+        source: Token ids of the encoder input; empty if the model has no encoder.
+        source_pages: Cache pages of the encoder input.
+        state_slot: Row of the state tensors; -1 while the sequence has none.
+        adapter: Version number of the adapter in ``StepAdapters``; None without one.
+        finish_reason: Why the sequence has ended; None before the end.
+        error: The error, if the finish reason is ``"error"``.
+        has_end_token: Whether the last output token ended the sequence and is not part of the text.
+        matcher: Matcher of the constraint, advanced to the end of the output; None without one.
+        top_logprobs: Likeliest tokens at each output position, if requested.
+        prompt_logprobs: Log probabilities of the prompt tokens from the second on, as far as
+            computed, if requested.
     """
 
     id: int
@@ -63,7 +73,7 @@ class Sequence:
     num_shared: int = 0
     pages: list[list[int]] = field(default_factory=lambda: [[]])
     page_keys: list[bytes] = field(default_factory=list)
-    borders: list[int] = field(default_factory=list)
+    checkpoint_positions: list[int] = field(default_factory=list)
     state_tokens: int = 0
     source: list[int] = field(default_factory=list)
     source_pages: list[int] = field(default_factory=list)
@@ -80,14 +90,15 @@ class Sequence:
         return len(self.prompt) + len(self.output)
 
     @property
-    def num_untold(self) -> int:
-        """Return how many tokens of the prompt want a log probability that is not known yet."""
+    def num_missing_logprobs(self) -> int:
+        """Number of prompt tokens without a computed log probability, if requested."""
         if self.params.prompt_logprobs is None:
             return 0
+        # The first prompt token has no prediction.
         return len(self.prompt) - 1 - len(self.prompt_logprobs)
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Return the tokens at positions ``start`` to ``stop - 1`` of prompt and output."""
+        """Return the tokens of prompt and output at the positions ``start`` to ``stop - 1``."""
         split = len(self.prompt)
         if start >= split:
             return self.output[start - split : stop - split]
@@ -96,7 +107,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A new token of a sequence, with its natural-log probability."""
+    """A new token of a sequence, with the natural-log probability."""
 
     sequence: Sequence
     token_id: int

@@ -1,4 +1,4 @@
-"""Sequences with equal beginnings share what is computed of these: pages, and copies of states.
+"""Prefix cache: sequences with equal prefixes share pages, and copies of recurrent states.
 
 Dimensions: S page size.
 """
@@ -11,27 +11,28 @@ from itertools import takewhile
 from operator import itemgetter
 
 from interposer_models._engine.cache_contents import CacheContents, state_row
-from interposer_models._engine.prefix_match import Match, PrefixSearch, Tail, agreeing_tokens
+from interposer_models._engine.prefix_match import Match, PrefixSearch, Tail, common_prefix_length
 from interposer_models._engine.prefix_pages import PrefixPool, page_key, page_keys
 from interposer_models._engine.prefix_statistics import PrefixStatistics
 from interposer_models._engine.prefix_store import PrefixStore
 from interposer_models._engine.sequence import Sequence
 from interposer_models._engine.state_checkpoints import StateCheckpoints
 
+# A sequence waits for another one to compute a shared prefix only if it gains this many tokens.
 _WORTH_TOKENS = 16
-# Of states: fewer tokens are computed again sooner than two steps take in place of one.
+# A checkpoint splits a prompt into two steps; below this many tokens, recomputing is faster.
 _LEAST_TOKENS = 64
 
 
 class SharedPrefixes:
-    """Gives sequences that begin what others have computed of their first tokens.
+    """Prefix cache of an engine: gives new sequences computed pages and states of prefixes.
 
-    Whole pages are shared. The page behind them is copied, as far as its tokens agree. Layers with
-    windows have to have what the next token sees, and layers with states a checkpoint after exactly
-    these tokens.
+    Whole pages are shared. The page after the whole pages is copied as far as the tokens match.
+    Layers with windows need the pages that the next token attends to; recurrent layers need a
+    checkpoint after exactly the matching tokens.
 
     Attributes:
-        statistics: since it was made.
+        statistics: Counts since the cache was created.
     """
 
     def __init__(
@@ -41,12 +42,13 @@ class SharedPrefixes:
         checkpoints: StateCheckpoints | None = None,
         store: PrefixStore | None = None,
     ) -> None:
-        """Know nothing yet.
+        """Create an empty cache.
 
         Args:
-            contents: of the pages of the pools, and of the rows of states.
-            checkpoints: of the states; None where the model has none.
-            store: takes what pools and checkpoints give up, in kinds of rows of this order.
+            contents: Tensors of the pages of the pools, and of the state rows.
+            checkpoints: State checkpoints; None for a model without recurrent states.
+            store: Memory for evicted pages and checkpoints, with one kind of rows per pool and then
+                one for checkpoints; None to drop evicted ones.
         """
         self.statistics = PrefixStatistics()
         self._pools = pools
@@ -55,45 +57,47 @@ class SharedPrefixes:
         self._checkpoints = checkpoints
         self._store = store
         self._search = PrefixSearch(pools, checkpoints, store)
-        self._kept: frozenset[bytes] = frozenset()
-        # Who waits, for whom, and until so many tokens are computed.
+        self._protected: frozenset[bytes] = frozenset()
+        # For each waiting sequence: the sequence it waits for, and the number of tokens to await.
         self._awaited: dict[Sequence, tuple[Sequence, int]] = {}
-        for place, pool in enumerate(pools):
-            pool.on_evict = partial(self._give_up, place)
+        for pool_index, pool in enumerate(pools):
+            pool.on_evict = partial(self._offload_page, pool_index)
         if store is not None:
             store.kinds[0].on_evict = self._drop_tail
             if checkpoints is not None:
                 checkpoints.on_evict = self._store_state
 
-    def expect(self, sequence: Sequence, running: Items[Sequence]) -> None:
-        """Let older sequences keep their states where a new one goes another way."""
+    def plan_checkpoints(self, sequence: Sequence, running: Items[Sequence]) -> None:
+        """Let older sequences save states where a new sequence diverges."""
         if self._checkpoints is None:
             return
         for other in takewhile(lambda other: other is not sequence, running):
-            border = agreeing_tokens(sequence, other, self._size) // self._size * self._size
-            if border > other.num_computed and border not in other.borders:
-                other.borders.append(border)
+            position = common_prefix_length(sequence, other, self._size) // self._size * self._size
+            if position > other.num_computed and position not in other.checkpoint_positions:
+                other.checkpoint_positions.append(position)
 
-    def join(self, sequence: Sequence, running: Items[Sequence]) -> bool:
-        """Give a sequence without pages what there is of its first tokens, but for the last one.
+    def attach(self, sequence: Sequence, running: Items[Sequence]) -> bool:
+        """Give a sequence without pages the longest cached prefix, at most all but the last token.
 
-        The last token is computed in any case, as its logits are wanted.
+        The last token is always computed, because the logits of the last token are needed.
 
         Args:
-            running: all sequences that are, the older ones first, and this one among them.
-        Returns: False where an older one computes more of these tokens now, so that it has to wait.
+            running: All running sequences, the older ones first, including this one.
+        Returns: False if the sequence must wait for an older sequence that is computing more of the
+            prefix.
         """
         older = [*takewhile(lambda other: other is not sequence, running)]
-        if sequence.num_untold:
-            # Whoever is told of a prompt computes it: pages hold no logits.
+        if sequence.num_missing_logprobs:
+            # Prompt log probabilities need the logits of the prompt, which are not cached.
             page_keys(sequence, 0, self._size)
             self._begin(sequence, Match(0, None, 0, 0), running)
             return True
         awaited, end = self._awaited.pop(sequence, (sequence, 0))
+        # Search again if the awaited sequence has ended, was preempted, or has computed the prefix.
         if awaited not in older or awaited.num_computed >= end:
             match = self._search.longest(sequence, running)
-            reaches = ((self._reach(sequence, other), other) for other in older)
-            end, awaited = max(reaches, key=itemgetter(0), default=(0, sequence))
+            shareable = ((self._future_prefix_length(sequence, other), other) for other in older)
+            end, awaited = max(shareable, key=itemgetter(0), default=(0, sequence))
             if end - match.num_tokens < _WORTH_TOKENS:
                 self._begin(sequence, match, running)
                 return True
@@ -101,97 +105,113 @@ class SharedPrefixes:
         return False
 
     def _begin(self, sequence: Sequence, match: Match, running: Items[Sequence]) -> None:
-        if not self._take(sequence, match):
-            # No page is free to bring something back to: what needs none is taken.
+        if not self._load_match(sequence, match):
+            # Too few pages are free to copy or restore pages: share only cached whole pages.
             match = self._search.longest(sequence, running, needs_pages=False)
-            self._take(sequence, match)
+            self._load_match(sequence, match)
         sequence.num_computed = sequence.num_shared = match.num_tokens
         self.statistics.tokens += len(sequence)
         self.statistics.shared_tokens += sequence.num_computed
         if self._checkpoints is not None:
             sequence.state_tokens = sequence.num_computed
-            sequence.borders += self._borders(sequence, match.known)
+            sequence.checkpoint_positions += self._checkpoint_positions(
+                sequence, match.num_known_pages
+            )
 
-    def cut(self, sequence: Sequence, wanted: int) -> int:
-        """Return how many of ``wanted`` tokens there are up to where a state is to be kept."""
-        done = sequence.num_computed
-        return min([wanted, *(border - done for border in sequence.borders if border > done)])
+    def limit_chunk(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return ``num_tokens``, or fewer if the sequence reaches a checkpoint position before."""
+        num_computed = sequence.num_computed
+        return min(
+            [
+                num_tokens,
+                *(
+                    position - num_computed
+                    for position in sequence.checkpoint_positions
+                    if position > num_computed
+                ),
+            ]
+        )
 
-    def learn(self, sequence: Sequence, first: int) -> None:
-        """Know what a sequence has computed since it had ``first`` tokens, if it joined."""
+    def register_computed(self, sequence: Sequence, first: int) -> None:
+        """Register the pages that a sequence has filled since token ``first``."""
         if not sequence.page_keys:
             return
         size, stop = self._size, sequence.num_computed // self._size
         for number in range(first // size, stop):
             keys = page_keys(sequence, number + 1, size)
             tokens = sequence.tokens(number * size, (number + 1) * size)
-            self._know(sequence, number, keys[number + 1], tokens)
-        if self._checkpoints is not None and sequence.num_computed in sequence.borders:
-            self._keep_state(sequence, page_keys(sequence, stop, size)[stop])
+            self._register(sequence, number, keys[number + 1], tokens)
+        if self._checkpoints is not None and sequence.num_computed in sequence.checkpoint_positions:
+            self._save_state(sequence, page_keys(sequence, stop, size)[stop])
 
-    def leave(self, sequence: Sequence) -> None:
-        """Know the last page and the state of a sequence that is about to give them back."""
+    def detach(self, sequence: Sequence) -> None:
+        """Register the last page and state of a sequence before both are freed."""
         self._awaited.pop(sequence, None)
-        count, rest = divmod(sequence.num_computed, self._size)
+        count, num_tail_tokens = divmod(sequence.num_computed, self._size)
         if not (sequence.page_keys and sequence.num_computed):
             return
         key = page_keys(sequence, count, self._size)[count]
-        if rest:
+        if num_tail_tokens:
             tokens = sequence.tokens(count * self._size, sequence.num_computed)
             key = page_key(key, tokens)
-            self._know(sequence, count, key, tokens)
+            self._register(sequence, count, key, tokens)
         if self._checkpoints is not None:
-            self._keep_state(sequence, key)
+            self._save_state(sequence, key)
 
     def forget(self) -> None:
-        """Know nothing any more, as after other weights."""
-        for each in (*self._pools, self._checkpoints, self._store):
-            if each is not None:
-                each.forget()
+        """Empty the cache, for example because the weights have changed."""
+        for part in (*self._pools, self._checkpoints, self._store):
+            if part is not None:
+                part.forget()
         self._search.tails.clear()
 
-    def _reach(self, sequence: Sequence, other: Sequence) -> int:
-        """Return how many first tokens of a sequence another one will have computed; 0 if none.
-
-        Those that it has computed already do not count.
-        """
+    def _future_prefix_length(self, sequence: Sequence, other: Sequence) -> int:
+        """Return the common prefix length if ``other`` has yet to compute a part of it, else 0."""
+        # A sequence that decodes computes no more of its prompt.
         if len(other) - other.num_computed <= 1:
             return 0
-        end = agreeing_tokens(sequence, other, self._size)
+        end = common_prefix_length(sequence, other, self._size)
         if self._checkpoints is not None:
-            end = max((border for border in other.borders if border <= end), default=0)
+            end = max(
+                (position for position in other.checkpoint_positions if position <= end), default=0
+            )
         return end if end > other.num_computed else 0
 
-    def _borders(self, sequence: Sequence, known: int) -> set[int]:
-        """Return after how many tokens the state of a sequence is to be kept.
+    def _checkpoint_positions(self, sequence: Sequence, num_known_pages: int) -> set[int]:
+        """Return the numbers of tokens after which to save the state of a sequence.
 
-        That is at the end of the last page, of the pages that others have had too, and before
-        ends of the prompt of 64, 128, 256 and so on tokens: whoever shares all but an end of any
-        length computes about twice that at most.
+        Positions are the end of the last whole page, the end of the known pages, and 64, 128, 256,
+        ... tokens before the end of the sequence. So a sequence that shares all but the last n
+        tokens computes at most about 2 n tokens.
         """
-        size, last = self._size, len(sequence) - 1
-        borders, gap = {last // size * size}, _LEAST_TOKENS
-        while gap < last:
-            borders.add((last - gap) // size * size)
+        size, max_shared = self._size, len(sequence) - 1
+        positions, gap = {max_shared // size * size}, _LEAST_TOKENS
+        while gap < max_shared:
+            positions.add((max_shared - gap) // size * size)
             gap *= 2
-        return {border for border in borders if border >= _LEAST_TOKENS} | {known * size}
+        return {position for position in positions if position >= _LEAST_TOKENS} | {
+            num_known_pages * size
+        }
 
-    def _take(self, sequence: Sequence, match: Match) -> bool:
-        """Give a sequence what was found, or nothing, and say False, where pages are missing."""
+    def _load_match(self, sequence: Sequence, match: Match) -> bool:
+        """Give a sequence the matching pages and state; return False if too few pages are free."""
         num_tokens, tail = match.num_tokens, match.tail
-        keys = sequence.page_keys[1 : match.count + 1]
+        keys = sequence.page_keys[1 : match.num_pages + 1]
+        # The checkpoint to restore has the key of the last matching page.
         key = tail.key if tail is not None else keys[-1] if keys else b""
-        self._kept = frozenset((*keys, key))
+        self._protected = frozenset((*keys, key))
         try:
-            for place in range(len(self._pools)):
-                if not self._take_pages(sequence.pages[place], place, keys, tail, num_tokens):
+            for pool_index in range(len(self._pools)):
+                if not self._load_pages(
+                    sequence.pages[pool_index], pool_index, keys, tail, num_tokens
+                ):
                     for pool, pages in zip(self._pools, sequence.pages, strict=True):
                         pool.release(pages)
                     return False
         finally:
-            self._kept = frozenset()
+            self._protected = frozenset()
         if self._checkpoints is not None and num_tokens:
-            if self._checkpoints.knows(key):
+            if self._checkpoints.has_key(key):
                 self._checkpoints.restore(key, sequence.state_slot)
             else:
                 assert self._store is not None  # where it was found
@@ -199,64 +219,80 @@ class SharedPrefixes:
                 self._store.get(len(self._pools), key, parts)
         return True
 
-    def _take_pages(
-        self, pages: list[int], place: int, keys: list[bytes], tail: Tail | None, num_tokens: int
+    def _load_pages(
+        self,
+        pages: list[int],
+        pool_index: int,
+        keys: list[bytes],
+        tail: Tail | None,
+        num_tokens: int,
     ) -> bool:
-        pool, store, contents = self._pools[place], self._store, self._contents
-        unseen = min(pool.num_unseen(num_tokens), len(keys))
-        wanted = keys[unseen:]
-        pages += [pool.hold(key) if pool.knows(key) else pool.zero_page for key in wanted]
+        pool, store, contents = self._pools[pool_index], self._store, self._contents
+        num_unseen_pages = min(pool.num_unseen_pages(num_tokens), len(keys))
+        seen_keys = keys[num_unseen_pages:]
+        pages += [pool.acquire(key) if pool.has_key(key) else pool.zero_page for key in seen_keys]
+        # Pages that the pool has evicted are restored from the store into new pages.
         missing = [number for number, page in enumerate(pages) if page == pool.zero_page]
-        # It must not go for what is taken now.
-        source = [pool.hold(tail.key)] if tail is not None and pool.knows(tail.key) else []
-        fresh: list[int] = []
-        done = pool.extend(fresh, (len(missing) + (tail is not None)) * self._size)
-        if done:
+        # Hold the page to copy, so that the allocation below does not evict it.
+        copy_sources = (
+            [pool.acquire(tail.key)] if tail is not None and pool.has_key(tail.key) else []
+        )
+        new_pages: list[int] = []
+        has_pages = pool.extend(new_pages, (len(missing) + (tail is not None)) * self._size)
+        if has_pages:
             for number in missing:
-                page = pages[number] = fresh.pop(0)
+                page = pages[number] = new_pages.pop(0)
                 assert store is not None  # where it was found
-                store.get(place, wanted[number], contents.page(place, page))
-                pool.know(wanted[number], page)
+                store.get(pool_index, seen_keys[number], contents.page(pool_index, page))
+                pool.register(seen_keys[number], page)
             self.statistics.restored_pages += len(missing)
-            pages[:0] = [pool.zero_page] * unseen
+            # Pages before the window need not be cached.
+            pages[:0] = [pool.zero_page] * num_unseen_pages
             if tail is not None:
-                pages += fresh
-                if source or tail.pages:
-                    contents.copy_page(place, (source or [tail.pages[place]])[0], fresh[0])
+                pages += new_pages
+                if copy_sources or tail.pages:
+                    contents.copy_page(
+                        pool_index, (copy_sources or [tail.pages[pool_index]])[0], new_pages[0]
+                    )
                 else:
                     assert store is not None
-                    store.get(place, tail.key, contents.page(place, fresh[0]))
+                    store.get(pool_index, tail.key, contents.page(pool_index, new_pages[0]))
                     self.statistics.restored_pages += 1
-        pool.release(source)
-        return done
+        pool.release(copy_sources)
+        return has_pages
 
-    def _know(self, sequence: Sequence, number: int, key: bytes, tokens: list[int]) -> None:
-        """Know a page of a sequence in all pools that have it still."""
+    def _register(self, sequence: Sequence, number: int, key: bytes, tokens: list[int]) -> None:
+        """Register a page of a sequence in all pools in which the sequence still holds the page."""
         for pool, pages in zip(self._pools, sequence.pages, strict=True):
+            # The page may have left the window of this pool already.
             if pages[number] != pool.zero_page:
-                pool.know(key, pages[number])
-        if self._pools[0].knows(key):
+                pool.register(key, pages[number])
+        if self._pools[0].has_key(key):
             self._search.tails.add(sequence.page_keys[number], key, tokens)
 
-    def _keep_state(self, sequence: Sequence, key: bytes) -> None:
+    def _save_state(self, sequence: Sequence, key: bytes) -> None:
         assert self._checkpoints is not None
+        # The state is not usable if it includes rejected draft tokens.
         if sequence.state_tokens == sequence.num_computed:
-            self._checkpoints.keep(key, sequence.state_slot)
+            self._checkpoints.save(key, sequence.state_slot)
 
-    def _give_up(self, place: int, key: bytes, page: int) -> None:
-        """Store what a page holds, if there is a store."""
+    def _offload_page(self, pool_index: int, key: bytes, page: int) -> None:
+        """Store an evicted page if there is a store."""
         self.statistics.evicted_pages += 1
-        parts = [] if self._store is None else self._contents.page(place, page)
-        if self._store is not None and self._store.put(place, key, parts, self._kept):
+        parts = [] if self._store is None else self._contents.page(pool_index, page)
+        if self._store is not None and self._store.put(pool_index, key, parts, self._protected):
             self.statistics.stored_pages += 1
-        elif place == 0:
+        # Tails are indexed by pages of the first pool, the one with the widest window.
+        elif pool_index == 0:
             self._search.tails.remove(key)
 
     def _store_state(self, key: bytes, row: int) -> None:
         assert self._store is not None
         assert self._checkpoints is not None
-        self._store.put(len(self._pools), key, state_row(self._checkpoints.kept, row), self._kept)
+        self._store.put(
+            len(self._pools), key, state_row(self._checkpoints.rows, row), self._protected
+        )
 
     def _drop_tail(self, key: bytes) -> None:
-        if not self._pools[0].knows(key):
+        if not self._pools[0].has_key(key):
             self._search.tails.remove(key)

@@ -1,6 +1,6 @@
-"""The sources of an encoder-decoder: each is encoded once, and read by the steps of its sequence.
+"""Encoder inputs: encoded once, and attended to by all steps of the sequence.
 
-Dimensions: E tokens of the sources, B sources.
+Dimensions: E tokens of all encoder inputs of a batch, B encoder inputs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from interposer_models._engine.sequence import Sequence as Request
 
 @dataclass(frozen=True, slots=True)
 class SourceBatch:
-    """Whole sources, one behind the other.
+    """Whole encoder inputs, packed without padding.
 
     Attributes:
-        token_ids, positions: ``[E]`` int64; a position is within the source.
-        starts: ``[B + 1]`` int64; source b goes from entry b to before entry b + 1.
-        longest: the most tokens of a source.
+        token_ids, positions: ``[E]`` int64; positions count from the start of each input.
+        starts: ``[B + 1]`` int64; input b has the entries ``starts[b]`` to ``starts[b + 1] - 1``.
+        longest: Length of the longest input.
     """
 
     token_ids: Tensor
@@ -38,30 +38,30 @@ class SourceBatch:
 
 
 class SourceModel(Protocol):
-    """A ``PagedModel`` whose layers attend to a source, in what it has besides."""
+    """The additional interface of a ``PagedModel`` with cross-attention to an encoder input."""
 
     @property
     def max_source_tokens(self) -> int:
-        """The longest source."""
+        """Largest number of tokens of an encoder input."""
         ...
 
     def encode(self, sources: SourceBatch, caches: Sequence[Any], plans: Sequence[Any]) -> None:
-        """Compute sources and store what the layers that attend to them read of each.
+        """Encode inputs, and write the keys and values of the cross-attention layers to the caches.
 
         Args:
-            caches: as a step gets them.
-            plans: of the layers that attend to sources, in the places of the layers; each has the
-                slots of the E tokens.
+            caches: As in ``PagedModel.__call__``.
+            plans: One per attention layer; plans of cross-attention layers have the slots of the E
+                tokens.
         """
         ...
 
 
 class Sources:
-    """Encodes the sources of sequences that begin, into pages that these hold already.
+    """Encodes the inputs of new sequences into cache pages that the sequences hold.
 
     Attributes:
-        pool: of pages.
-        longest: the most tokens of a source.
+        pool: Page pool of the encoder inputs.
+        longest: Largest number of tokens of an encoder input.
     """
 
     def __init__(
@@ -69,31 +69,31 @@ class Sources:
     ) -> None:
         self._model, self._device, self._vocab_size = model, device, vocab_size
         self._max_step_tokens = max_step_tokens
-        self._backends: list[AttentionBackend] = [each.backend for each in model.attention_layers]
+        self._backends: list[AttentionBackend] = [layer.backend for layer in model.attention_layers]
         self.pool = pool
         self.longest = pool.longest(min(model.max_source_tokens, max_step_tokens))
 
     def check(self, source: Sequence[int] | None) -> list[int]:
-        """Return the ids of a source as plain integers.
+        """Return the token ids of an encoder input as plain integers.
 
-        Raises: RequestError: there is none, or it is empty, holds an unknown token, or exceeds the
+        Raises: RequestError: the input is missing or empty, has an unknown token, or exceeds the
             encoder, a step or the cache.
         """
         if source is None:
             raise RequestError(
-                "The model attends to a source, and none was given. "
+                "The model has an encoder, but no encoder input was given. "
                 "Try: engine.add(prompt, params, source=token_ids)"
             )
         tokens = checked_tokens(source, self._vocab_size)
-        most = self._model.max_source_tokens
-        if len(tokens) > most:
+        max_tokens = self._model.max_source_tokens
+        if len(tokens) > max_tokens:
             raise RequestError(
-                f"The source has {len(tokens)} tokens, the encoder takes {most}. "
-                f"Try: shorten it to {most}"
+                f"The encoder input has {len(tokens)} tokens, the encoder takes {max_tokens}. "
+                f"Try: shorten it to {max_tokens}"
             )
         if len(tokens) > self._max_step_tokens:
             raise RequestError(
-                f"The source has {len(tokens)} tokens, which an encoder computes in one step, and "
+                f"The encoder input has {len(tokens)} tokens, which are computed in one step, but "
                 f"max_step_tokens is {self._max_step_tokens}. "
                 f"Try: load(..., max_step_tokens={len(tokens)})"
             )
@@ -106,42 +106,46 @@ class Sources:
         caches: Sequence[Any],
         numerics: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Compute the sources of sequences and store them in their pages."""
+        """Encode the inputs of sequences, and write the results to the pages."""
         size = self.pool.page_size
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         for sequence in sequences:
-            pages, places = sequence.source_pages, range(len(sequence.source))
+            pages, source_positions = sequence.source_pages, range(len(sequence.source))
             token_ids += sequence.source
-            positions += places
-            slots += [pages[p // size] * size + p % size for p in places]
+            positions += source_positions
+            slots += [pages[p // size] * size + p % size for p in source_positions]
         lengths = [len(sequence.source) for sequence in sequences]
-        numbers = torch.tensor([token_ids, positions, slots]).to(self._device)
+        device_values = torch.tensor([token_ids, positions, slots]).to(self._device)
         starts = torch.tensor([0, *accumulate(lengths)]).to(self._device)
-        batch = SourceBatch(numbers[0], numbers[1], starts, max(lengths))
+        batch = SourceBatch(device_values[0], device_values[1], starts, max(lengths))
         self._model.reserve_positions(batch.longest, self._device)
-        written = _written(numbers[2])
+        write_batch = _write_batch(device_values[2])
         with numerics():
             plans: dict[AttentionBackend, Any] = {}
             for backend in self._backends:
+                # Self-attention layers have other backends; the encoder writes nothing to their
+                # caches.
                 if backend not in plans:
-                    plans[backend] = backend.plan(written) if sees_source(backend.spec) else None
+                    plans[backend] = (
+                        backend.plan(write_batch) if sees_source(backend.spec) else None
+                    )
             self._model.encode(batch, caches, [plans[backend] for backend in self._backends])
 
 
 def sees_source(spec: AttentionSpec) -> bool:
-    """Say whether what a spec's layer attends to is a source."""
+    """Return whether a layer with this spec attends to the encoder input."""
     return spec.type == "encoder_decoder"
 
 
 def reads_sources(model: Any) -> bool:
-    """Say whether layers of a model attend to a source."""
+    """Return whether the model has layers that attend to an encoder input."""
     return any(sees_source(layer.backend.spec) for layer in model.attention_layers)
 
 
-def _written(slots: Tensor) -> AttentionBatch:
-    """Return the batch that has slots ``[E]`` to write to, and no sequence that reads."""
+def _write_batch(slots: Tensor) -> AttentionBatch:
+    """Return a batch that only writes to the slots ``[E]``, without sequences that read."""
     return AttentionBatch(
         query_starts=slots.new_zeros(1),
         seq_lens=slots.new_empty(0),

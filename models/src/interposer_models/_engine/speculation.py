@@ -1,4 +1,4 @@
-"""The interface of what verifies guessed tokens in the steps of an engine."""
+"""Interface of speculative decoding in the steps of an engine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from interposer_models._engine.sequence import Event, Sequence
 
 
 @dataclass(slots=True)
-class SpeculationFigures:
-    """The counts of all steps so far that decoded only.
+class SpeculationCounts:
+    """Counts over all decode-only steps so far.
 
     Attributes:
-        plain_steps: without guesses.
-        drafted_steps: with some.
-        drafted_tokens: that were guessed.
-        accepted_tokens: of these, that the model took.
+        plain_steps: Steps without draft tokens.
+        drafted_steps: Steps with draft tokens.
+        drafted_tokens: Draft tokens that were proposed.
+        accepted_tokens: Draft tokens that the model accepted.
     """
 
     plain_steps: int = 0
@@ -27,22 +27,22 @@ class SpeculationFigures:
 
     @property
     def acceptance(self) -> float:
-        """The share of guessed tokens that the model took; 0 where none was guessed."""
+        """Fraction of draft tokens that the model accepted; 0 if there were none."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
 
 class StepSpeculation(Protocol):
-    """Runs steps in place of the engine, which it calls for all parts of them."""
+    """Runs the steps of an engine with draft tokens, through the engine's own methods."""
 
     @property
-    def figures(self) -> SpeculationFigures:
+    def figures(self) -> SpeculationCounts:
         """The counts so far."""
         ...
 
     def step(self, chunks: list[Chunk]) -> list[Event]:
-        """Compute the chunks of a step, of which the engine has the pages; see ``Engine.step``."""
+        """Compute the chunks of a step with allocated pages; see ``Engine.step``."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept of a sequence that has ended."""
+        """Drop the state of a sequence that has ended."""
         ...

@@ -1,4 +1,4 @@
-"""Rows of the states of layers, copied to where another sequence or a checkpoint has its own.
+"""Copies between rows of recurrent state tensors.
 
 Dimensions: N slots.
 """
@@ -11,23 +11,24 @@ import torch
 from torch import Tensor
 
 States = Sequence[tuple[Tensor, ...]]
-"""Of each layer with a state, the tensors ``[N, ...]`` of its ``StateLayout``."""
+"""For each recurrent layer, the tensors ``[N, ...]`` of its ``StateLayout``."""
 
 
 def copy_rows(
     source: States, source_rows: Sequence[int], target: States, target_rows: Sequence[int]
 ) -> None:
-    """Write rows of all states of ``source`` to rows of ``target``, in the order given.
+    """Copy rows of all state tensors of ``source`` to rows of ``target``, in the given order.
 
     Args:
-        target: of the same layers, with any number of rows. It may be ``source``: all rows are
-            read before one is written.
+        target: Tensors of the same layers, with any number of rows. May be ``source``: all rows are
+            read before the first is written.
     """
     pairs = [pair for both in zip(source, target, strict=True) for pair in zip(*both, strict=True)]
+    # A copy of one row needs no index tensors on the device.
     if len(source_rows) == 1:
-        for read, written in pairs:
-            written[target_rows[0]].copy_(read[source_rows[0]])
+        for source_tensor, target_tensor in pairs:
+            target_tensor[target_rows[0]].copy_(source_tensor[source_rows[0]])
     elif source_rows and pairs:
-        places = torch.tensor([source_rows, target_rows], device=pairs[0][0].device)
-        for read, written in pairs:
-            written.index_copy_(0, places[1], read.index_select(0, places[0]))
+        rows = torch.tensor([source_rows, target_rows], device=pairs[0][0].device)
+        for source_tensor, target_tensor in pairs:
+            target_tensor.index_copy_(0, rows[1], source_tensor.index_select(0, rows[0]))

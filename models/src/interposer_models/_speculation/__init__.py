@@ -1,1 +1,1 @@
-"""Speculative decoding: tokens are guessed, and several verified in one step."""
+"""Speculative decoding: draft tokens that the target model verifies, several in one step."""

@@ -1,4 +1,4 @@
-"""The judgement of draft models, which have to be of the tokens of their target."""
+"""Checks that a draft model fits the target model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def check_sources(path: Path, model: Any) -> None:
-    """Raise ConfigError for a model with an encoder, as target or as draft."""
+    """Raise ConfigError if the model at ``path`` has an encoder."""
     if reads_sources(model):
         raise ConfigError(
-            f"{path} has an encoder, and a draft model is given no source to read. "
+            f"{path} has an encoder, and draft models cannot read an encoder input. "
             "Try: speculation='ngram', which looks up the decoder's own tokens"
         )
 
@@ -25,16 +25,17 @@ def check_sources(path: Path, model: Any) -> None:
 def check_vocabulary(
     path: Path, vocab_size: int, tokenizer: TextTokenizer, draft: LanguageModel
 ) -> None:
-    """Raise ConfigError where the draft has other tokens than the model at ``path``."""
-    own, other = tokenizer.vocabulary, draft.tokenizer.vocabulary
-    if own and other:
-        differing = own.items() ^ other.items()
-        same, told = not differing, f"{len({text for text, _ in differing})} tokens differ"
+    """Raise ConfigError if the draft model has another vocabulary than the model at ``path``."""
+    vocabulary, draft_vocabulary = tokenizer.vocabulary, draft.tokenizer.vocabulary
+    # Without a tokenizer, only the vocabulary sizes can be compared.
+    if vocabulary and draft_vocabulary:
+        differing = vocabulary.items() ^ draft_vocabulary.items()
+        is_same, difference = not differing, f"{len({text for text, _ in differing})} tokens differ"
     else:
         size = draft.engine.model.config.vocab_size
-        same, told = size == vocab_size, f"{size} and {vocab_size} tokens"
-    if not same:
+        is_same, difference = size == vocab_size, f"{size} and {vocab_size} tokens"
+    if not is_same:
         raise ConfigError(
-            f"The draft model {draft.path} has another vocabulary than {path}: {told}. "
+            f"The draft model {draft.path} has another vocabulary than {path}: {difference}. "
             "Try: a draft of the same family, or speculation='ngram'"
         )

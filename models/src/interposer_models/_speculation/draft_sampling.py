@@ -1,6 +1,6 @@
-"""Draws and verification of drafted tokens.
+"""Sampling and verification of draft tokens.
 
-Dimensions: R rows of logits, B sequences, S drafted tokens at most, V vocabulary.
+Dimensions: R rows of logits, B sequences, S most draft tokens per sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,58 +25,60 @@ from interposer_ops.sampling import (
 
 
 class DraftSampling:
-    """The ops of speculative decoding, which only an engine that drafts tokens binds.
+    """Kernels of speculative decoding; bound only by engines with a proposer.
 
-    The distribution of a row is that of ``sample_tokens``: after temperature, top-k, top-p and
-    min-p, in this order.
+    The distribution of a row is that of ``sample_tokens``: temperature, then top-k, top-p and
+    min-p.
     """
 
     def __init__(self, site: Site, vocab_size: int, num_drafts: int, certain: bool) -> None:
-        """Bind the ops.
+        """Bind the kernels.
 
         Args:
             num_drafts: S.
-            certain: whoever drafts tokens has no distribution of them.
-        Raises: InterposerError: the policy leaves no kernel for one of the ops.
+            certain: Whether the proposer has no distributions, as with prompt lookup.
+        Raises: InterposerError: the policy leaves no kernel for an op.
         """
-        drafts = {"vocab_size": vocab_size, "num_draft_tokens": num_drafts}
-        wide = replace(site, dtype=torch.promote_types(site.dtype, torch.float32))
+        draft_sizes = {"vocab_size": vocab_size, "num_draft_tokens": num_drafts}
+        wide_site = replace(site, dtype=torch.promote_types(site.dtype, torch.float32))
 
         def bound(op: CustomOp[..., Any]) -> Callable[..., Tensor]:
-            return wide.bind(op, vocab_size=vocab_size)
+            return wide_site.bind(op, vocab_size=vocab_size)
 
         self._num_drafts = num_drafts
-        self._wide = wide.dtype
-        self._greedy_verify = site.bind(greedy_verify, **drafts)
-        self._verify = wide.bind(rejection_sample, **drafts, certain_drafts=certain)
+        self._wide_dtype = wide_site.dtype
+        self._greedy_verify = site.bind(greedy_verify, **draft_sizes)
+        self._verify = wide_site.bind(rejection_sample, **draft_sizes, certain_drafts=certain)
         self._temper = bound(apply_temperature)
         self._truncate = bound(mask_top_k_top_p)
-        self._cut = bound(mask_min_p)
+        self._mask_min_p = bound(mask_min_p)
         self._draw = None if certain else bound(gumbel_argmax)
 
     def draw(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor | None]:
-        """Return a token of each row of a draft's logits, and the distribution it was drawn from.
+        """Draw one token per row of a draft model's logits.
 
         Args:
             logits: ``[R, V]``, any float dtype.
-        Returns: ``[R]`` int64, and ``[R, V]`` in float32 or wider; None where all are greedy.
+        Returns: tokens ``[R]`` int64, and the distributions ``[R, V]`` in float32 or wider; None if
+            all rows are greedy.
         """
         if batch.temperature is None or self._draw is None:
             return logits.argmax(-1), None
-        logits = self._tempered(logits, batch)
-        # They are tempered already; those of temperature 0 take the largest.
-        once = (batch.temperature > 0).to(torch.float32)
-        return self._draw(logits, once, batch.seeds, batch.steps), logits.softmax(-1)
+        logits = self._processed(logits, batch)
+        # The logits are divided already: temperature 1 adds noise, and 0 takes the argmax.
+        temperature = (batch.temperature > 0).to(torch.float32)
+        return self._draw(logits, temperature, batch.seeds, batch.steps), logits.softmax(-1)
 
     def verify_greedy(self, drafts: Tensor, counts: Tensor, logits: Tensor) -> Tensor:
-        """Return the tokens that greedy decoding takes, ``[B, S + 1]`` int64, -1 behind them.
+        """Return the tokens of greedy decoding, ``[B, S + 1]`` int64, padded with -1.
 
         Args:
             drafts: ``[B, S]`` int64.
-            counts: ``[B]`` int64, how many of them each row has.
-            logits: ``[R, V]``, dtype of the site: of each row's newest token, then of its drafts.
+            counts: ``[B]`` int64, number of draft tokens of each sequence.
+            logits: ``[R, V]``, dtype of the site: for each sequence the row of the newest token,
+                then the rows of the draft tokens.
         """
-        return self._greedy_verify(drafts, self._placed(logits, counts), counts)[0]
+        return self._greedy_verify(drafts, self._padded_rows(logits, counts), counts)[0]
 
     def verify(
         self,
@@ -86,29 +88,30 @@ class DraftSampling:
         batch: SamplingBatch,
         probs: Tensor | None,
     ) -> Tensor:
-        """Return tokens that are drawn from the distributions of ``logits``, as ``verify_greedy``.
+        """Draw accepted tokens from the distributions of ``logits``.
 
         Args:
-            batch: of the R rows of logits, not all greedy.
-            probs: ``[B, S, V]``, of the distributions that drafts were drawn from; None where they
-                are certain.
+            drafts, counts, logits: As in ``verify_greedy``, also the result.
+            batch: Parameters of the R rows, not all greedy.
+            probs: ``[B, S, V]``, the distributions of the draft tokens; None for a proposer without
+                distributions.
         """
-        target = self._placed(self._tempered(logits, batch).softmax(-1), counts)
+        target = self._padded_rows(self._processed(logits, batch).softmax(-1), counts)
         firsts = (counts + 1).cumsum(0) - counts - 1
         noise = batch.seeds[firsts], batch.steps[firsts]
         return self._verify(drafts, probs, target, counts, *noise)[0]
 
-    def _tempered(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        logits = self._temper(logits.to(self._wide), batch.temperature)
+    def _processed(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        logits = self._temper(logits.to(self._wide_dtype), batch.temperature)
         if batch.top_k is not None or batch.top_p is not None:
             logits = self._truncate(logits, batch.top_k, batch.top_p)
-        return logits if batch.min_p is None else self._cut(logits, batch.min_p)
+        return logits if batch.min_p is None else self._mask_min_p(logits, batch.min_p)
 
-    def _placed(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return rows ``[R, V]`` as ``[B, S + 1, V]``, filled up with the last ones."""
-        places = self._num_drafts + 1
-        if len(rows) == len(counts) * places:
-            return rows.view(len(counts), places, -1)
+    def _padded_rows(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return rows ``[R, V]`` as ``[B, S + 1, V]``, padded by repeating the last row."""
+        num_rows = self._num_drafts + 1
+        if len(rows) == len(counts) * num_rows:
+            return rows.view(len(counts), num_rows, -1)
         firsts = (counts + 1).cumsum(0) - counts - 1
-        offsets = torch.arange(places, device=counts.device)
+        offsets = torch.arange(num_rows, device=counts.device)
         return rows[firsts[:, None] + torch.minimum(offsets, counts[:, None])]

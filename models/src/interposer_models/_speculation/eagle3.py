@@ -1,7 +1,7 @@
-"""Heads of EAGLE-3: one block that reads the states of three layers of a model.
+"""EAGLE-3 heads: one block that reads the hidden states of three layers of the target model.
 
-Dimensions: T tokens, R tokens whose predictions are wanted, H hidden size of the head, F three
-times that of the model, V vocabulary of the model, W that of the head.
+Dimensions: T tokens, R tokens with requested predictions, H hidden size of the head, F three times
+the hidden size of the model, V vocabulary of the model, W vocabulary of the head.
 
 Source: arXiv:2503.01840; huggingface.co/yuhuili/EAGLE3-LLaMA3.1-Instruct-8B for names.
 """
@@ -32,12 +32,12 @@ _FIRST_POSITIONS = 4096
 
 
 def read_layers(num_layers: int) -> tuple[int, int, int]:
-    """Return the layers of a model whose inputs a head reads."""
+    """Return the indices of the model's layers of which a head reads the inputs."""
     return 2, num_layers // 2, num_layers - 3
 
 
 class WideAttention(SelfAttention):
-    """Attention whose queries, keys and values are of a token and a state, ``[T, 2 * H]``."""
+    """Attention over a token embedding and a hidden state, concatenated to ``[T, 2 * H]``."""
 
     def __init__(
         self, site: Site, spec: AttentionSpec, hidden_size: int, rotary_size: int, bias: bool
@@ -47,6 +47,7 @@ class WideAttention(SelfAttention):
         width, kv_width = spec.num_heads * size, spec.num_kv_heads * size
         self.sizes = (width, kv_width, kv_width)
         parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
+        # Twice the hidden size, because the input is an embedding and a hidden state side by side.
         self.qkv_proj = MergedLinear(site.at("qkv_proj"), 2 * hidden_size, parts, bias)
         self.o_proj = Linear(site.at("o_proj"), width, hidden_size, bias)
         self.q_norm = self.k_norm = None
@@ -55,7 +56,7 @@ class WideAttention(SelfAttention):
 
 
 class Eagle3(DecoderFamily):
-    """The settings of a head: those of a Llama of one layer, and two vocabularies."""
+    """Settings of a head: a Llama with one layer, and a second vocabulary."""
 
     num_hidden_layers: Annotated[int, Field(ge=1, le=1)] = 1
     draft_vocab_size: Positive
@@ -65,7 +66,7 @@ class Eagle3(DecoderFamily):
 
     @property
     def stated_layers(self) -> object:
-        """The config's numbers of the layers that are read; None where it has none."""
+        """The layer numbers in the config; None if the config has none."""
         fields = {"eagle_aux_hidden_state_layer_ids": self.eagle_aux_hidden_state_layer_ids}
         return {**fields, **(self.eagle_config or {})}["eagle_aux_hidden_state_layer_ids"]
 
@@ -78,25 +79,25 @@ class Eagle3(DecoderFamily):
         return self
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return attention that reads a token and a state."""
+        """Create attention that reads a token embedding and a hidden state."""
         return WideAttention(site, spec, self.hidden_size, self.rotary_size, self.attention_bias)
 
     def spec(self, site: Site, page_size: int) -> AttentionSpec:
-        """Return what the attention of the head below a site has to do."""
+        """Return the spec of the head's attention."""
         return self.attention_spec(site.at(f"{_BLOCK}.self_attn"), 0, page_size)
 
 
 class Eagle3Head(PredictionHead):
-    """A head of EAGLE-3 for a model.
+    """EAGLE-3 head of a model.
 
-    It predicts the token after next of three states at first, and of its own ones from there on,
-    which are taken before the last norm.
+    The first step predicts the token after the next one from three hidden states of the model.
+    Later steps read the head's own states, which are taken before the last norm.
 
     Args:
-        embeds: it has an embedding of its own; others share that of the model.
+        embeds: Whether the head has a separate embedding instead of the model's.
     Attributes:
-        places: ``[W]`` int64, the token of the model that each one of the head is; None where they
-            are the same.
+        places: ``[W]`` int64, the model's token id of each token of the head; None if ids are
+            equal.
     """
 
     config: Eagle3
@@ -106,18 +107,21 @@ class Eagle3Head(PredictionHead):
         self, site: Site, config: Eagle3, page_size: int, model: CausalLM, embeds: bool
     ) -> None:
         super().__init__()
+        # The tuple hides the model from torch, which would register it as a submodule.
         size, self.config, self._model = config.hidden_size, config, (model,)
         self.layers = read_layers(model.model.config.num_hidden_layers)
-        read = len(self.layers) * model.model.config.hidden_size
-        self.fc = Linear(site.at("fc"), read, size, bias=False)
+        input_size = len(self.layers) * model.model.config.hidden_size
+        self.fc = Linear(site.at("fc"), input_size, size, bias=False)
         self.embed_tokens = (
             Embedding(site.at("embed_tokens"), config.vocab_size, size) if embeds else None
         )
         block = site.at(_BLOCK)
         self.token_norm: Any = config.norm(block.at("input_layernorm"))
         self.state_norm: Any = config.norm(block.at("hidden_norm"))
-        at = block.at("self_attn")
-        self.self_attn = config.self_attention(at, 0, config.attention_spec(at, 0, page_size))
+        attention_site = block.at("self_attn")
+        self.self_attn = config.self_attention(
+            attention_site, 0, config.attention_spec(attention_site, 0, page_size)
+        )
         self.inner_norm: Any = config.norm(block.at("post_attention_layernorm"))
         self.mlp: nn.Module = config.mlp(block, 0)
         self.norm: Any = config.norm(site.at("norm"))
@@ -126,19 +130,20 @@ class Eagle3Head(PredictionHead):
         self.unread = ("d2t", "t2d")
 
     def renamed(self, name: str) -> str | None:
-        """Return the name of a tensor by the names that EAGLE-3 was published with."""
+        """Map a tensor name of a published EAGLE-3 checkpoint to the name in this module."""
         return name.removeprefix("model.").replace("layers.0.", f"{_BLOCK}.", 1)
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Compute the angles of ``count`` positions at least."""
+        """Compute the rotary table for at least ``count`` positions."""
         if self._table is None or count > len(self._table[0]):
+            # Twice the needed positions, so that growing sequences rarely compute the table again.
             rows, config = max(2 * count, _FIRST_POSITIONS), self.config
             size, longest = config.rotary_size, max(rows, config.max_position_embeddings)
             cos, sin = rotary_table(rows, size, *config.rotation(0), longest)
             self._table = cos.to(device), sin.to(device)
 
     def fused(self, states: Tensor) -> Tensor:
-        """Return ``[T, H]`` of the states of three layers, ``[T, F]``."""
+        """Project the hidden states of three layers, ``[T, F]``, to ``[T, H]``."""
         return self.fc(states)  # type: ignore[no-any-return]
 
     def forward(
@@ -150,18 +155,19 @@ class Eagle3Head(PredictionHead):
         plans: Sequence[Any],
         rows: Tensor,
     ) -> Tensor:
-        """Return the head's states of the tokens that ``rows`` names; see ``PredictionHead``."""
+        """Compute the head's states of the tokens at ``rows``; see ``PredictionHead``."""
         assert self._table is not None
         cos, sin = (table[positions] for table in self._table)
         embedding = self.embed_tokens or self._model[0].model.embed_tokens
         token = self.token_norm(embedding(token_ids))
         x = torch.cat([token, self.state_norm(states)], dim=-1)
         x = self.self_attn(x, cos, sin, caches[0], plans[0], rows)
+        # The residual connection starts from the fused hidden state, not from the token embedding.
         x, residual = self.inner_norm.forward_add(x, states[rows])
         return (residual + self.mlp(x)).to(states.dtype)  # type: ignore[no-any-return]
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return the logits ``[R, V]``; tokens that the head does not know have none."""
+        """Return the logits ``[R, V]``; tokens outside the head's vocabulary get -inf."""
         logits: Tensor = self.lm_head(self.norm(states))
         if self.places is None:
             return logits

@@ -1,4 +1,4 @@
-"""The steps of a prediction head over a paged cache of its own.
+"""Steps of an MTP head on a separate paged KV cache.
 
 Dimensions: T tokens, B sequences, H hidden size of the head.
 """
@@ -18,10 +18,10 @@ from interposer_models._engine.scheduler import Chunk, Scheduler
 
 
 class HeadRunner:
-    """Computes chunks of sequences, each with the states that its tokens follow.
+    """Computes chunks of sequences with the hidden states of the preceding tokens.
 
     Attributes:
-        scheduler: gives pages out.
+        scheduler: Hands out the pages.
     """
 
     def __init__(
@@ -35,18 +35,18 @@ class HeadRunner:
         max_step_tokens: int,
         numerics: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Allocate the cache; see ``Runner``."""
-        held = Caches(head, page_size, num_pages, max_sequences, max_step_tokens)
+        """Allocate the KV cache; see ``Runner``."""
+        caches = Caches(head, page_size, num_pages, max_sequences, max_step_tokens)
         self.head, self.device = head, device
-        self.scheduler = Scheduler(held.pools, max_sequences, max_step_tokens)
-        self._backends, self._places = held.backends, held.places
+        self.scheduler = Scheduler(caches.pools, max_sequences, max_step_tokens)
+        self._backends, self._pool_indices = caches.backends, caches.pool_indices
         self._numerics = numerics
-        self._caches = held.allocate(device, 0)
+        self._caches = caches.allocate(device, 0)
 
     def compute(self, chunks: Items[Chunk], states: Tensor) -> Tensor:
-        """Return the head's states ``[B, H]`` of the newest token of each chunk.
+        """Compute the head's states ``[B, H]`` of the newest token of each chunk.
 
-        Keys and values of all are in the cache then, though no token is counted as computed.
+        Writes the keys and values of all tokens to the cache, but does not advance the sequences.
 
         Args:
             states: ``[T, H]``, of the tokens of all chunks.
@@ -55,18 +55,22 @@ class HeadRunner:
         batch = StepBatch.build(chunks, page_size, self.device)
         self.head.reserve_positions(batch.attention.max_seq_tokens, self.device)
         with self._numerics():
-            made = {each: each.plan(batch.by_pool[place]) for each, place in self._places.items()}
-            plans = [made[backend] for backend in self._backends]
+            plan_by_backend = {
+                backend: backend.plan(batch.by_pool[pool_index])
+                for backend, pool_index in self._pool_indices.items()
+            }
+            plans = [plan_by_backend[backend] for backend in self._backends]
+            # The newest token of each chunk is its last row.
             rows = batch.attention.query_starts[1:] - 1
             steps = batch.token_ids, states, batch.positions
             return self.head(*steps, self._caches, plans, rows)  # type: ignore[no-any-return]
 
     def fused(self, states: Tensor) -> Tensor:
-        """Return ``[T, H]`` of states of the model."""
+        """Project hidden states of the model to ``[T, H]``."""
         with self._numerics():
             return self.head.fused(states)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return the logits of the head's states."""
+        """Compute the logits of the head's states."""
         with self._numerics():
             return self.head.logits(states)

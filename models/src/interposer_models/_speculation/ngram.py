@@ -1,4 +1,4 @@
-"""Guesses by prompt lookup: what followed the newest tokens when they last came before."""
+"""Draft tokens by prompt lookup: the tokens that followed the last occurrence of an n-gram."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass, field
 from interposer_models._engine.sequence import Sequence
 from interposer_models._speculation.proposer import Draft, Proposer
 
-_LENGTHS = (3, 2)  # of what is looked up, the one tried first in front
+_LENGTHS = (3, 2)  # n-gram lengths in the order in which they are tried
 
 
 @dataclass(slots=True)
 class _Index:
-    """The places of n-grams in a sequence.
+    """Positions of the n-grams of a sequence.
 
     Attributes:
-        tokens: of the sequence, as far as it is known.
-        ends: where each n-gram last ended, without the one at the end of the sequence.
+        tokens: Tokens of the sequence that were indexed so far, and the newest one.
+        ends: End of the last occurrence of each n-gram, without the one at the end of the sequence.
+        num_indexed: Number of tokens with indexed n-grams.
     """
 
     tokens: list[int]
@@ -25,18 +26,19 @@ class _Index:
     num_indexed: int = 0
 
     def grow(self, sequence: Sequence) -> None:
-        """Take in the tokens that the sequence has more."""
+        """Index the tokens that were appended to the sequence."""
         self.tokens += sequence.tokens(len(self.tokens), len(sequence))
         for end in range(self.num_indexed + 1, len(self.tokens)):
             for length in _LENGTHS:
                 if end >= length:
                     self.ends[tuple(self.tokens[end - length : end])] = end
+        # The n-gram at the end is the one to look up, so it is indexed with the next token.
         self.num_indexed = len(self.tokens) - 1
 
     def following(self, count: int) -> tuple[int, ...]:
-        """Return up to ``count`` tokens that followed the longest n-gram at the end; or none.
+        """Return ``count`` tokens that followed the longest known n-gram; () without one.
 
-        Where the text between the two places is shorter, it is taken as repeating.
+        If fewer tokens followed, the tokens are repeated.
         """
         for length in _LENGTHS:
             start = self.ends.get(tuple(self.tokens[-length:]))
@@ -47,13 +49,13 @@ class _Index:
 
 
 class NgramProposer(Proposer):
-    """Looks up the newest tokens of a sequence in its prompt and output. It computes no model."""
+    """Looks up the newest tokens of a sequence in the earlier tokens, without a model."""
 
     def __init__(self) -> None:
         self._indices: dict[Sequence, _Index] = {}
 
     def propose(self, sequences: Items[Sequence], counts: Items[int]) -> list[Draft]:
-        """Return what followed before; see ``Proposer``."""
+        """Return the tokens that followed the newest n-gram before; see ``Proposer``."""
         drafts = []
         for sequence, count in zip(sequences, counts, strict=True):
             index = self._indices.setdefault(sequence, _Index([]))

@@ -1,4 +1,4 @@
-"""From the settings of speculation to a model with guesses, step by step as the model loads."""
+"""Setup of speculative decoding while a model loads."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import Protocol
 
 from interposer import Site
 from interposer_models._engine.engine import Engine
-from interposer_models._speculation.balance import Balance
+from interposer_models._speculation.cost_model import DraftCostModel
 from interposer_models._speculation.draft_checks import check_sources, check_vocabulary
 from interposer_models._speculation.draft_model import ModelProposer
 from interposer_models._speculation.draft_sampling import DraftSampling
-from interposer_models._speculation.eagle3_checkpoint import separate_head
-from interposer_models._speculation.head_guesses import stored_head
-from interposer_models._speculation.kept_states import KeptStates
+from interposer_models._speculation.eagle3_checkpoint import load_eagle3_head
+from interposer_models._speculation.head_draft_source import load_checkpoint_head
 from interposer_models._speculation.ngram import NgramProposer
 from interposer_models._speculation.proposer import Proposer
+from interposer_models._speculation.saved_states import SavedStates
 from interposer_models._speculation.settings import HEADS, NGRAM, Speculation
-from interposer_models._speculation.speculator import Speculator, repeats
+from interposer_models._speculation.speculator import Speculator, is_reproducible
 from interposer_models._speculation.target import Target
 
 
-class Guesses(Protocol):
-    """One way to guess, whose memory is taken; its text is for people.
+class DraftSource(Protocol):
+    """A method of drafting tokens, with allocated memory; ``str`` describes the method.
 
     Attributes:
-        certain: there are no distributions of guesses.
+        certain: Whether the proposer has no distributions of draft tokens.
     """
 
     certain: bool
 
     def proposer(self, engine: Engine, sampling: DraftSampling, num_drafts: int) -> Proposer:
-        """Return what guesses for the sequences of an engine."""
+        """Create the proposer of an engine's sequences."""
         ...
 
 
-class NgramGuesses:
+class NgramDraftSource:
     """Prompt lookup."""
 
     certain = True
@@ -45,16 +45,16 @@ class NgramGuesses:
         return "prompt lookup"
 
     def proposer(self, engine: Engine, sampling: DraftSampling, num_drafts: int) -> Proposer:
-        """Return what looks up; see ``Guesses``."""
+        """Create a prompt-lookup proposer; see ``DraftSource``."""
         return NgramProposer()
 
 
-class ModelGuesses:
+class ModelDraftSource:
     """A draft model.
 
     Raises:
-        ConfigError: it has another vocabulary than the target, or one of both has an encoder.
-        InterposerError: it cannot be loaded.
+        ConfigError: the vocabularies of draft and target differ, or one of both has an encoder.
+        InterposerError: the draft model cannot be loaded.
     """
 
     certain = False
@@ -69,57 +69,68 @@ class ModelGuesses:
         check_sources(draft.path, draft.engine.model)
         check_vocabulary(path, model.config.vocab_size, target.tokenizer, draft)
         self._draft = draft
-        self._kept = kept_states(draft.engine.model, target.max_sequences, draft.engine.device)
+        self._saved = allocate_saved_states(
+            draft.engine.model, target.max_sequences, draft.engine.device
+        )
 
     def __str__(self) -> str:
         return f"draft model {self._draft.path}"
 
     def proposer(self, engine: Engine, sampling: DraftSampling, num_drafts: int) -> Proposer:
-        """Return what lets the draft follow; see ``Guesses``."""
-        size, draws = engine.model.config.vocab_size, partial(repeats, engine)
-        facts = size, engine.device, num_drafts, draws, self._kept
-        return ModelProposer(self._draft.engine, sampling, *facts)
+        """Create a proposer with followers in the draft model; see ``DraftSource``."""
+        return ModelProposer(
+            self._draft.engine,
+            sampling,
+            engine.model.config.vocab_size,
+            engine.device,
+            num_drafts,
+            partial(is_reproducible, engine),
+            self._saved,
+        )
 
 
 class Preparation:
-    """The guesses for a model, whose memory is taken before that of its cache is settled."""
+    """Draft source of a model, allocated before the size of the model's own cache is computed."""
 
     def __init__(self, settings: Speculation, target: Target) -> None:
-        """Load what is needed.
+        """Load the draft model or head, if there is one.
 
-        Raises: InterposerError: see ``ModelGuesses``.
+        Raises: InterposerError: see ``ModelDraftSource``.
         """
         self._settings = settings
-        self._guesses: Guesses
+        self._draft_source: DraftSource
         if settings.draft == NGRAM:
-            self._guesses = NgramGuesses()
+            self._draft_source = NgramDraftSource()
         elif settings.draft == HEADS:
-            self._guesses = stored_head(settings, target)
+            self._draft_source = load_checkpoint_head(settings, target)
         elif isinstance(settings.draft, str | Path):
-            head = separate_head(settings.draft, settings, target)
-            self._guesses = head or ModelGuesses(settings, target)
+            # A path can hold an EAGLE-3 head or a draft model; its config tells which.
+            head = load_eagle3_head(settings.draft, settings, target)
+            self._draft_source = head or ModelDraftSource(settings, target)
         else:
-            self._guesses = ModelGuesses(settings, target)
+            self._draft_source = ModelDraftSource(settings, target)
         planned = target.planned
         device = planned.placement.device.torch_device
-        self._kept = kept_states(planned.model, target.max_sequences, device)
+        self._saved = allocate_saved_states(planned.model, target.max_sequences, device)
 
     def start(self, engine: Engine, site: Site) -> None:
-        """Let an engine verify guesses from now on.
+        """Turn speculative decoding on in an engine.
 
         Args:
-            site: of its sampler.
+            site: Site of the engine's sampler.
         """
-        settings, guesses = self._settings, self._guesses
-        size, count = engine.model.config.vocab_size, settings.tokens
-        sampling = DraftSampling(site, size, count, certain=guesses.certain)
-        proposer = guesses.proposer(engine, sampling, count)
-        balance = Balance(engine.agreed) if settings.adaptive else None
-        engine.speculation = Speculator(engine, proposer, sampling, count, balance, self._kept)
-        site.resolver.notes.append(f"speculation: up to {count} tokens by {guesses}")
+        settings, draft_source = self._settings, self._draft_source
+        vocab_size, num_drafts = engine.model.config.vocab_size, settings.tokens
+        sampling = DraftSampling(site, vocab_size, num_drafts, certain=draft_source.certain)
+        proposer = draft_source.proposer(engine, sampling, num_drafts)
+        cost_model = DraftCostModel(engine.agreed) if settings.adaptive else None
+        engine.speculation = Speculator(
+            engine, proposer, sampling, num_drafts, cost_model, self._saved
+        )
+        site.resolver.notes.append(f"speculation: up to {num_drafts} tokens by {draft_source}")
 
 
-def kept_states(model: object, max_sequences: int, device: str) -> KeptStates | None:
-    """Return the memory for states before guesses; None where a model has none."""
+def allocate_saved_states(model: object, max_sequences: int, device: str) -> SavedStates | None:
+    """Allocate copies of recurrent states; return None for other models."""
     layers = getattr(model, "state_layers", ())
-    return KeptStates(layers, max_sequences, device) if len(layers) else None
+    return SavedStates(layers, max_sequences, device) if len(layers) else None

@@ -1,4 +1,4 @@
-"""The interface of what guesses the next tokens of sequences."""
+"""Interface of a proposer of draft tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from interposer_models._engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens that may follow a sequence.
+    """Draft tokens that may follow a sequence.
 
     Attributes:
-        probs: ``[S, V]`` of S tokens, in float32 or wider: the distribution that each was drawn
-            from; None where no chance was involved.
+        tokens: The draft tokens.
+        probs: ``[S, V]`` for S tokens, in float32 or wider: the distribution that each token was
+            drawn from; None if the tokens were chosen without chance.
     """
 
     tokens: tuple[int, ...] = ()
@@ -25,19 +26,19 @@ class Draft:
 
 
 class Proposer(ABC):
-    """Guesses tokens; it may keep something of each sequence until that is forgotten."""
+    """Proposes draft tokens, and may keep state for each sequence until ``forget``."""
 
     def observe(self, sequence: Sequence, start: int, states: Tensor) -> None:
-        """Take hidden states ``[T, F]`` of positions from ``start``, all of tokens that stay.
+        """Observe hidden states ``[T, F]`` of accepted tokens at the positions from ``start`` on.
 
-        Called where the model's runner has them. Most guess by tokens alone.
+        Called if the model's runner records hidden states. Most proposers need tokens only.
         """
         return None
 
     @abstractmethod
     def propose(self, sequences: Items[Sequence], counts: Items[int]) -> list[Draft]:
-        """Return the guess for each sequence: any number of tokens up to its count."""
+        """Return a draft for each sequence, with at most ``counts[i]`` tokens."""
 
     @abstractmethod
     def forget(self, sequence: Sequence) -> None:
-        """Drop what was kept of a sequence, which has ended; it may be unknown."""
+        """Drop the state of a sequence that has ended; do nothing for an unknown one."""

@@ -1,4 +1,4 @@
-"""The settings of speculative decoding, and the parts that they stand for."""
+"""Settings of speculative decoding."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _MOST_TOKENS = 64
 
 @dataclass(frozen=True)
 class Speculation:
-    """The choice of what guesses the next tokens, of which the model verifies several in a step.
+    """Settings of speculative decoding: cheap draft tokens that the model verifies in one step.
 
     Attributes:
-        draft: ``"ngram"``, which looks up what followed the newest tokens before; ``"heads"``, by
-            which the checkpoint itself predicts further tokens; the folder or name of a head of
-            EAGLE-3; or a smaller model with the same tokenizer: what ``load`` takes, or what it
-            returned. Its cache is for guesses then, and no other request should run in it.
-        tokens: that are guessed for a sequence at most.
-        cache_tokens: that the cache of a draft model holds that is loaded here; None takes what
-            full contexts of all sequences need, and 32768 at most.
-        adaptive: guesses pause while they cost more time than they save.
-    Raises: ConfigError: ``tokens`` is no integer from 1 to 64, or ``draft`` is something else.
+        draft: Source of the draft tokens: ``"ngram"`` for prompt lookup; ``"heads"`` for the MTP
+            head in the checkpoint itself; the folder or hub name of an EAGLE-3 head; or a smaller
+            model with the same tokenizer, as a path for ``load`` or as the result of ``load``. No
+            other request should run in a draft model.
+        tokens: Most draft tokens per sequence and step.
+        cache_tokens: Capacity of the cache of a draft model or head; None for full contexts of all
+            sequences, at most 32768 tokens. Ignored for a draft model that is loaded already.
+        adaptive: Whether drafting pauses while drafting loses time.
+    Raises: ConfigError: ``tokens`` is not an integer from 1 to 64, or ``draft`` has another type.
     """
 
     draft: str | Path | LanguageModel = NGRAM
@@ -50,16 +50,16 @@ class Speculation:
             )
 
     @classmethod
-    def of(cls, given: str | Path | Speculation) -> Speculation:
-        """Return the settings that ``load`` was given.
+    def of(cls, value: str | Path | Speculation) -> Speculation:
+        """Convert the argument ``speculation`` of ``load`` to settings.
 
-        Raises: ConfigError: they are of another type.
+        Raises: ConfigError: the argument has another type.
         """
-        if isinstance(given, Speculation):
-            return given
-        if not isinstance(given, str | Path):
+        if isinstance(value, Speculation):
+            return value
+        if not isinstance(value, str | Path):
             raise ConfigError(
-                f"speculation is of the type {type(given).__name__}. Try: 'ngram', 'heads', the "
+                f"speculation is of the type {type(value).__name__}. Try: 'ngram', 'heads', the "
                 "path of a draft model, or Speculation(...)"
             )
-        return cls(given)
+        return cls(value)

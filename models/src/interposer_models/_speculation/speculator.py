@@ -1,6 +1,6 @@
-"""The steps of an engine that verifies guesses: rows of logits for the newest token and each guess.
+"""Speculative decoding: steps with logits for the newest token and each draft token.
 
-Dimensions: R rows of logits, B sequences, S guessed tokens at most, V vocabulary.
+Dimensions: R rows of logits, B sequences, S most draft tokens per sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from interposer_models._engine.engine import Engine
 from interposer_models._engine.request_batch import sampling_batch
 from interposer_models._engine.scheduler import Chunk
 from interposer_models._engine.sequence import Event, Sequence
-from interposer_models._engine.speculation import SpeculationFigures
-from interposer_models._speculation.balance import Balance
+from interposer_models._engine.speculation import SpeculationCounts
+from interposer_models._speculation.cost_model import DraftCostModel
 from interposer_models._speculation.draft_sampling import DraftSampling
-from interposer_models._speculation.kept_states import KeptStates
 from interposer_models._speculation.proposer import Draft, Proposer
+from interposer_models._speculation.saved_states import SavedStates
 from interposer_ops.layers.sampler import Sampler, SamplingBatch
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A sequence of the step, its draft tokens and its rows of the logits."""
+    """A sequence of a step with draft tokens and rows of the logits."""
 
     chunk: Chunk
     draft: Draft
@@ -35,14 +35,15 @@ class _Row:
 
 
 class Speculator:
-    """Runs the steps of an engine, and verifies guesses in those that decode only.
+    """Runs the steps of an engine, and verifies draft tokens in decode-only steps.
 
-    A greedy request takes what greedy decoding takes, one that repeats its noise what it draws by
-    that, and others what ``rejection_sample`` draws from the same distribution. Requests of which
-    more than the model's logits decides are never guessed for.
+    Greedy requests get the tokens of greedy decoding. Requests with reproducible noise get the
+    tokens that the sampler draws with this noise. Other requests get tokens of
+    ``rejection_sample``, from the same distribution. Requests with penalties, edited logits or
+    other logit-dependent reports get no draft tokens.
 
     Attributes:
-        figures: how many guesses were accepted.
+        figures: Counts of steps and draft tokens.
     """
 
     def __init__(
@@ -51,68 +52,73 @@ class Speculator:
         proposer: Proposer,
         sampling: DraftSampling,
         num_drafts: int,
-        balance: Balance | None,
-        kept: KeptStates | None = None,
+        cost_model: DraftCostModel | None,
+        saved: SavedStates | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Guess nothing yet.
+        """Create a speculator for an engine.
 
         Args:
             num_drafts: S.
-            balance: says which steps are with guesses; None makes all so.
-            kept: states before guesses; None where the model has none.
-            clock: returns seconds, by which ``balance`` measures steps.
+            cost_model: Decides which steps use draft tokens; None for all.
+            saved: Copies of recurrent states; None for a model without recurrent states.
+            clock: Returns seconds, for the cost model.
         """
-        self.figures = SpeculationFigures()
+        self.figures = SpeculationCounts()
         self._engine = engine
         self._proposer = proposer
         self._sampling = sampling
         self._num_drafts = num_drafts
-        self._balance = balance
-        self._kept = kept
+        self._cost_model = cost_model
+        self._saved = saved
         self._clock = clock
 
     def step(self, chunks: list[Chunk]) -> list[Event]:
-        """Compute a step, with guesses where they pay; see ``StepSpeculation``."""
-        balance, count = self._balance, len(chunks)
+        """Compute a step, with draft tokens where they pay; see ``StepSpeculation``."""
+        cost_model, count = self._cost_model, len(chunks)
         starts = [chunk.sequence.num_computed for chunk in chunks]
         for chunk in chunks:
-            if not self._decodes(chunk):
+            if not self._is_decode(chunk):
                 events = self._engine.run(chunks)
                 self._observe(chunks, starts)
                 return events
-        if balance is not None and balance.rests():
+        if cost_model is not None and cost_model.skips_measurement():
             events = self._engine.run(chunks)
             self._observe(chunks, starts)
             self.figures.plain_steps += 1
             return events
         rows: list[_Row] = []
-        start = drafted = self._clock()
-        if balance is None or balance.allows(count):
-            rows = self._drafted(chunks)
-            drafted = self._clock()
+        start = drafting_end = self._clock()
+        if cost_model is None or cost_model.allows_drafts(count):
+            rows = self._propose(chunks)
+            drafting_end = self._clock()
         if rows:
-            events = self._verified(rows)
+            events = self._verify_step(rows)
             self.figures.drafted_steps += 1
-            if balance is not None:
-                verifying, guessing = self._clock() - drafted, drafted - start
-                balance.count_drafted(count, verifying, len(events), guessing)
+            if cost_model is not None:
+                verifying_seconds, drafting_seconds = (
+                    self._clock() - drafting_end,
+                    drafting_end - start,
+                )
+                cost_model.record_drafted_step(
+                    count, verifying_seconds, len(events), drafting_seconds
+                )
             return events
         events = self._engine.run(chunks)
-        ran = self._clock()
+        run_end = self._clock()
         self._observe(chunks, starts)
         self.figures.plain_steps += 1
-        if balance is not None:
-            guessing = drafted - start + self._clock() - ran
-            balance.count_plain(count, ran - drafted, guessing)
+        if cost_model is not None:
+            drafting_seconds = drafting_end - start + self._clock() - run_end
+            cost_model.record_plain_step(count, run_end - drafting_end, drafting_seconds)
         return events
 
     def _observe(self, chunks: list[Chunk], starts: list[int]) -> None:
-        """Hand out the hidden states of the tokens of a step that stay, where there are some.
+        """Pass recorded hidden states of accepted tokens to the proposer.
 
         Args:
-            starts: positions of the first tokens of the chunks.
+            starts: Positions of the first tokens of the chunks.
         """
         hidden = self._engine.runner.hidden
         if hidden is None or hidden.latest is None:
@@ -126,37 +132,38 @@ class Speculator:
             row += chunk.num_rows
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept of a sequence that has ended."""
+        """Drop the state of a sequence that has ended."""
         self._proposer.forget(sequence)
 
-    def _decodes(self, chunk: Chunk) -> bool:
-        """Say whether a chunk is the newest token, behind those whose states were taken back."""
+    def _is_decode(self, chunk: Chunk) -> bool:
+        """Return whether a chunk is the newest token, or recomputes accepted tokens before it."""
         if not chunk.is_last or chunk.num_tokens == 1:
             return chunk.is_last
         sequence = chunk.sequence
-        returned = self._kept is not None and sequence.num_computed >= len(sequence.prompt)
-        return returned and chunk.num_tokens <= self._num_drafts + 1
+        is_restored = self._saved is not None and sequence.num_computed >= len(sequence.prompt)
+        return is_restored and chunk.num_tokens <= self._num_drafts + 1
 
-    def _drafted(self, chunks: list[Chunk]) -> list[_Row]:
-        """Return the chunks with guesses that pages are there for; none where there is no guess."""
+    def _propose(self, chunks: list[Chunk]) -> list[_Row]:
+        """Return rows with draft tokens for which pages are free; none without a draft token."""
         scheduler = self._engine.scheduler
         budget = scheduler.max_step_tokens - sum(chunk.num_tokens for chunk in chunks)
-        asked, counts = [], []
+        sequences, counts = [], []
         for chunk in chunks:
-            # States were taken back to before this chunk; they would stay there by another guess.
-            room = self._room(chunk.sequence) if chunk.num_tokens == 1 else 0
-            count = min(room, budget)
+            # After a rejection, states were restored to before this chunk, which is longer than one
+            # token. Another rejection would restore them to the same point: do not draft now.
+            max_drafts = self._max_drafts(chunk.sequence) if chunk.num_tokens == 1 else 0
+            count = min(max_drafts, budget)
             if count > 0:
-                asked.append(chunk.sequence)
+                sequences.append(chunk.sequence)
                 counts.append(count)
                 budget -= count
-        drafts = dict(zip(asked, self._proposer.propose(asked, counts), strict=True))
+        drafts = dict(zip(sequences, self._proposer.propose(sequences, counts), strict=True))
         if not any(draft.tokens for draft in drafts.values()):
             return []
         rows, start = [], 0
         for chunk in chunks:
             sequence, draft = chunk.sequence, drafts.get(chunk.sequence, Draft())
-            # Guesses take free pages only: no other sequence gives its own for them.
+            # Draft tokens take free pages only, and never preempt another sequence.
             if not scheduler.extend(sequence, len(sequence) + len(draft.tokens)):
                 draft = Draft()
             rows.append(
@@ -168,109 +175,129 @@ class Speculator:
             )
         return rows if start > len(chunks) else []
 
-    def _room(self, sequence: Sequence) -> int:
-        """Return how many tokens are worth a guess; one follows those that are accepted."""
+    def _max_drafts(self, sequence: Sequence) -> int:
+        """Return how many draft tokens a sequence can use; each step adds one more token."""
         params = sequence.params
         if not params.takes_logits_alone:
             return 0
         context: int = self._engine.model.config.max_position_embeddings
-        left = min(params.max_new_tokens - len(sequence.output), context - len(sequence))
-        return min(self._num_drafts, left - 1)
+        num_remaining = min(params.max_new_tokens - len(sequence.output), context - len(sequence))
+        return min(self._num_drafts, num_remaining - 1)
 
-    def _verified(self, rows: list[_Row]) -> list[Event]:
+    def _verify_step(self, rows: list[_Row]) -> list[Event]:
         engine, scheduler = self._engine, self._engine.scheduler
         chunks = [row.chunk for row in rows]
-        sure, starts = chunks, [chunk.sequence.num_computed for chunk in chunks]
-        if self._kept is not None:
-            sure = [chunk for chunk in chunks if not chunk.drafts]
+        # With recurrent states, chunks with draft tokens are counted only after verification.
+        final_chunks, starts = chunks, [chunk.sequence.num_computed for chunk in chunks]
+        if self._saved is not None:
+            final_chunks = [chunk for chunk in chunks if not chunk.drafts]
             slots = [chunk.sequence.state_slot for chunk in chunks if chunk.drafts]
-            self._kept.keep(engine.runner.states, slots)
+            self._saved.save(engine.runner.states, slots)
         logits = engine.runner.compute(chunks)
-        scheduler.advance(sure)
+        scheduler.advance(final_chunks)
         events: list[Event] = []
-        kinds: dict[Callable[[list[_Row], Tensor], list[list[int]]] | None, list[_Row]] = {}
+        # Verify in groups of sequences, with one call of kernels per method.
+        rows_by_verifier: dict[
+            Callable[[list[_Row], Tensor], list[list[int]]] | None, list[_Row]
+        ] = {}
         for row in rows:
-            kinds.setdefault(self._verifier(row), []).append(row)
-        for verify, own in kinds.items():
-            places = [place for row in own for place in row.rows]
-            part = logits
-            if len(kinds) > 1:
-                part = logits[torch.tensor(places, device=logits.device)]
+            rows_by_verifier.setdefault(self._verifier(row), []).append(row)
+        for verify, verifier_rows in rows_by_verifier.items():
+            row_indices = [place for row in verifier_rows for place in row.rows]
+            row_logits = logits
+            if len(rows_by_verifier) > 1:
+                row_logits = logits[torch.tensor(row_indices, device=logits.device)]
             if verify is None:
-                events += engine.sample([row.chunk.sequence for row in own], part)
+                events += engine.sample([row.chunk.sequence for row in verifier_rows], row_logits)
             else:
-                events += self._taken(own, verify(own, part), part)
+                events += self._append_accepted(
+                    verifier_rows, verify(verifier_rows, row_logits), row_logits
+                )
         self._observe(chunks, starts)
         return events
 
     def _verifier(self, row: _Row) -> Callable[[list[_Row], Tensor], list[list[int]]] | None:
-        """Return how the tokens of a sequence are chosen; None where there is nothing to verify."""
+        """Return the verification method of a sequence; None without draft tokens."""
         if not row.draft.tokens:
             return None
+        # A custom sampler may not take the argmax, even for greedy requests.
         if row.chunk.sequence.params.takes_likeliest and type(self._engine.sampler) is Sampler:
-            return self._greedy
-        return self._repeated if repeats(self._engine, row.chunk.sequence) else self._drawn
+            return self._verify_greedy
+        return (
+            self._verify_reproducible
+            if is_reproducible(self._engine, row.chunk.sequence)
+            else self._verify_sampled
+        )
 
-    def _greedy(self, rows: list[_Row], logits: Tensor) -> list[list[int]]:
-        return self._listed(self._sampling.verify_greedy(*self._guesses(rows), logits))
+    def _verify_greedy(self, rows: list[_Row], logits: Tensor) -> list[list[int]]:
+        return self._token_lists(self._sampling.verify_greedy(*self._draft_tensors(rows), logits))
 
-    def _repeated(self, rows: list[_Row], logits: Tensor) -> list[list[int]]:
-        """Return what the sampler draws, up to the first that was guessed otherwise."""
-        drawn = self._engine.sampler(logits, self._batch(rows))[0].tolist()
-        found, start = [], 0
+    def _verify_reproducible(self, rows: list[_Row], logits: Tensor) -> list[list[int]]:
+        """Return the sampler's tokens, up to the first that differs from the draft token."""
+        sampled = self._engine.sampler(logits, self._batch(rows))[0].tolist()
+        accepted, start = [], 0
         for row in rows:
             count = 0
-            for guess in row.draft.tokens:
-                if guess != drawn[start + count]:
+            for draft_token in row.draft.tokens:
+                if draft_token != sampled[start + count]:
                     break
                 count += 1
-            found.append(drawn[start : start + count + 1])
+            accepted.append(sampled[start : start + count + 1])
             start += len(row.rows)
-        return found
+        return accepted
 
-    def _drawn(self, rows: list[_Row], logits: Tensor) -> list[list[int]]:
+    def _verify_sampled(self, rows: list[_Row], logits: Tensor) -> list[list[int]]:
         probs = None
         if rows[0].draft.probs is not None:
-            held = [row.draft.probs for row in rows if row.draft.probs is not None]
-            probs = held[0].new_zeros(len(rows), self._num_drafts, logits.shape[1])
-            for place, each in enumerate(held):
-                probs[place, : len(each)] = each
-        guesses, batch = self._guesses(rows), self._batch(rows)
-        return self._listed(self._sampling.verify(*guesses, logits, batch, probs))
+            distributions = [row.draft.probs for row in rows if row.draft.probs is not None]
+            # Drafts can be shorter than S: unused entries stay zero.
+            probs = distributions[0].new_zeros(len(rows), self._num_drafts, logits.shape[1])
+            for index, distribution in enumerate(distributions):
+                probs[index, : len(distribution)] = distribution
+        drafts, batch = self._draft_tensors(rows), self._batch(rows)
+        return self._token_lists(self._sampling.verify(*drafts, logits, batch, probs))
 
-    def _guesses(self, rows: list[_Row]) -> tuple[Tensor, Tensor]:
-        """Return the guesses ``[B, S]``, of which zeros behind the last are none, and counts."""
-        spare = self._num_drafts
-        tokens = [[*row.draft.tokens, *[0] * (spare - len(row.draft.tokens))] for row in rows]
+    def _draft_tensors(self, rows: list[_Row]) -> tuple[Tensor, Tensor]:
+        """Return draft tokens ``[B, S]``, padded with zeros, and the counts ``[B]``."""
+        width = self._num_drafts
+        tokens = [[*row.draft.tokens, *[0] * (width - len(row.draft.tokens))] for row in rows]
         counts = [len(row.draft.tokens) for row in rows]
         device = self._engine.device
         return torch.tensor(tokens, device=device), torch.tensor(counts, device=device)
 
     def _batch(self, rows: list[_Row]) -> SamplingBatch:
         sequences = [row.chunk.sequence for row in rows for _ in row.rows]
-        ahead = [place for row in rows for place in range(len(row.rows))]
+        ahead = [index for row in rows for index in range(len(row.rows))]
         engine = self._engine
         return sampling_batch(sequences, engine.model.config.vocab_size, engine.device, ahead)
 
     @staticmethod
-    def _listed(tokens: Tensor) -> list[list[int]]:
+    def _token_lists(tokens: Tensor) -> list[list[int]]:
         return [[token for token in row if token >= 0] for row in tokens.tolist()]
 
-    def _taken(self, rows: list[_Row], found: list[list[int]], logits: Tensor) -> list[Event]:
-        """Add tokens to sequences, the accepted guesses and one more to each, until it ends."""
+    def _append_accepted(
+        self, rows: list[_Row], token_lists: list[list[int]], logits: Tensor
+    ) -> list[Event]:
+        """Append the accepted tokens of each row to the sequence, until the sequence ends.
+
+        Args:
+            token_lists: For each row, the accepted draft tokens and one more token.
+        """
         start = 0
-        places: list[int] = []
-        for row, tokens in zip(rows, found, strict=True):
-            places += range(start, start + len(tokens))
+        # Select the logits of the appended tokens, to compute log probabilities of these only.
+        row_indices: list[int] = []
+        for row, tokens in zip(rows, token_lists, strict=True):
+            row_indices += range(start, start + len(tokens))
             start += len(row.rows)
-        flat = torch.tensor([*itertools.chain(*found)], device=logits.device)
-        wide = logits[torch.tensor(places, device=logits.device)]
-        wide = wide.to(torch.promote_types(wide.dtype, torch.float32))
-        chosen = wide.gather(-1, flat[:, None]).squeeze(-1)
-        logprobs = iter((chosen - wide.logsumexp(-1)).tolist())
+        token_ids = torch.tensor([*itertools.chain(*token_lists)], device=logits.device)
+        wide_logits = logits[torch.tensor(row_indices, device=logits.device)]
+        # Compute log probabilities in at least float32, as the sampler does.
+        wide_logits = wide_logits.to(torch.promote_types(wide_logits.dtype, torch.float32))
+        chosen = wide_logits.gather(-1, token_ids[:, None]).squeeze(-1)
+        logprobs = iter((chosen - wide_logits.logsumexp(-1)).tolist())
         events = []
-        returned = []
-        for row, tokens in zip(rows, found, strict=True):
+        restored_slots = []
+        for row, tokens in zip(rows, token_lists, strict=True):
             self.figures.drafted_tokens += len(row.draft.tokens)
             self.figures.accepted_tokens += len(tokens) - 1
             sequence = row.chunk.sequence
@@ -279,21 +306,21 @@ class Speculator:
                     events.append(self._engine.append(sequence, token, logprob))
             if sequence.finish_reason is not None:
                 continue
-            if self._kept is not None:
+            if self._saved is not None:
                 if len(tokens) <= len(row.draft.tokens):
-                    returned.append(sequence.state_slot)
+                    restored_slots.append(sequence.state_slot)
                     continue
                 self._engine.scheduler.advance([row.chunk])
             self._engine.scheduler.accept(row.chunk, len(tokens) - 1)
-        if self._kept is not None:
-            self._kept.restore(self._engine.runner.states, returned)
+        if self._saved is not None:
+            self._saved.restore(self._engine.runner.states, restored_slots)
         return events
 
 
-def repeats(engine: Engine, sequence: Sequence) -> bool:
-    """Say whether the tokens of a sequence have to be those that the engine's sampler draws.
+def is_reproducible(engine: Engine, sequence: Sequence) -> bool:
+    """Return whether a sequence must get exactly the tokens that the engine's sampler draws.
 
-    A seed promises them, and nothing is known of a sampler that took the place of ours.
+    A seed promises that. A sampler of another class may promise the same, and is treated alike.
     """
     seeded = sequence.params.seed is not None or engine.draws_repeat
     return seeded or type(engine.sampler) is not Sampler

@@ -1,4 +1,4 @@
-"""The model that verifies guesses, as what guesses for it has to know it before it runs."""
+"""The target model of speculative decoding, reduced to the needs of draft sources."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ _CACHE_TOKENS = 32768
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The model that verifies guesses, whose weights need not be there yet.
+    """The model that verifies draft tokens; the weights need not be loaded yet.
 
     Attributes:
-        checkpoint: with its weights.
-        load: loads another model for the same device, with ``cache_tokens``.
+        planned: The planned model.
+        checkpoint: The checkpoint of the weights.
+        tokenizer: The tokenizer.
+        load: Loads another model for the same device, with ``cache_tokens``.
+        max_sequences: Most running sequences.
+        max_step_tokens: Most tokens of a step.
     """
 
     planned: Plan
@@ -35,6 +39,6 @@ class Target:
 
     @property
     def default_tokens(self) -> int:
-        """The tokens that the cache of what guesses holds where nobody says it."""
+        """Default capacity of a draft model's or head's cache, in tokens."""
         context: int = self.planned.model.config.max_position_embeddings
         return min(self.max_sequences * context, _CACHE_TOKENS)

@@ -1,4 +1,4 @@
-"""Prediction heads from a checkpoint to what guesses by them, with a cache of their own."""
+"""Loading of MTP heads from checkpoints, with a separate KV cache."""
 
 from __future__ import annotations
 
@@ -24,26 +24,31 @@ from interposer_models._speculation.head_runner import HeadRunner
 from interposer_models._speculation.heads import HeadProposer
 from interposer_models._speculation.proposer import Proposer
 from interposer_models._speculation.settings import Speculation
-from interposer_models._speculation.speculator import repeats
+from interposer_models._speculation.speculator import is_reproducible
 from interposer_models._speculation.target import Target
 
 
-class HeadGuesses:
-    """A prediction head that is loaded.
+class HeadDraftSource:
+    """A loaded MTP head.
 
     Args:
-        page_size: that its attention takes.
-        told: of what it is, for people.
+        page_size: Page size of the head's attention.
+        description: Description for people.
     """
 
     certain = False
 
     def __init__(
-        self, head: PredictionHead, settings: Speculation, target: Target, page_size: int, told: str
+        self,
+        head: PredictionHead,
+        settings: Speculation,
+        target: Target,
+        page_size: int,
+        description: str,
     ) -> None:
         planned = target.planned
         tokens = settings.cache_tokens or target.default_tokens
-        self._told = told
+        self._description = description
         self._runner = HeadRunner(
             head,
             planned.placement.device.torch_device,
@@ -55,29 +60,29 @@ class HeadGuesses:
         )
 
     def __str__(self) -> str:
-        return self._told
+        return self._description
 
     def proposer(self, engine: Engine, sampling: DraftSampling, num_drafts: int) -> Proposer:
-        """Return what lets the head follow; see ``Guesses``.
+        """Create the proposer of an engine's sequences; see ``DraftSource``.
 
-        Raises: ConfigError: the model does not tell its hidden states.
+        Raises: ConfigError: the model does not expose hidden states.
         """
-        engine.runner.watch(HiddenStates(self._runner.head.layers))
-        draws = partial(repeats, engine)
-        return HeadProposer(self._runner, engine.runner, sampling, draws)
+        engine.runner.record_hidden_states(HiddenStates(self._runner.head.layers))
+        return HeadProposer(self._runner, engine.runner, sampling, partial(is_reproducible, engine))
 
 
-def stored_head(settings: Speculation, target: Target) -> HeadGuesses:
-    """Return the head that the checkpoint of a model holds.
+def load_checkpoint_head(settings: Speculation, target: Target) -> HeadDraftSource:
+    """Load the MTP head that the model's own checkpoint contains.
 
     Raises:
-        ConfigError: it holds none that its family knows.
-        CheckpointError: what it holds is incomplete.
+        ConfigError: the checkpoint contains no supported head.
+        CheckpointError: the tensors of the head are incomplete.
     """
     planned, checkpoint = target.planned, target.checkpoint
     check_sources(planned.path, planned.model)
     site = Site(planned.resolver, "", planned.dtype)
     head: PredictionHead | None = None
+    # Only families that derive from DecoderFamily can define an MTP head.
     if isinstance(checkpoint, Checkpoint) and isinstance(planned.decoder, DecoderFamily):
         model: Any = planned.model
         with torch.device("meta"), blamed_on_family(planned.resolver, "prediction_head"):
@@ -93,29 +98,29 @@ def stored_head(settings: Speculation, target: Target) -> HeadGuesses:
         )
     dequantize_once(head, site, planned.placement)
     load_head(head, checkpoint, target)
-    return HeadGuesses(head, settings, target, planned.page_size, "the checkpoint's own head")
+    return HeadDraftSource(head, settings, target, planned.page_size, "the checkpoint's own head")
 
 
 def load_head(
     head: PredictionHead, checkpoint: Checkpoint, target: Target, resolver: Resolver | None = None
 ) -> None:
-    """Fill a head with the tensors of a checkpoint that are its own.
+    """Load the tensors of a head from a checkpoint.
 
     Args:
-        resolver: through which it was built; None is that of the model.
+        resolver: Resolver of the head's kernels; None for that of the model.
     """
     planned = target.planned
     device = planned.placement.device.torch_device
     weights = Weights(head, device, WeightCheck.of(planned))
 
     def is_read(name: str) -> bool:
-        found = head.renamed(name)
-        return found is not None and not found.startswith(head.unread)
+        renamed = head.renamed(name)
+        return renamed is not None and not renamed.startswith(head.unread)
 
     tensors = checkpoint.stream(is_read)
     names = [*filter(is_read, checkpoint.names())]
     scheme = (resolver or planned.resolver).scheme
     with planned.numerics():
-        restored = tensors if scheme is None else scheme.restored(tensors, weights)
-        weights.load(restored, checkpoint.path, None, names)
+        dequantized = tensors if scheme is None else scheme.restored(tensors, weights)
+        weights.load(dequantized, checkpoint.path, None, names)
         head.reserve_positions(0, device)
