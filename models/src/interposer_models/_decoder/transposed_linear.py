@@ -1,4 +1,4 @@
-"""A projection whose plain weight is stored as inputs by outputs."""
+"""A linear layer whose unquantized weight is stored as ``[inputs, outputs]``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _PLAIN = ("float64", "float32", "float16", "bfloat16")
 
 
 class TransposedLinear(Linear):
-    """One projection; checkpoints have its weight as ``[I, O]``, and it is held as any other.
+    """A linear layer; checkpoints store its weight as ``[I, O]``, in memory it is ``[O, I]``.
 
-    What a scheme stores in a form of its own is read as it is.
+    Weights that a quantization scheme stores in its own form are read as they are.
     """
 
     def __init__(self, site: Site, in_features: int, out_features: int, bias: bool = False) -> None:
@@ -20,7 +20,7 @@ class TransposedLinear(Linear):
 
     @staticmethod
     def mark(layer: Linear) -> None:
-        """Mark a plain weight of ``layer``."""
+        """Mark an unquantized weight of ``layer`` as transposed in the checkpoint."""
         weight = layer._parameters.get("weight")
         if weight is not None and str(weight.dtype).removeprefix("torch.") in _PLAIN:
             weight.stored_transposed = True  # type: ignore[attr-defined]

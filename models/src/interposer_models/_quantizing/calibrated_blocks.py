@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from interposer import PluggableLayer
 from interposer.errors import ConfigError
-from interposer_models._decoder.decoder import KEEPING, CausalLM, Decoder
+from interposer_models._decoder.decoder import CACHED_LAYERS, CausalLM, Decoder
 from interposer_models._decoder.recurrent import RecurrentLayer
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.sampling_params import SamplingParams
@@ -39,7 +39,7 @@ def decoder_of(planned: Plan) -> Decoder:
 
     Raises: ConfigError: its family builds another frame, or blocks that cannot be run so.
     """
-    if isinstance(planned.model, CausalLM) and planned.model.model.one_by_one:
+    if isinstance(planned.model, CausalLM) and planned.model.model.can_run_block_by_block:
         return planned.model.model
     raise ConfigError(
         f"Calibration runs the blocks of a CausalLM one by one, but the family of {planned.path} "
@@ -159,7 +159,9 @@ class CalibratedBlocks:
         self, block: nn.Module, index: int, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the block's output ``[T, H]`` and the residual stream ``[T, H]``."""
-        kept = [self._kept(module) for module in block.modules() if isinstance(module, KEEPING)]
+        kept = [
+            self._kept(module) for module in block.modules() if isinstance(module, CACHED_LAYERS)
+        ]
         caches, plans = ([pair[place] for pair in kept] for place in (0, 1))
         cache, plan = (part[0] if len(part) == 1 else part for part in (caches, plans))
         cos, sin = self._decoder.angles(self._batch.positions)[index]
