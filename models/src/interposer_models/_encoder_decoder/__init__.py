@@ -1,1 +1,1 @@
-"""Models whose decoder attends to what an encoder made of another text."""
+"""Models whose decoder attends to an encoder's output."""

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, and experts in groups whose load a bias balances.
+"""DeepSeek-V3: latent attention, and grouped experts balanced by a score correction bias.
 
 Kimi K2 is the same architecture with more experts in one group. Source: arXiv:2412.19437.
 """
@@ -15,7 +15,7 @@ from interposer_models._decoder.settings import Positive
 
 
 class DeepseekV3(LatentFamily):
-    """DeepSeek-V3, R1 and Kimi K2; layers that predict further tokens are not computed."""
+    """DeepSeek-V3, R1 and Kimi K2; the decoder itself does not run the MTP layers."""
 
     num_local_experts: Positive | None = count_of_routed_experts(256)
     num_experts_per_tok: Positive | None = 8
@@ -33,5 +33,5 @@ class DeepseekV3(LatentFamily):
 
     @property
     def interleaved(self) -> bool:
-        """Neighbours are rotated, not the halves of the rotary part."""
+        """Adjacent elements are rotated, not the halves of the rotary part."""
         return self.rope_interleave

@@ -1,4 +1,4 @@
-"""Sizes that the small models of all families have in common."""
+"""Config fields that the small test models of all families share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WINDOW = {"sliding_window": 24}
 
 
 def configs(architecture: str, **changes: dict[str, Any]) -> Examples:
-    """Return contents of config.json of an architecture, by label, with these fields."""
+    """Build contents of config.json of an architecture, by label, each with its own changes."""
     return {
         label: {"architectures": [architecture], **SIZES, **fields}
         for label, fields in changes.items()

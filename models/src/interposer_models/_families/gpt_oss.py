@@ -1,4 +1,4 @@
-"""gpt-oss: experts with a clamped SwiGLU, a learned sink per head, windows in every second layer.
+"""gpt-oss: experts with a clamped SwiGLU, attention sinks per head, alternating windows.
 
 Source: arXiv:2508.10925.
 """
@@ -25,7 +25,7 @@ _ROPE: dict[str, Any] = {
 
 
 class GptOss(MixtureFamily):
-    """gpt-oss; everything that projects has a bias, the router and the experts too."""
+    """gpt-oss; every projection has a bias, including those of router and experts."""
 
     reads_layer_types: ClassVar[bool] = True
     attention_bias: bool = True
@@ -43,21 +43,21 @@ class GptOss(MixtureFamily):
     swiglu_limit: float = SWIGLU_LIMIT
 
     def slides(self, index: int) -> bool:
-        """Say that every second layer has the window, the first one among them."""
+        """Return True for every second layer, beginning with the first."""
         return index % 2 == 0
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Return what attention has to do: a learned score per head joins every softmax."""
+        """Describe the attention, with a learned sink score per head in every softmax."""
         return replace(super().attention_spec(site, index, page_size), sinks=True)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the MoE layer, whose checkpoints interleave gate and up projections."""
+        """Build the MoE layer, whose checkpoints interleave gate and up projections."""
         form = {"biased": True, "alternating": True, "inputs_first": True}
         experts = self.experts("swiglu_oai", **form)
         return MixtureMLP(block.at("mlp"), experts, "router", renormalize=True)
 
     @model_validator(mode="after")
-    def _computed_swiglu(self) -> Self:
+    def _check_swiglu_constants(self) -> Self:
         for name, computed in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
             if getattr(self, name) != computed:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with windows in three of four layers; long angles are for those without.
+"""OLMo 3: OLMo 2 with windows in three of four layers; only full layers have long-context angles.
 
 Source: arXiv:2512.13961.
 """
@@ -21,5 +21,5 @@ class Olmo3(Olmo2):
     sliding_window: WindowTokens | None = 4096
 
     def slides(self, index: int) -> bool:
-        """Say that all layers but every fourth have the window."""
+        """Return True for all layers but every fourth."""
         return (index + 1) % 4 != 0

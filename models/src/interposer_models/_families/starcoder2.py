@@ -29,18 +29,18 @@ class Starcoder2(DecoderFamily):
     )
 
     def slides(self, index: int) -> bool:
-        """Say that every layer has the window, if there is one."""
+        """Return True: every layer has the window, if the config states one."""
         return True
 
     def norm(self, site: Site) -> LayerNorm:
-        """Return the norm at a site."""
+        """Build the norm at a site."""
         return LayerNorm(site, self.hidden_size, self.norm_epsilon)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the MLP below a block's site."""
+        """Build the MLP below a block's site."""
         sizes = self.hidden_size, self.intermediate_size
         return PlainMLP(block.at("mlp"), sizes, _MLP, self.hidden_act, self.attention_bias)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return the block with layer norms."""
+        """Build a block with layer norms before attention and MLP."""
         return self.normed_block(site, index, page_size, NORMS)
