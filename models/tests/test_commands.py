@@ -98,7 +98,7 @@ def test_run_speculates(command: Command, llama: Path) -> None:
     assert 0 <= told["accepted_tokens"] <= told["drafted_tokens"]
     code, _, err = command(*options, "--speculate", llama)
     assert code == 0
-    assert "guesses accepted" in err
+    assert "draft tokens accepted" in err
 
 
 def test_run_takes_dtype_platform_and_kernel(command: Command, llama: Path) -> None:
