@@ -1,6 +1,6 @@
 """Records of the model families and attention backends, and the hook that plans a model.
 
-It needs no torch to import.
+Importing this module needs no torch.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _DELTA = (
 )
 # fmt: on
 
-# The class of each family, and what it reads of config.json besides what all decoders do.
+# The class of each family, and the fields of config.json that it reads in addition to _DECODER.
 _FAMILIES: dict[str, tuple[str, ...]] = {
     "Llama": (),
     "Mistral": (),
@@ -235,7 +235,7 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "MBart": _SIDES,
     "T5Gemma": (*_GEMMA, "encoder"),
 }
-# The names of architectures that end in another way, or are several.
+# Architecture names that are not the class name plus "ForCausalLM", or are several.
 _ARCHITECTURES = {
     "GPT2": ("GPT2LMHeadModel",),
     "Mpt": ("MptForCausalLM", "MPTForCausalLM"),
@@ -243,7 +243,7 @@ _ARCHITECTURES = {
     "MBart": ("MBartForConditionalGeneration",),
     "T5Gemma": ("T5GemmaForConditionalGeneration",),
 }
-# The names of modules where they are not those of classes.
+# Module names that are not the class name in lower case.
 _MODULES = {
     "Qwen2Moe": "qwen2_moe",
     "Qwen3Moe": "qwen3_moe",
@@ -264,7 +264,7 @@ _MODULES = {
     "Qwen3_5Moe": "qwen3_5_moe",
     "Qwen3Next": "qwen3_next",
 }
-# Attention that only some families have: name, class, whether a compiler can trace it.
+# Attention backends of some families only: name, class, whether torch.compile can trace it.
 _BACKENDS: tuple[tuple[str, str, bool], ...] = (
     ("latent", "interposer_ops.layers.attention:LatentBackend", True),
     ("latent_sparse", "interposer_models._decoder.sparse_backends:SparseLatentBackend", True),
@@ -275,17 +275,20 @@ _BACKENDS: tuple[tuple[str, str, bool], ...] = (
 @hookimpl
 def interposer_records() -> list[Record]:
     """Return the records of all model families and of their attention backends."""
-    backends = (_attention(*facts) for facts in _BACKENDS)
-    return [*backends, *(_entry(family, reads) for family, reads in _FAMILIES.items())]
+    backends = (_attention_entry(*fields) for fields in _BACKENDS)
+    return [
+        *backends,
+        *(_model_entry(family, config_fields) for family, config_fields in _FAMILIES.items()),
+    ]
 
 
-def _attention(name: str, target: str, traceable: bool) -> AttentionEntry:
-    # It adds nothing to the kernels that it binds, of which a policy requires the same.
-    promised = {"deterministic", "graph_safe", *(["traceable"] if traceable else [])}
-    return AttentionEntry(name, target, score=0.0, properties=frozenset(promised))
+def _attention_entry(name: str, target: str, traceable: bool) -> AttentionEntry:
+    # The backends only call bound kernels, and a policy requires these properties of kernels too.
+    properties = {"deterministic", "graph_safe", *(["traceable"] if traceable else [])}
+    return AttentionEntry(name, target, score=0.0, properties=frozenset(properties))
 
 
-def _entry(family: str, reads: tuple[str, ...]) -> ModelEntry:
+def _model_entry(family: str, reads: tuple[str, ...]) -> ModelEntry:
     name = _MODULES.get(family, family.lower())
     return ModelEntry(
         _ARCHITECTURES.get(family, (f"{family}ForCausalLM",)),
@@ -306,7 +309,7 @@ def interposer_plan(
     tensor_parallel: int | None,
     expert_parallel: bool | ExpertParallel | None,
 ) -> Plan:
-    """Return the plan of a Hugging Face model directory."""
+    """Plan a Hugging Face model directory."""
     from interposer_models._loader import plan
 
     return plan(
