@@ -1,4 +1,4 @@
-"""Load checkpoints whose architecture no installed family supports, with a loader of a plugin."""
+"""Load checkpoints of an architecture without an installed family, with a plugin's loader."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load_without_family(
 ) -> LanguageModel | None:
     """Load a model with a loader of the entry points ``interposer.loaders``.
 
-    A loader is called with the checkpoint, whose weights may not be downloaded yet, the policy and
+    A loader is called with the checkpoint (weights may not be downloaded yet), the policy and
     the other arguments of ``load``.
 
     Args:

@@ -1,4 +1,4 @@
-"""Choose the model family for a checkpoint, and report errors of its code."""
+"""Choose the model family for a checkpoint, and report errors of the family's code."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def choose_family(resolver: Resolver, config: Mapping[str, Any], source: object)
 
 
 def checked_model(model: object) -> CausalModel:
-    """Return the model that a family built; raise TypeError if it is not a CausalModel."""
+    """Return the model that a family built; raise TypeError if not a CausalModel."""
     if not isinstance(model, CausalModel):
         raise TypeError(f"{model!r:.100} is not a CausalModel")
     return model
@@ -83,7 +83,7 @@ def blamed_on_family(resolver: Resolver, member: str) -> Iterator[None]:
 def located(config: Mapping[str, Any], source: object) -> Iterator[None]:
     """Add file and field to an UnknownNameError within a ``with`` block, if a field has the name.
 
-    Raises: UnknownNameError: the same error, with its location.
+    Raises: UnknownNameError: the same error, with the location.
     """
     try:
         yield
@@ -112,6 +112,6 @@ def _note_unread(resolver: Resolver, config: Mapping[str, Any]) -> None:
 
 
 def _choice_of(resolver: Resolver) -> tuple[tuple[object, ...], Choice]:
-    """Return the choice of the model family, and its key."""
+    """Return key and choice of the model family."""
     choices = ((key, choice) for key, (choice, _) in resolver.choices.items())
     return next((key, choice) for key, choice in choices if choice.request.kind == "model")

@@ -274,7 +274,7 @@ _BACKENDS: tuple[tuple[str, str, bool], ...] = (
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the records of all model families and of their attention backends."""
+    """Return the records of all model families and of special attention backends."""
     backends = (_attention_entry(*fields) for fields in _BACKENDS)
     return [
         *backends,

@@ -1,6 +1,6 @@
-"""The kinds of batch that a benchmark runs, each with the least work that it requires.
+"""The kinds of batch that a benchmark runs, each with the least work that any engine must do.
 
-A kind is one row of the table: its requests, and the steps to compute them.
+A kind is one row of the table: requests, and the steps that compute them.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class Kind(ABC):
 
     @abstractmethod
     def run(self, session: Session) -> Sample:
-        """Run the requests once and measure them."""
+        """Run the requests once and measure the time."""
 
     def least_work(self, work: ModelWork) -> list[Step]:
-        """List the steps of a run with their least work; empty if that is unknown."""
+        """List the steps of a run with the least work of each; empty if unknown."""
         return []
 
 
 @dataclass(frozen=True)
 class Prefill(Kind):
-    """The prefill of a prompt, up to its first token."""
+    """The prefill of a prompt, up to the first token."""
 
     tokens: int = 0
 
@@ -82,7 +82,7 @@ class Decode(Kind):
     """Greedy decoding after a context, for one request or a batch.
 
     Attributes:
-        repeats: prompts repeat themselves, so that n-gram drafts are accepted.
+        repeats: prompts are periodic, so that n-gram drafts are accepted.
         plain: runs without speculative decoding.
     """
 
@@ -109,7 +109,7 @@ class Decode(Kind):
 
 @dataclass(frozen=True)
 class Extend(Kind):
-    """The prefill of a prompt whose first tokens are in the cache."""
+    """The prefill of a prompt with a cached prefix."""
 
     tokens: int = 0
     behind: int = 0
@@ -133,7 +133,7 @@ class Extend(Kind):
 
 @dataclass(frozen=True)
 class Mixed(Kind):
-    """Decoding requests while prompts join: measures their tokens and the gaps between them."""
+    """Decoding requests while prompts join: measures new tokens and the gaps between tokens."""
 
     context: int = 0
     new: int = 0
@@ -163,7 +163,7 @@ class Mixed(Kind):
         return sample
 
     def least_work(self, work: ModelWork) -> list[Step]:
-        """Return the steps with a prompt and those without."""
+        """Return the steps with a prompt and without one."""
         decode_step = _decode(work, RUNNING, self.context + self.new // 2)
         mixed_step = Step(
             decode_step.num_bytes
@@ -178,7 +178,7 @@ class Mixed(Kind):
 
 @dataclass(frozen=True)
 class SharedPrefix(Kind):
-    """The first token of a prompt whose prefix an earlier prompt did or did not leave in the cache.
+    """The first token of a prompt, with or without a prefix cached from an earlier prompt.
 
     Each run draws a new prefix, so that the prefix cache has none from earlier runs.
     """
@@ -210,7 +210,7 @@ class SharedPrefix(Kind):
 def kinds_of(
     sizes: Sizes, *, adapter: bool = False, speculates: bool = False, whole_prompts: bool = False
 ) -> Iterator[Kind]:
-    """Yield the rows for these sizes and options.
+    """Yield the rows for the given sizes and options.
 
     Args:
         whole_prompts: a prompt must be computed in one step, so there is no row for extension.

@@ -1,4 +1,4 @@
-"""The results of a benchmark: rows with their ceilings, as text, JSON and llama-bench's table."""
+"""The results of a benchmark: rows with ceilings, as text, JSON and llama-bench's table."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Row:
 
         Args:
             profiled: one more run, in which the time within the model was measured.
-            steps: of a run, with their least work.
+            steps: of a run, with the least work of each.
             baseline: the row to compare with.
         """
         rates = tuple(sample.tokens / sample.seconds for sample in samples)
@@ -187,7 +187,7 @@ class Benchmark:
         return "\n".join((*self._head(), "", *table, *self._notes()))
 
     def llama_bench(self) -> str:
-        """Return the rows that llama-bench has, as its Markdown table with mean and deviation."""
+        """Return the rows that llama-bench has, as a Markdown table with mean and deviation."""
         size = f"{self.weight_bytes / 2**30:.2f} GiB"
         weights, threads = f"{self.weights / 1e6:.2f} M", str(self.roofs.threads)
         common_cells = (self.model, size, weights, self.platform, threads)

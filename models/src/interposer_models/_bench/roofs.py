@@ -32,7 +32,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Roofs:
-    """The roofline of a device; each rate is the best of several ways to reach it.
+    """The roofline of a device; each rate is the best of several measurements.
 
     Attributes:
         bytes_per_s: of reading; on devices other than a host of a copy, counting reads and writes.
@@ -67,8 +67,8 @@ def measured_roofs(
 ) -> Roofs:
     """Measure the roofline of a device.
 
-    A host reads a buffer far larger than its caches, in several ways, because a single way may be
-    limited by its own cost. Any other device copies.
+    A host reads a buffer far larger than the CPU caches, in several ways, because a single way may
+    be limited by overhead. Any other device copies.
 
     Args:
         rounds: number of measurements, of which the median counts.
@@ -136,7 +136,7 @@ def _readers(placement: Placement, size: int) -> Iterator[Timed]:
 def _linear_kernels(
     placement: Placement, weight: torch.Tensor
 ) -> Iterator[tuple[str, Callable[..., object], dict[str, Any]]]:
-    """Yield the available kernels for unquantized linear layers, with their constants."""
+    """Yield the available kernels for unquantized linear layers, with prepared constants."""
     dtype = str(weight.dtype).removeprefix("torch.")
     dims = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
     capability, name = placement.device.capability, placement.platform.name

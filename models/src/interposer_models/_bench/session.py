@@ -53,7 +53,7 @@ class Session:
     def add(
         self, prompts: list[list[int]], new_tokens: int, adapter: str | None = None
     ) -> list[Sequence]:
-        """Queue requests that end after ``new_tokens`` tokens, whatever the tokens are."""
+        """Queue requests that end after ``new_tokens`` tokens, with end tokens ignored."""
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, adapter=adapter)
         added = [self.lm.engine.add(prompt, params) for prompt in prompts]
         self._running += added
@@ -62,7 +62,7 @@ class Session:
     def add_decoding(
         self, prompts: list[list[int]], new_tokens: int, adapter: str | None = None
     ) -> list[Sequence]:
-        """Queue requests, and step until each has its first token.
+        """Queue requests, and step until each has a first token.
 
         Prompts that were computed in an earlier step produce more tokens until then, so every
         request gets a margin of new tokens.
@@ -84,7 +84,7 @@ class Session:
             self.lm.engine.step()
 
     def first_tokens(self, added: list[Sequence]) -> None:
-        """Step until each of these requests has a token."""
+        """Step until each of the requests has a token."""
         self.until(lambda: all(sequence.output for sequence in added))
 
     def decode(self, added: list[Sequence], count: int) -> int:
@@ -98,7 +98,7 @@ class Session:
         return sum(new_counts())
 
     def timed(self, call: Callable[[], int]) -> Sample:
-        """Measure the seconds of a call, which returns a token count, and of all work it queues."""
+        """Measure the seconds of a call, which returns a token count, and of all queued work."""
         self.settle()
         self._calls.clear()
         start = time.perf_counter()
@@ -109,7 +109,7 @@ class Session:
         return Sample(seconds, tokens, sum(self._calls) if self._calls else None)
 
     def settle(self) -> None:
-        """Wait until the device has finished its work."""
+        """Wait until the device is idle."""
         placement = self.lm.placement
         placement.platform.synchronize(placement.device.torch_device)
 
@@ -154,7 +154,7 @@ class Session:
 
     @contextmanager
     def with_adapter(self, name: str, folder: str) -> Iterator[None]:
-        """Load a LoRA adapter within a ``with`` block, and remove it after."""
+        """Load a LoRA adapter within a ``with`` block, and remove the adapter after."""
         self.lm.load_adapter(name, folder)
         try:
             yield

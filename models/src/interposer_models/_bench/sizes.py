@@ -18,14 +18,14 @@ class Sizes:
 
     Attributes:
         prompt: tokens of a prompt.
-        behind: cached tokens before the prompt that extends them; also the most tokens of a step.
+        behind: cached tokens before the prompt of the extension row; also the limit of a step.
         contexts: tokens before the decoded ones.
         new: decoded tokens.
         batch: requests that decode together.
         together: context of such requests: the shortest context, or less if the model's context
             would not hold the extra tokens of requests that started earlier.
         joins: prompts that join running requests, one in every 8 steps.
-        shared: tokens of the prefix that prompts share; 0 omits these rows.
+        shared: tokens of the prefix that prompts share; 0 omits the rows.
         notes: sentences about sizes that were reduced.
     """
 

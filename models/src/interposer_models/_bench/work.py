@@ -1,4 +1,4 @@
-"""Count the bytes that a decoder's steps must read and their operations, whatever kernels run them.
+"""Count the bytes that a decoder's steps must read and the operations, for any kernels.
 
 Dimensions: T tokens of a step, C tokens in the cache before it, B sequences.
 """
@@ -170,12 +170,12 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _own_values(module: nn.Module) -> list[Any]:
-    """Return the values of a module's attributes, but not those of its submodules."""
+    """Return the values of a module's attributes, but not of its submodules."""
     return _pytree.tree_leaves(vars(module))
 
 
 def _numbers(module: nn.Module) -> int:
-    """Return the number of elements of a module's own matrices, however they are packed."""
+    """Return the number of elements of a module's own matrices, before packing."""
     if isinstance(module, Linear):
         return module.in_features * sum(module.parts.values())
     if isinstance(module, LatentProjection):
@@ -187,7 +187,7 @@ def _numbers(module: nn.Module) -> int:
 
 
 def _num_bytes(leaves: Iterable[Any], counted: set[int]) -> int:
-    """Return the bytes of tensors whose memory is not in ``counted``, and add that memory."""
+    """Return the bytes of tensors with memory not yet in ``counted``, and add that memory."""
     total = 0
     for leaf in leaves:
         if not isinstance(leaf, Tensor):

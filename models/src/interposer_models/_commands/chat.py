@@ -126,7 +126,7 @@ class _Conversation:
         return self._lm.chat_prompt(messages, template=self._template)
 
     def answer(self, text: str, show: Callable[[str], None]) -> str:
-        """Stream an answer to ``show``, remember question and answer, and return its statistics."""
+        """Stream an answer to ``show``, remember question and answer, and return statistics."""
         prompt = self.prompt(text)
         started = time.perf_counter()
         parts: list[str] = []

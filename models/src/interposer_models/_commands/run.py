@@ -157,14 +157,14 @@ def load_with_progress(
 
 
 def speed(arrivals: list[float]) -> dict[str, float]:
-    """Return the seconds to the first token, and tokens per second after it."""
+    """Return the seconds to the first token, and tokens per second after that."""
     span = arrivals[-1] - arrivals[0]
     rate = (len(arrivals) - 1) / span if span > 0 else 0.0
     return {"time_to_first_token_s": arrivals[0], "tokens_per_second": rate}
 
 
 def peak_memory(lm: LanguageModel) -> int | None:
-    """Return the most bytes that this process has used; None if the platform does not report it."""
+    """Return the most bytes that this process has used; None if the platform has no figure."""
     placement = lm.placement
     if not placement.platform.provides("peak_memory_bytes"):
         return None

@@ -1,6 +1,6 @@
-"""Decoder blocks whose norms stand elsewhere than in Llama's.
+"""Decoder blocks with norms in other positions than Llama's.
 
-Dimensions: T tokens, R tokens whose output is needed, H hidden size.
+Dimensions: T tokens, R tokens to output, H hidden size.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Names = tuple[str, str, str, str]
 
 
 class NormedBlock(nn.Module):
-    """Attention and MLP on a residual stream, with norms before them, after them, or both.
+    """Attention and MLP on a residual stream, with norms before or after each, or both.
 
-    The residual stream is kept in float32 or wider, whatever the dtype of ``x``.
+    The residual stream is kept in float32 or wider, independent of the dtype of ``x``.
 
     Args:
         norm: builds the norm at a site.

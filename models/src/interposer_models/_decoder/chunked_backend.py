@@ -1,8 +1,8 @@
-"""Chunked attention: a token attends to the earlier tokens of its own chunk of the sequence.
+"""Chunked attention: a token attends only to earlier tokens of the same chunk of the sequence.
 
-The backend passes every chunk to a plain backend as a sequence of its own, whose page table begins
-at the chunk's first page. So every backend for causal attention over pages also serves chunks, with
-the same kernels.
+The backend passes every chunk to a plain backend as a separate sequence, with a page table that
+begins at the chunk's first page. So every backend for causal attention over pages also serves
+chunks, with the same kernels.
 Dimensions: T tokens, B sequences, V chunks that contain new tokens, P pages, S page size.
 """
 
@@ -29,7 +29,7 @@ from interposer_ops.layers.attention import Attention
 
 @dataclass(frozen=True)
 class FixedPlan:
-    """The inner backend's plan for a captured graph, and the batch of chunks that it reads."""
+    """The inner backend's plan for a captured graph, and the batch of chunks of that plan."""
 
     plan: Any
     chunks: AttentionBatch
@@ -59,7 +59,7 @@ class ChunkedBackend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Refuse every request: models wrap a selected backend in this class themselves."""
+        """Refuse every request: this class wraps a backend that was selected already."""
         return Verdict.refuse("wraps another backend, and cannot be selected itself")
 
     def kv_layout(self) -> KVCacheLayout:
@@ -104,7 +104,7 @@ class ChunkedBackend(AttentionBackend):
 
 
 def chunk_layers(layers: Iterable[Attention], chunk_tokens: int) -> None:
-    """Limit attention layers to their chunks; layers that share a backend still share a plan."""
+    """Limit attention layers to chunks; layers that share a backend still share a plan."""
     chunked_backends: dict[AttentionBackend, ChunkedBackend] = {}
     for layer in layers:
         inner = layer.backend
@@ -112,7 +112,7 @@ def chunk_layers(layers: Iterable[Attention], chunk_tokens: int) -> None:
 
 
 def chunks_of(batch: AttentionBatch, chunk_tokens: int, page_size: int) -> AttentionBatch:
-    """Describe each chunk with new tokens as a sequence of its own, ``[V]``, in token order.
+    """Describe each chunk with new tokens as a separate sequence, ``[V]``, in token order.
 
     For a decode batch (one new token per sequence) no value is read back from the device.
     """

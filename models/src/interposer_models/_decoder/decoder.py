@@ -1,6 +1,6 @@
-"""The decoder around its blocks: embedding, final norm and LM head; a family provides the blocks.
+"""The decoder around the blocks: embedding, final norm and LM head; a family provides the blocks.
 
-Dimensions: T tokens of the step, R tokens whose logits are needed, H hidden size, V vocabulary.
+Dimensions: T tokens of the step, R tokens that need logits, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Decoder(nn.Module):
         head: site of an LM head that shares the embedding's weight, or None.
         embedding: a table shared with another module; None builds one.
     Attributes:
-        can_run_block_by_block: a block needs only the previous block's output and its own cache, so
+        can_run_block_by_block: a block needs only the previous block's output and a cache, so
             that calibration can run one block at a time.
         hidden: receives the hidden states of all tokens; None if no draft model reads them.
     """
@@ -102,7 +102,7 @@ class Decoder(nn.Module):
 
     @contextmanager
     def only(self, block_indices: Sequence[int]) -> Iterator[None]:
-        """Run only the blocks of these indices, in this order, within a ``with`` block."""
+        """Run only the blocks ``block_indices``, in this order, within a ``with`` block."""
         all_indices, layers, fused_sums = self.block_indices, self.layers, self._fused_sums
         self.block_indices, self.layers = (
             block_indices,
@@ -119,7 +119,7 @@ class Decoder(nn.Module):
             self._assign_caches()
 
     def _pause_fused_sums(self, is_paused: bool) -> None:
-        """Let blocks all-reduce their own output while more than the next norm reads it."""
+        """Move the all-reduce back into each block, or with False into the next norm again."""
         for fused_sum in self._fused_sums:
             if fused_sum.is_paused is not is_paused:
                 fused_sum.is_paused = is_paused
@@ -257,7 +257,7 @@ class Decoder(nn.Module):
 
 
 class CausalLM(CausalModel):
-    """A decoder with its language model head; module names are those of the checkpoints.
+    """A decoder with a language model head; module names are those of the checkpoints.
 
     Args:
         norm: builds the norm after the last block.
@@ -303,11 +303,11 @@ class CausalLM(CausalModel):
 
     @property
     def state_layers(self) -> list[RecurrentLayer]:
-        """Return the recurrent layers in order; their caches follow the attention layers'."""
+        """Return the recurrent layers in order, which is that of the last caches."""
         return [module for module in self.modules() if isinstance(module, RecurrentLayer)]
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Compute the rotary angles of at least ``count`` positions, unless they exist already."""
+        """Compute the rotary angles of at least ``count`` positions, if not done yet."""
         if not self.model.tables or count > len(self.model.tables[0][0]):
             self.model.reserve_positions(count, device)
 
@@ -321,7 +321,7 @@ class CausalLM(CausalModel):
     ) -> torch.Tensor:
         """Compute the logits of the tokens in ``rows``, or of all tokens.
 
-        After its attention, the last block computes only the tokens in ``rows``.
+        After the attention, the last block computes only the tokens in ``rows``.
 
         Args:
             token_ids: ``[T]`` int64.

@@ -1,6 +1,6 @@
-"""The Gated DeltaNet mixer: linear attention whose key-value state each token decays and corrects.
+"""The Gated DeltaNet mixer: linear attention with a key-value state that each token corrects.
 
-Dimensions: T tokens, H hidden size, G key heads, K their size, N value heads, D their size,
+Dimensions: T tokens, H hidden size, G key heads of size K, N value heads of size D,
 R rows of the state cache, C = 2 G K + N D channels.
 
 Source: arXiv:2412.06464.
@@ -78,7 +78,7 @@ class SeparateProjections(nn.Module):
 
 
 class GroupedProjections(nn.Module):
-    """Two projections whose outputs are interleaved by key head, as in Qwen3-Next."""
+    """Two projections with outputs interleaved by key head, as in Qwen3-Next."""
 
     def __init__(self, site: Site, sizes: DeltaSizes) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class DeltaRule(PluggableLayer):
 
         Args:
             mixed: ``[T, C]``, the convolution's output.
-            beta, decay: ``[T, N]``, before their activations.
+            beta, decay: ``[T, N]``, before the activations.
             states: ``[R, N, K, D]`` float32.
         """
         sizes = self.sizes

@@ -3,7 +3,7 @@
 With absorbed projections, a pair of tokens costs C + R multiplications per head for the score and C
 for the output. With expanded keys and values the pair costs D + R and V, about a third in
 DeepSeek's models. But the keys and values of all cached tokens must be computed first, which pays
-off only if many query tokens read them.
+off only if many query tokens read the same cache.
 
 Dimensions: T tokens, U cached tokens that are read, B sequences, N heads, D size of a query and key
 head without its rotary part, R rotary size, C latent size, V size of a value head, P pages, S page
@@ -85,7 +85,7 @@ class ExpandedAttention:
     def pays(self, batch: AttentionBatch) -> bool:
         """Say whether expansion saves enough multiplications for this batch.
 
-        Reads the lengths only if they are in host memory, so that the device is never waited for.
+        Reads only lengths in host memory, so that the device is never waited for.
         """
         if batch.max_query_tokens < _MIN_QUERY_TOKENS:
             return False

@@ -52,12 +52,12 @@ class DecoderFamily(DecoderSettings):
         )
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build the attention of layer ``index`` at a site, with its projections."""
+        """Build the attention of layer ``index`` at a site, with the projections."""
         bias = self.attention_bias
         return SelfAttention(site, spec, self.hidden_size, self.rotary_size, None, bias, bias)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MLP of layer ``index``, or its MoE layer, below a block's site."""
+        """Build the MLP of layer ``index``, or an MoE layer, below a block's site."""
         sizes = self.hidden_size, self.intermediate_size
         return GatedMLP(block.at("mlp"), *sizes, self.hidden_act, self.mlp_bias)
 
@@ -66,7 +66,7 @@ class DecoderFamily(DecoderSettings):
         return RMSNorm(site, self.hidden_size, self.rms_norm_eps)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build block ``index`` at a site; its forward has the signature of ``DecoderBlock``."""
+        """Build block ``index`` at a site, with the forward signature of ``DecoderBlock``."""
         return DecoderBlock(
             site,
             self.hidden_size,
@@ -76,7 +76,7 @@ class DecoderFamily(DecoderSettings):
         )
 
     def normed_block(self, site: Site, index: int, page_size: int, names: Names) -> nn.Module:
-        """Build a block whose norms have the positions of ``names``, see ``NormedBlock``."""
+        """Build a block with norms in the positions of ``names``, see ``NormedBlock``."""
         attention_site = site.at("self_attn")
         attention = self.self_attention(
             attention_site, index, self.attention_spec(attention_site, index, page_size)
@@ -103,5 +103,5 @@ class DecoderFamily(DecoderSettings):
         return None
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Build the decoder with its LM head."""
+        """Build the decoder with an LM head."""
         return CausalLM(site, self, lambda at, index: self.block(at, index, page_size), self.norm)

@@ -1,4 +1,4 @@
-"""An error about a field of config.json, with a hint that repairs it."""
+"""An error about a field of config.json, with a hint that repairs the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention whose checkpoints store the projections of query, key and value as one tensor.
+"""Attention for checkpoints that store query, key and value projections as one tensor.
 
 Dimensions: T tokens, N heads, D head size.
 """

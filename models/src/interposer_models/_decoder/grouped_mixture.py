@@ -31,7 +31,7 @@ _BIAS = "gate.e_score_correction_bias"
 
 
 def count_of_routed_experts(default: int | None) -> Any:
-    """Return the field ``num_local_experts`` for families whose configs count routed experts."""
+    """Return the field ``num_local_experts`` for configs that count routed experts."""
     names = AliasChoices("n_routed_experts", "num_local_experts", "num_experts")
     return Field(default=default, validation_alias=names)
 
@@ -79,14 +79,14 @@ class GroupedRouter(Router):
         )
 
     def finalize(self) -> None:
-        """Prepare the router's weight and the bias for their kernels."""
+        """Prepare the router's weight and the bias for the kernels."""
         super().finalize()
         bias = self.e_score_correction_bias
         flat = None if bias is None else bias.data.flatten()  # some checkpoints store [1, E]
         self.prepared_bias = self.grouped.prepared(bias=flat)["bias"]
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose experts for the logits ``[T, E]``; return their weights and ids ``[T, K]``."""
+        """Choose experts for the logits ``[T, E]``; return weights and ids ``[T, K]``."""
         grouping = self.grouping
         group_limits = grouping.num_groups, grouping.top_groups, self.top_k
         return self.grouped.function(
@@ -163,7 +163,7 @@ class GroupedFamily(MixtureFamily):
         return index >= self.first_k_dense_replace
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MoE layer of layer ``index``, or its dense MLP."""
+        """Build the MoE layer of layer ``index``, or a dense MLP."""
         if not self.has_experts(index):
             return super().mlp(block, index)
         experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))
@@ -172,7 +172,7 @@ class GroupedFamily(MixtureFamily):
         return GroupedMoE(block.at("mlp"), experts, self.grouping, shared, bias)
 
     def prediction_head(self, site: Site, model: CausalLM, page_size: int) -> PredictionHead | None:
-        """Build the checkpoint's first MTP layer; its block is like the decoder's last one."""
+        """Build the checkpoint's first MTP layer, with a block like the decoder's last one."""
         if not self.num_nextn_predict_layers:
             return None
         names = HeadNames(
@@ -191,7 +191,7 @@ class GroupedFamily(MixtureFamily):
         )
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Build the decoder; the checkpoint's MTP layers after it are not read."""
+        """Build the decoder; the checkpoint's MTP layers are not read."""
         model = super().build(site, page_size)
         mtp_layers = range(self.num_nextn_predict_layers)
         model.unread = tuple(f"model.layers.{self.num_hidden_layers + i}." for i in mtp_layers)

@@ -1,4 +1,4 @@
-"""Hidden states of a step, for draft models that predict from them.
+"""Hidden states of a step, for draft models that read hidden states.
 
 Dimensions: T tokens of the step, H hidden size, L layers.
 """
@@ -15,7 +15,7 @@ class HiddenStates:
     Attributes:
         layers: indices of the blocks whose inputs are recorded, in order; an empty tuple records
             the output of the final norm.
-        latest: ``[T, L * H]`` of these blocks, or ``[T, H]`` of the final norm, of the latest step.
+        latest: ``[T, L * H]`` of ``layers``, or ``[T, H]`` of the final norm, of the latest step.
     """
 
     def __init__(self, layers: tuple[int, ...] = ()) -> None:

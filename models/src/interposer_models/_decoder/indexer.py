@@ -1,10 +1,10 @@
-"""The indexer of sparse attention: it selects the tokens that each token attends to.
+"""The indexer of sparse attention, which selects the tokens that each token attends to.
 
 Dimensions: T tokens, H hidden size, Q latent size of queries, I heads, D head size, R rotary size,
 X selected tokens.
 
 Source: DeepSeek-V3.2-Exp technical report. The published program multiplies queries and keys by a
-Hadamard matrix, which does not change their dot products, and rounds both to 8 bits. This module
+Hadamard matrix, which does not change the dot products, and rounds both to 8 bits. This module
 does neither.
 """
 

@@ -52,14 +52,15 @@ class LatentSizes:
 class LatentProjection(PluggableLayer):
     """The projection ``kv_b_proj`` from latent vectors to keys and values, split for absorption.
 
-    The weight ``[N (D + V), C]`` is kept in the model's dtype, even if the checkpoint stores it
-    quantized: it multiplies queries and attention outputs, head by head.
+    The weight ``[N (D + V), C]`` is kept in the model's dtype, also if the checkpoint stores
+    quantized values, because queries and attention outputs are multiplied by the weight head by
+    head.
 
     Args:
         expands: also prepare the weights that ``expanded`` needs.
     Attributes:
         parts: the outputs by the name that checkpoints use, as those of ``Linear``.
-        slices: the part of its tensors that this rank reads; empty for all of them.
+        slices: the part of each tensor that this rank reads; empty for whole tensors.
         query_weight, value_weight: ``[N, D, C]`` and ``[N, C, V]``, prepared for
             ``batched_linear``.
         expansion_weights: ``[N D, C]`` and ``[N V, C]``, prepared for ``linear``; empty without
@@ -164,7 +165,7 @@ class LatentShards:
     Attributes:
         spec: of the heads that this rank computes.
         projections: of queries, of keys and values, and of the output.
-        slices: the parts of their tensors that this rank reads; None if this rank has all heads.
+        slices: the parts of the tensors that this rank reads; None if this rank has all heads.
     """
 
     spec: AttentionSpec
@@ -203,7 +204,7 @@ class LatentShards:
 def _projections(
     spec: AttentionSpec, sizes: LatentSizes, bias: bool, cut: Cut | None
 ) -> tuple[Projection, Projection, Projection]:
-    """Describe the projections of all heads, with their shards if ``cut`` is given."""
+    """Describe the projections of all heads, sharded if ``cut`` is given."""
     heads, latent = spec.num_heads, spec.latent_size
     name, inputs = "q_proj", sizes.hidden
     if sizes.query_latent is not None:
@@ -224,7 +225,7 @@ def _projections(
 
 
 class LatentAttention(SelfAttention):
-    """Attention of all heads to one latent vector per token, with its projections.
+    """Attention of all heads to one latent vector per token, with all projections.
 
     The projections are absorbed: the one from latent vectors to keys is applied to queries instead,
     and the one to values is applied to the attention's output, so that cached tokens are never

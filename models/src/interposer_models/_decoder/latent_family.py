@@ -1,4 +1,4 @@
-"""Settings of decoders with latent attention (MLA), which also build them."""
+"""Settings of decoders with latent attention (MLA), which also build the decoder."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LatentFamily(GroupedFamily):
         return replace(spec, scale=self.score_scale, **facts)
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build the attention of layer ``index`` at a site, with its projections."""
+        """Build the attention of layer ``index`` at a site, with the projections."""
         head_sizes = self.q_lora_rank, self.qk_nope_head_dim, self.v_head_dim
         sizes = LatentSizes(self.hidden_size, *head_sizes)
         return LatentAttention(site, spec, sizes, self.interleaved, self.attention_bias)

@@ -28,11 +28,11 @@ def count_of_experts(default: int | None) -> Any:
 
 
 class MixtureMLP(nn.Module):
-    """An MoE layer: a router and its experts.
+    """An MoE layer: a router and experts.
 
     Args:
         router: the router's name in checkpoints.
-        renormalize: scale the weights of the chosen experts so that their sum is 1.
+        renormalize: scale the weights of the chosen experts to a sum of 1.
     """
 
     def __init__(self, site: Site, spec: ExpertsSpec, router: str, renormalize: bool) -> None:
@@ -112,7 +112,7 @@ class SparseFamily(MixtureFamily):
         return MixtureMLP(site, experts, "gate", self.norm_topk_prob)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MoE layer of layer ``index``, or its dense MLP."""
+        """Build the MoE layer of layer ``index``, or a dense MLP."""
         if not self.has_experts(index):
             return super().mlp(block, index)
         experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))

@@ -25,7 +25,7 @@ _RELU = "relu"
 
 
 class PlainMLP(nn.Module):
-    """Two linear layers with GELU, ReLU or squared ReLU between them.
+    """Two linear layers with GELU, ReLU or squared ReLU in between.
 
     Args:
         sizes: H and the intermediate size.

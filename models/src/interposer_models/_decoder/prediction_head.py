@@ -1,6 +1,6 @@
-"""MTP heads: predict a further token from a hidden state and the token that follows it.
+"""MTP heads: predict a further token from a hidden state and the token that follows.
 
-Dimensions: T tokens, R tokens whose predictions are needed, H hidden size of the head, F size of
+Dimensions: T tokens, R tokens that need predictions, H hidden size of the head, F size of
 the model's states that the head reads, V vocabulary of the model.
 """
 
@@ -25,7 +25,7 @@ Cosines = tuple[Tensor | None, Tensor | None]
 
 
 class PredictionHead(nn.Module, ABC):
-    """A decoder of one block with its own paged cache, which drafts tokens.
+    """A decoder of one block with a paged cache of the head, which drafts tokens.
 
     The head's input at a position is the model's state of token i and the embedding of token i + 1,
     and the head predicts token i + 2. To draft more tokens, the head's own state replaces the
@@ -33,7 +33,7 @@ class PredictionHead(nn.Module, ABC):
 
     Attributes:
         config: settings of the model.
-        layers: blocks of the model whose inputs the head reads; an empty tuple means the output of
+        layers: the head reads the inputs of these blocks; an empty tuple means the output of
             the final norm.
         renamed, unread: as those of ``CausalLM``.
     """
@@ -100,8 +100,8 @@ class HeadNames(NamedTuple):
 class NextTokenHead(PredictionHead):
     """An MTP head: a projection of normalised state and embedding, then one block of the family.
 
-    The head shares embedding, rotary angles and LM head with the model. Its state is the output of
-    its last norm.
+    The head shares embedding, rotary angles and LM head with the model. The head's state is the
+    output of the last norm.
 
     Args:
         block: builds the block at a site.

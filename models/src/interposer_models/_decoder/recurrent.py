@@ -1,4 +1,4 @@
-"""Layers that keep a fixed-size state per sequence, and their common convolution and norm.
+"""Layers with a fixed-size state per sequence, and a convolution and a norm for such layers.
 
 Dimensions: T tokens, C channels, W window of the convolution, H hidden size.
 """
@@ -17,7 +17,7 @@ from interposer_ops.recurrence import causal_convolution
 
 
 class RecurrentLayer(nn.Module, ABC):
-    """A layer whose cache is one state of fixed size per sequence, not a page per token range."""
+    """A layer with one state of fixed size per sequence as its cache, instead of pages."""
 
     @abstractmethod
     def state_layout(self) -> StateLayout:
@@ -31,7 +31,7 @@ class RecurrentMixer(RecurrentLayer):
     def mixed(
         self, x: Tensor, cache: tuple[Tensor, ...], plan: StateBatch
     ) -> tuple[Tensor, Tensor]:
-        """Update the states with ``x`` ``[T, H]``; return the mixer's output and its gate."""
+        """Update the states with ``x`` ``[T, H]``; return the mixer's output and the gate."""
 
     @abstractmethod
     def ended(self, y: Tensor, gate: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Convolution(PluggableLayer):
 
 
 class GatedNorm(PluggableLayer):
-    """RMSNorm over groups of a row, gated before or after it; see the op ``gated_rms_norm``."""
+    """RMSNorm over groups of a row, gated before or after; see the op ``gated_rms_norm``."""
 
     def __init__(
         self, site: Site, hidden_size: int, group_size: int, eps: float, norm_first: bool

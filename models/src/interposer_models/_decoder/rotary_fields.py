@@ -19,7 +19,7 @@ LIFTED = ("rope_theta", "partial_rotary_factor")
 
 
 class LayerTypeBases(NamedTuple):
-    """The rotary bases of a family whose sliding-window layers have other angles than full layers.
+    """The rotary bases of a family with different angles in sliding-window and full layers.
 
     Attributes:
         full: base of full-attention layers, unless ``rope_theta`` states it.
@@ -33,7 +33,7 @@ class LayerTypeBases(NamedTuple):
 
 
 def one_rotation(fields: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the rotary fields of a family whose layers all have the same angles.
+    """Merge the rotary fields of a family with the same angles in all layers.
 
     A non-empty ``rope_scaling`` replaces ``rope_parameters``, ``rope_theta`` included.
 
@@ -63,11 +63,11 @@ def one_rotation(fields: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str
 
 
 def rotation_by_layer_type(fields: Mapping[str, Any], bases: LayerTypeBases) -> dict[str, Any]:
-    """Merge the rotary fields of a family whose layer types differ; the result is nested by type.
+    """Merge the rotary fields of a family with angles per layer type, nested by type.
 
     ``rope_scaling`` applies to full-attention layers.
 
-    Raises: FieldError: a value is stated where transformers does not read it.
+    Raises: FieldError: a value is stated where transformers does not look.
     """
     parameters, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
     nested = {kind: dict(parameters.get(kind) or {}) for kind in LAYER_TYPES}

@@ -31,7 +31,7 @@ WindowTokens = Annotated[int, Field(gt=0, lt=2**31)]
 
 
 class FrameNames(NamedTuple):
-    """The names that a checkpoint gives to the modules of a decoder outside of its blocks.
+    """The names that a checkpoint gives to the modules of a decoder outside of the blocks.
 
     Attributes:
         positions: the table of learned positions, which replaces rotary angles; empty if there is
@@ -49,15 +49,15 @@ class FrameNames(NamedTuple):
 
 
 class DecoderSettings(BaseModel, ModelFamily):
-    """The fields of config.json that shape a decoder, by their Hugging Face names.
+    """The fields of config.json that shape a decoder, by Hugging Face name.
 
-    Unknown fields are ignored; a null field gets its default. Properties derive further values.
+    Unknown fields are ignored; a null field gets the default. Properties derive further values.
 
     Attributes:
         is_rotated: queries and keys are rotated, unless the decoder has a table of positions.
         layer_type_bases: set if sliding-window layers have other angles than full layers.
-        reads_layer_types: the architecture reads ``layer_types``; without it, the field is refused
-            if it differs from ``slides``.
+        reads_layer_types: the architecture reads ``layer_types``; otherwise a field that differs
+            from ``slides`` is refused.
         switches_windows: windows apply only if ``use_sliding_window`` is true.
         reads_partial_rotary_factor: the same as ``reads_layer_types``, for that field.
     """
@@ -150,7 +150,7 @@ class DecoderSettings(BaseModel, ModelFamily):
         return self.rotary_size
 
     def renamed(self, name: str) -> str | None:
-        """Map the name of a checkpoint's tensor to this model's; None if it is not needed."""
+        """Map the name of a checkpoint's tensor to this model's; None for an unused tensor."""
         return name
 
     def slides(self, index: int) -> bool:
@@ -258,7 +258,7 @@ class DecoderSettings(BaseModel, ModelFamily):
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Validate the content of config.json and return it as settings.
+        """Validate the content of config.json and return the settings.
 
         Raises: CheckpointError: a field is missing, mistyped or contradictory.
         """
@@ -292,7 +292,7 @@ class DecoderSettings(BaseModel, ModelFamily):
 
 
 def _value_or_default(field: FieldInfo, name: str, fields: Mapping[str, Any]) -> Any:
-    """Return the value of a field under any of its names, or its default."""
+    """Return the value of a field under any of its names, or the default."""
     alias = field.validation_alias
     names = alias.choices if isinstance(alias, AliasChoices) else [alias or name]
     return next((fields[n] for n in names if isinstance(n, str) and n in fields), field.default)

@@ -28,7 +28,7 @@ from interposer_ops.layers.attention import LatentBackend
 
 
 class IndexerBackend(AttentionBackend):
-    """Cache one key per token, and select the tokens whose keys score best."""
+    """Cache one key per token, and select the tokens with the best scores."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)

@@ -1,4 +1,4 @@
-"""The Mamba-2 mixer: a state space model whose decay and input depend on the token.
+"""The Mamba-2 mixer: a state space model with token-dependent decay and input.
 
 Dimensions: T tokens, H hidden size, N heads, P head size, G groups, S state size, R rows of the
 state cache, I = N P.
@@ -29,7 +29,7 @@ class StateSpaceSizes:
         window: tokens that the convolution reads.
         steps: the smallest and the largest step.
         normed: outputs are normalised.
-        norm_first: the norm comes before the multiplication by the gate, not after it.
+        norm_first: the norm comes before the multiplication by the gate, not after.
         out_bias: the output projection has a bias; None means the same as ``bias``.
         factors: of gate, input, B, C and steps; empty if all are 1.
     """
@@ -55,12 +55,12 @@ class StateSpaceSizes:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: the input of the scan, and its projections B and C."""
+        """Channels of the convolution: the input of the scan, and the projections B and C."""
         return self.inner + 2 * self.groups * self.state
 
 
 class Scan(PluggableLayer):
-    """The op ``state_space_scan`` with its per-head parameters."""
+    """The op ``state_space_scan`` with per-head parameters."""
 
     def __init__(self, site: Site, sizes: StateSpaceSizes) -> None:
         super().__init__(site)
@@ -78,7 +78,7 @@ class Scan(PluggableLayer):
         self.constants: tuple[Tensor, ...] = ()
 
     def finalize(self) -> None:
-        """Compute each head's decay rate, -exp(A_log), and prepare it for the kernel."""
+        """Compute each head's decay rate, -exp(A_log), for the kernel."""
         decay, skip, bias = (self.get_parameter(n).data for n in ("A_log", "D", "dt_bias"))
         prepared = self.bound.prepared(decay=-decay.exp(), skip=skip)
         self.constants = prepared["decay"], prepared["skip"], bias
@@ -132,7 +132,7 @@ class StateSpaceMixer(RecurrentMixer):
     def mixed(
         self, x: Tensor, cache: tuple[Tensor, ...], plan: StateBatch
     ) -> tuple[Tensor, Tensor]:
-        """Run projection, convolution and scan; return the output and its gate, both ``[T, I]``."""
+        """Run projection, convolution and scan; return the output and the gate, both ``[T, I]``."""
         windows, states = cache
         gate, x, steps = self._projected(x)
         return self.scan(self.conv1d(x, windows, plan), steps, states, plan), gate

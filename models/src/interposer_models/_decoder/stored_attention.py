@@ -33,10 +33,10 @@ class StoredAttention(PluggableLayer):
 
 
 def connect_cache_readers(modules: Iterable[nn.Module]) -> None:
-    """Connect each layer that reads another layer's cache to the layer that writes it.
+    """Connect each layer that reads another layer's cache to the layer that writes the cache.
 
     Args:
-        modules: of a decoder, in the order of their layers.
+        modules: of a decoder, in layer order.
     """
     last_writers: dict[AttentionBackend, Attention] = {}
     for module in modules:

@@ -20,7 +20,7 @@ def fuse_sums_into_norms(blocks: Sequence[nn.Module], last: nn.Module, site: Sit
     """Move the all-reduce after each block into the next block's first norm, or the last norm.
 
     Args:
-        blocks: in their order.
+        blocks: in order.
         last: the norm after the last block.
         site: of the decoder.
     Returns: the fused sums.

@@ -1,4 +1,4 @@
-"""A linear layer whose unquantized weight is stored as ``[inputs, outputs]``."""
+"""A linear layer with an unquantized weight that checkpoints store as ``[inputs, outputs]``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _PLAIN = ("float64", "float32", "float16", "bfloat16")
 
 
 class TransposedLinear(Linear):
-    """A linear layer; checkpoints store its weight as ``[I, O]``, in memory it is ``[O, I]``.
+    """A linear layer with a weight ``[O, I]`` in memory and ``[I, O]`` in checkpoints.
 
-    Weights that a quantization scheme stores in its own form are read as they are.
+    Weights that a quantization scheme stores in another form are read unchanged.
     """
 
     def __init__(self, site: Site, in_features: int, out_features: int, bias: bool = False) -> None:

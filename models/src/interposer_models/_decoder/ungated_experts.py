@@ -1,4 +1,4 @@
-"""Experts without a gate (two matrices each), and the MoE layer that has them.
+"""Experts without a gate (two matrices each), and the MoE layer of such experts.
 
 Dimensions: T tokens, M rows, H hidden size, L size of the experts' input, I intermediate size,
 E experts.
@@ -25,7 +25,7 @@ _BIAS = "gate.e_score_correction_bias"
 
 
 class UngatedExperts(PluggableLayer):
-    """Experts of two matrices with squared ReLU between them.
+    """Experts of two matrices with squared ReLU in between.
 
     Unquantized experts are grouped matmuls. Experts that the checkpoint's scheme quantizes are
     linear layers, computed one expert after the other.
@@ -65,7 +65,7 @@ class UngatedExperts(PluggableLayer):
         self.pairs = tuple(pairs)
 
     def finalize(self) -> None:
-        """Prepare both matrices for their kernels."""
+        """Prepare both matrices for the kernels."""
         weights = {name: self.get_parameter(name) for name in self.bound}
         prepared = {
             name: self.bound[name].prepared(weight=w)["weight"] for name, w in weights.items()
@@ -90,10 +90,10 @@ class UngatedMoE(nn.Module):
     """An MoE layer of experts without a gate, with group-limited routing and a shared expert.
 
     Args:
-        spec: of the experts, with the hidden size as their input size.
+        spec: of the experts, with the hidden size as input size.
         shared_size: intermediate size of the shared expert.
         latent_size: L; 0 if experts read the hidden states directly.
-        bias: of all projections but those of the experts.
+        bias: of all projections except the experts'.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class UngatedMoE(nn.Module):
 
 
 def _is_quantized(site: Site, spec: ExpertsSpec) -> bool:
-    """Say whether the scheme quantizes any matrix of these experts."""
+    """Say whether the scheme quantizes any matrix of the experts."""
     scheme = site.resolver.scheme
     if scheme is None or scheme.experts_method(site.prefix) is None:
         return False

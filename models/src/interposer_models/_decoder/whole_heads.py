@@ -10,7 +10,7 @@ from interposer_models._decoder.family import DecoderFamily
 
 
 class MultiHeadFamily(DecoderFamily):
-    """A decoder with multi-head attention, whose heads together have the hidden size."""
+    """A decoder with multi-head attention: the heads together have the hidden size."""
 
     @property
     def num_kv_heads(self) -> int:

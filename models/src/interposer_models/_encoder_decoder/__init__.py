@@ -1,1 +1,1 @@
-"""Models whose decoder attends to an encoder's output."""
+"""Models with an encoder and a decoder that attends to the encoder's output."""

@@ -28,12 +28,12 @@ class EncoderBatch:
 
 
 class EncoderAttention(SelfAttention):
-    """Attention of every token to all tokens of its encoder input, or to a window on either side.
+    """Attention of every token to all tokens of the encoder input, or to a window on either side.
 
     Nothing is cached.
 
     Args:
-        spec: its window counts the token itself and the tokens on one side.
+        spec: the window counts the query token and the tokens on one side.
         rotary_size: R; 0 without rotary embedding.
         bias: of all projections.
     """
@@ -84,7 +84,7 @@ class EncoderAttention(SelfAttention):
 
 
 class CrossAttention(PluggableLayer):
-    """Attention of a decoder's tokens to an encoder input, whose keys and values are cached once.
+    """Attention of a decoder's tokens to the cached keys and values of an encoder input.
 
     Args:
         spec: of the type ``encoder_decoder``.

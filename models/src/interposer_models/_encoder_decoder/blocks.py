@@ -1,6 +1,6 @@
 """Decoder blocks with cross-attention.
 
-Dimensions: T tokens, R tokens whose output is needed, H hidden size.
+Dimensions: T tokens, R tokens to output, H hidden size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CrossedBlock(NormedBlock):
         crossing: the names of the norms before and after the cross-attention; an empty name means
             no norm.
         cross: the cross-attention.
-        cross_name: the name of its module.
+        cross_name: the module name of the cross-attention.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from interposer_models._decoder.family import DecoderFamily
 
 
 class EncoderDecoderFamily(DecoderFamily):
-    """A decoder whose blocks have self-attention and cross-attention.
+    """A decoder with self-attention and cross-attention in each block.
 
     A family adds the settings of the encoder, and builds encoder and decoder.
     """
@@ -21,7 +21,7 @@ class EncoderDecoderFamily(DecoderFamily):
     def cross_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
         """Describe the cross-attention of layer ``index``.
 
-        It has no window, and its cache has the model's dtype.
+        Cross-attention has no window, and a cache of the model's dtype.
         """
         self_spec = self.attention_spec(site, index, page_size)
         return replace(

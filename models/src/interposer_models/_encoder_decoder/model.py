@@ -1,4 +1,4 @@
-"""An encoder-decoder model: a decoder with its LM head, and an encoder.
+"""An encoder-decoder model: a decoder with an LM head, and an encoder.
 
 Dimensions: E tokens of encoder inputs, H hidden size of the encoder.
 """
@@ -35,7 +35,7 @@ class CrossDecoder(Decoder):
 
 
 class EncoderDecoderLM(CausalLM):
-    """A decoder with its LM head, whose cross-attention layers cache an encoder's output.
+    """A decoder with an LM head and an encoder; cross-attention caches the encoder's output.
 
     Attributes:
         encoder: set by the subclass or the family that builds the model.

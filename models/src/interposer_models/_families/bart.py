@@ -89,7 +89,7 @@ class Bart(MultiHeadFamily, EncoderDecoderFamily):
         return LayerNorm(site, self.hidden_size, _EPS)
 
     def mlp(self, block: Site, index: int) -> PlainMLP:
-        """Build the MLP of layer ``index``, whose tensors are directly below the block."""
+        """Build the MLP of layer ``index``, with tensors directly below the block."""
         return PlainMLP(
             block, (self.hidden_size, self.intermediate_size), _MLP, self.hidden_act, True
         )

@@ -1,6 +1,6 @@
 """The layers of BART: encoder attention, and blocks with a norm after every residual sum.
 
-Dimensions: T tokens, R tokens whose output is needed, H hidden size.
+Dimensions: T tokens, R tokens to output, H hidden size.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BartBlock(nn.Module):
         plan: Any,
         rows: Tensor | None,
     ) -> tuple[Tensor, None]:
-        """Return the block's output, ``[T, H]`` or ``[R, H]``, and None as its residual stream.
+        """Return the block's output, ``[T, H]`` or ``[R, H]``, and None as residual stream.
 
         Args:
             cache, plan: in a decoder two of each: for self-attention and for cross-attention.

@@ -1,6 +1,6 @@
 """BART's encoder, decoder and LM head, which share one embedding table.
 
-Dimensions: T tokens, R tokens whose logits are needed, H hidden size, V vocabulary.
+Dimensions: T tokens, R tokens that need logits, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations

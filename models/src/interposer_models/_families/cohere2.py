@@ -45,7 +45,7 @@ class ParallelBlock(nn.Module):
 
 
 class Cohere2LM(CausalLM):
-    """A decoder whose logits are scaled."""
+    """A decoder with scaled logits."""
 
     def __init__(self, site: Site, config: Cohere2, page_size: int) -> None:
         super().__init__(site, config, lambda at, i: config.block(at, i, page_size), config.norm)
@@ -87,5 +87,5 @@ class Cohere2(DecoderFamily):
         return ParallelBlock(norm, attention, self.mlp(site, index))
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Build the decoder with its LM head."""
+        """Build the decoder with an LM head."""
         return Cohere2LM(site, self, page_size)

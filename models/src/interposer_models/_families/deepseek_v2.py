@@ -15,7 +15,7 @@ from interposer_models._decoder.settings import Positive
 
 
 class DeepseekV2(LatentFamily):
-    """DeepSeek-V2, its Lite and Coder models, and V2.5.
+    """DeepSeek-V2, including the Lite and Coder models, and V2.5.
 
     No checkpoint sets ``norm_topk_prob``. transformers ignores the field; the program published
     with the weights would renormalize without scaling.

@@ -15,7 +15,7 @@ from interposer_models._decoder.settings import Positive
 
 
 class DeepseekV3(LatentFamily):
-    """DeepSeek-V3, R1 and Kimi K2; the decoder itself does not run the MTP layers."""
+    """DeepSeek-V3, R1 and Kimi K2; the decoder does not run the MTP layers."""
 
     num_local_experts: Positive | None = count_of_routed_experts(256)
     num_experts_per_tok: Positive | None = 8

@@ -21,7 +21,7 @@ _LARGEST_WIDTH = 2**24
 
 
 class DeepseekV32(DeepseekV3):
-    """DeepSeek-V3.2 and V3.2-Exp; the decoder itself does not run the MTP layers."""
+    """DeepSeek-V3.2 and V3.2-Exp; the decoder does not run the MTP layers."""
 
     reads_layer_types: ClassVar[bool] = True
     layer_types: tuple[Literal["indexed_attention"], ...] | None = None  # type: ignore[assignment]
@@ -58,13 +58,13 @@ class DeepseekV32(DeepseekV3):
         )
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build the attention of layer ``index`` at a site, with its indexer."""
+        """Build the attention of layer ``index`` at a site, with an indexer."""
         head_sizes = self.q_lora_rank, self.qk_nope_head_dim, self.v_head_dim
         sizes, indexer = LatentSizes(self.hidden_size, *head_sizes), self.indexer_spec(spec)
         return SparseLatentAttention(site, spec, sizes, indexer, self.attention_bias)
 
     def attention(self, site: Site) -> Iterator[tuple[AttentionSpec, Site]]:
-        """Yield spec and site of the attention of each block, and of its indexer."""
+        """Yield spec and site of the attention of each block, and of the indexer."""
         for spec, attention_site in super().attention(site):
             yield spec, attention_site
             parent = attention_site.prefix.rpartition(".")[0]

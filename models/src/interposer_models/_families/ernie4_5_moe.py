@@ -56,7 +56,7 @@ class Ernie4_5_Moe(MixtureFamily, Ernie4_5):
         return regular and self.moe_layer_start_index <= index <= last
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MoE layer of layer ``index``, or its dense MLP."""
+        """Build the MoE layer of layer ``index``, or a dense MLP."""
         if not self.has_experts(index):
             return super().mlp(block, index)
         experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))

@@ -23,7 +23,7 @@ WINDOW = {"sliding_window": 24}
 
 
 def configs(architecture: str, **changes: dict[str, Any]) -> Examples:
-    """Build contents of config.json of an architecture, by label, each with its own changes."""
+    """Build contents of config.json of an architecture, one per label with the label's changes."""
     return {
         label: {"architectures": [architecture], **SIZES, **fields}
         for label, fields in changes.items()

@@ -1,4 +1,4 @@
-"""Small models of each family, as config.json describes them, for the conformance suite."""
+"""Small models of each family, as contents of config.json, for the conformance suite."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def gpt_oss() -> Examples:
 
 
 def smollm3() -> Examples:
-    """Return one with the default unrotated layers, and one that lists them and has windows."""
+    """Return one with the default unrotated layers, and one with a list of layers and windows."""
     listed = {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, **WINDOW}
     biases = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
     usual = {"num_hidden_layers": 5}
@@ -157,7 +157,7 @@ def ministral() -> Examples:
 
 
 def olmo3() -> Examples:
-    """Return one with windows, and one whose full-attention layers have YaRN angles."""
+    """Return one with windows, and one with YaRN angles in full-attention layers."""
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 500000.0,
@@ -291,7 +291,7 @@ def starcoder2() -> Examples:
 
 
 def llama4() -> Examples:
-    """Return one with all layer types, one with dense layers, and one that lists its layers."""
+    """Return one with all layer types, one with dense layers, and one with a list of layers."""
     experts = {"num_local_experts": 5, "intermediate_size": 48, "intermediate_size_mlp": 96}
     chunks = {"attention_chunk_size": 16, "floor_scale": 8, "num_hidden_layers": 4}
     dense_layers = {"interleave_moe_layer_step": 2, "use_qk_norm": False, "num_experts_per_tok": 2}

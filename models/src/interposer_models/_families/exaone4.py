@@ -34,7 +34,7 @@ class Exaone4(DecoderFamily):
         return bool(pattern) and (index + 1) % (pattern or 1) != 0
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention with per-head norms; if there are windowed layers, only those rotate."""
+        """Build attention with per-head norms; only windowed layers rotate, if there are any."""
         is_rotated = self.sliding_window is None or self.windows[index] is not None
         attention_class = SelfAttention if is_rotated else UnrotatedAttention
         return attention_class(site, spec, self.hidden_size, self.rotary_size, self.rms_norm_eps)

@@ -141,6 +141,6 @@ class FalconH1(Bamba):
         return NormedBlock(site, self.norm, NORMS, parallel, self.mlp(site, index))
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Build the decoder with its LM head."""
+        """Build the decoder with an LM head."""
         divisor = 1 / self.lm_head_multiplier
         return ScaledLM(site, self, lambda at, index: self.block(at, index, page_size), divisor)

@@ -82,7 +82,7 @@ class Gemma2(DecoderFamily):
         return self.normed_block(site, index, page_size, NORMS)
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Build the decoder with its LM head."""
+        """Build the decoder with an LM head."""
         return CappedLM(site, self, page_size, self.final_logit_softcapping)
 
     @model_validator(mode="after")

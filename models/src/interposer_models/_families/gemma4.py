@@ -183,7 +183,7 @@ class Gemma4(DecoderFamily):
         return name
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Build the decoder with its LM head."""
+        """Build the decoder with an LM head."""
         return Gemma4LM(site, self, page_size, self.final_logit_softcapping)
 
     @model_validator(mode="after")

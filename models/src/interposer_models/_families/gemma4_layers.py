@@ -31,7 +31,7 @@ class Gemma4Attention(SelfAttention):
 
     Args:
         stored: the layer reads an earlier layer's cache, and computes only queries.
-        valued: values have their own projection; otherwise the key projection gives both.
+        valued: values have a separate projection; otherwise the key projection gives both.
     """
 
     q_norm: RMSNorm
@@ -97,7 +97,7 @@ class LayerScale(PluggableLayer):
 
 
 class Gemma4Block(NormedBlock):
-    """A block with norms around its sublayers, a gated per-layer embedding, and a layer scale.
+    """A block with norms around the sublayers, a gated per-layer embedding, and a layer scale.
 
     Args:
         sizes: H and E; with E = 0 there is no per-layer embedding.

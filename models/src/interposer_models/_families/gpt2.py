@@ -34,7 +34,7 @@ def _aliased(name: str, other: str, **default: Any) -> Any:
 
 
 class GPT2(MultiHeadFamily):
-    """GPT-2 and models stored in its format."""
+    """GPT-2 and models stored in the same format."""
 
     frame = FrameNames("transformer", "wte", "ln_f", layers="h", positions="wpe")
     attention_name = "attn"
@@ -90,7 +90,7 @@ class GPT2(MultiHeadFamily):
     @model_validator(mode="before")
     @classmethod
     def _add_intermediate_size(cls, fields: Any) -> Any:
-        """Add the intermediate size if it is null."""
+        """Replace a null intermediate size."""
         if fields.get("n_inner") or fields.get("intermediate_size"):
             return fields
         hidden = fields.get("n_embd", fields.get("hidden_size"))

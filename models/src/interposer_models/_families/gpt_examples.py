@@ -43,7 +43,7 @@ def gpt_neox() -> Examples:
 def mpt() -> Examples:
     """Return one as released, one clipped with six heads, and one with llm-foundry's field names.
 
-    Fields that transformers ignores have the values that it assumes.
+    Fields that transformers ignores have the values that transformers assumes.
     """
     special = {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.1}
     sizes = {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 256, "vocab_size": 128}

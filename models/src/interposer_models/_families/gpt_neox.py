@@ -1,6 +1,6 @@
 """GPT-NeoX: parallel attention and MLP with layer norms, and partial rotary embeddings.
 
-Source: arXiv:2204.06745; its smaller models are those of arXiv:2304.01373.
+Source: arXiv:2204.06745; Pythia: arXiv:2304.01373.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NEOX_NAMES = {
 
 
 class ParallelResidualBlock(nn.Module):
-    """Parallel attention and MLP on one input, each with its own norm."""
+    """Parallel attention and MLP on one input, each with a norm."""
 
     def __init__(
         self, norms: tuple[LayerNorm, LayerNorm], attention: nn.Module, mlp: nn.Module

@@ -25,7 +25,7 @@ _ROPE: dict[str, Any] = {
 
 
 class GptOss(MixtureFamily):
-    """gpt-oss; every projection has a bias, including those of router and experts."""
+    """gpt-oss; every projection has a bias, also in router and experts."""
 
     reads_layer_types: ClassVar[bool] = True
     attention_bias: bool = True
@@ -51,7 +51,7 @@ class GptOss(MixtureFamily):
         return replace(super().attention_spec(site, index, page_size), sinks=True)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MoE layer, whose checkpoints interleave gate and up projections."""
+        """Build the MoE layer; checkpoints interleave gate and up projections."""
         form = {"biased": True, "alternating": True, "inputs_first": True}
         experts = self.experts("swiglu_oai", **form)
         return MixtureMLP(block.at("mlp"), experts, "router", renormalize=True)

@@ -22,7 +22,7 @@ Multiplier = Annotated[float, Field(gt=0)]
 
 
 class ScaledBlock(DecoderBlock):
-    """A block that scales the outputs of its sublayers before they join the residual stream."""
+    """A block that scales the output of each sublayer before adding to the residual stream."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ScaledBlock(DecoderBlock):
 
 
 class ScaledLM(CausalLM):
-    """A decoder whose logits are divided by a constant."""
+    """A decoder with logits divided by a constant."""
 
     def __init__(self, site: Site, config: DecoderFamily, block: Block, divisor: float) -> None:
         super().__init__(site, config, block, config.norm)
@@ -84,7 +84,7 @@ class Granite(DecoderFamily):
         return replace(spec, scale=self.attention_multiplier)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build the block, with the multiplier of its residual outputs."""
+        """Build the block, with the multiplier of residual outputs."""
 
         def attention(attention_site: Site) -> SelfAttention:
             return self.self_attention(
@@ -98,6 +98,6 @@ class Granite(DecoderFamily):
         return ScaledBlock(site, sizes, parts, self.residual_multiplier)
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Build the decoder with its LM head."""
+        """Build the decoder with an LM head."""
         scale = self.logits_scaling
         return ScaledLM(site, self, lambda at, index: self.block(at, index, page_size), scale)

@@ -65,7 +65,7 @@ _INDEXER = {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 16}
 
 
 def deepseek_v32() -> Examples:
-    """Return models whose indexer selects a few tokens, one token, and nearly all tokens."""
+    """Return models with indexers that select a few tokens, one token, and nearly all tokens."""
     groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "rope_parameters": _YARN}
     one_token = {"n_group": 1, "topk_group": 1, "index_topk": 1, "index_head_dim": 8}
     layers = {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True}

@@ -42,7 +42,7 @@ class ShortConvolution(RecurrentMixer):
     def mixed(
         self, x: Tensor, cache: tuple[Tensor, ...], plan: StateBatch
     ) -> tuple[Tensor, Tensor]:
-        """Run the convolution; return its output ``[T, H]`` and the gate c."""
+        """Run the convolution; return the output ``[T, H]`` and the gate c."""
         input_gate, output_gate, x = self.in_proj(x).chunk(3, dim=-1)
         return self.conv(input_gate * x, *cache, plan), output_gate
 

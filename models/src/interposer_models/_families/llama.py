@@ -9,4 +9,4 @@ from interposer_models._decoder.family import DecoderFamily
 
 
 class Llama(DecoderFamily):
-    """Llama 1 to 3, and every model that is stored in its format."""
+    """Llama 1 to 3, and every model that is stored in the same format."""

@@ -65,7 +65,7 @@ class TemperatureScaling(Unrotated):
 
 
 class TemperatureAttention(SelfAttention):
-    """Attention without rotation, whose query scale grows with the position."""
+    """Attention without rotation, with a query scale that grows with the position."""
 
     rotary_type = TemperatureScaling
 
@@ -150,7 +150,7 @@ class Llama4(MixtureFamily):
         return (index + 1) % self.no_rope_layer_interval != 0
 
     def is_chunked(self, index: int) -> bool:
-        """Say whether tokens of layer ``index`` attend only within their chunk."""
+        """Say whether tokens of layer ``index`` attend only within chunks."""
         if self.attention_chunk_size is None:
             return False
         if self.layer_types is not None:
@@ -175,14 +175,14 @@ class Llama4(MixtureFamily):
         return attention_class(site, spec, *sizes, None, bias, bias)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MoE layer of layer ``index``, or its dense MLP."""
+        """Build the MoE layer of layer ``index``, or a dense MLP."""
         site, size = block.at("feed_forward"), self.intermediate_size_mlp
         if self.has_experts(index):
             return InputScaledMoE(site, self.experts(inputs_first=True))
         return GatedMLP(site, self.hidden_size, size, self.hidden_act)
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Build the decoder with its LM head; some layers attend within chunks."""
+        """Build the decoder with an LM head; some layers attend within chunks."""
         size = self.attention_chunk_size
         model = Llama4LM(site, self, lambda at, i: self.block(at, i, page_size), self.norm)
         if size is not None and size < self.max_position_embeddings:

@@ -1,6 +1,6 @@
 """MPT: ALiBi instead of position embeddings; optionally a prefix LM.
 
-Source: MosaicML, "Introducing MPT-7B" (2023), and its program llm-foundry.
+Source: MosaicML, "Introducing MPT-7B" (2023), and the program llm-foundry.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Mpt(MultiHeadFamily):
         )
 
     def norm(self, site: Site) -> LayerNorm:
-        """Build the norm at a site; it has no bias."""
+        """Build the norm at a site, without bias."""
         return LayerNorm(site, self.hidden_size, self.layer_norm_epsilon, bias=False)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:

@@ -47,7 +47,7 @@ class UncachedSublayer(nn.Module):
 
 
 class NemotronH(DecoderFamily):
-    """Nemotron-H; the decoder itself does not run the MTP layers."""
+    """Nemotron-H; the decoder does not run the MTP layers."""
 
     frame: ClassVar[FrameNames] = FrameNames("backbone", "embeddings", "norm_f")
     attention_name = "mixer"

@@ -1,4 +1,4 @@
-"""Phi-3: Llama whose checkpoints store Q, K and V as one matrix, and gate and up as one.
+"""Phi-3: Llama, stored with Q, K and V as one matrix, and gate and up as one.
 
 Source: arXiv:2404.14219; factors of long contexts arXiv:2402.13753.
 """
@@ -23,7 +23,7 @@ _OLD_NAMES = ("su", "yarn")
 
 
 class StoredMergedAttention(SelfAttention):
-    """Attention whose QKV projection is one tensor of the checkpoint."""
+    """Attention with a QKV projection that is one tensor of the checkpoint."""
 
     def __init__(self, site: Site, spec: AttentionSpec, hidden_size: int, rotary_size: int) -> None:
         PluggableLayer.__init__(self, site)
@@ -39,7 +39,7 @@ class StoredMergedAttention(SelfAttention):
 
 
 class StoredMergedMLP(GatedMLP):
-    """A gated MLP whose gate and up projections are one tensor of the checkpoint."""
+    """A gated MLP with gate and up projections as one tensor of the checkpoint."""
 
     def __init__(self, site: Site, hidden_size: int, inner_size: int, activation: str) -> None:
         PluggableLayer.__init__(self, site)
@@ -74,7 +74,7 @@ class Phi3(DecoderFamily):
         return True
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build the attention at a site, with its projections."""
+        """Build the attention at a site, with the projections."""
         return StoredMergedAttention(site, spec, self.hidden_size, self.rotary_size)
 
     def mlp(self, block: Site, index: int) -> nn.Module:

@@ -25,6 +25,6 @@ class Qwen2(DecoderFamily):
         return self.use_sliding_window and index >= self.max_window_layers
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention whose QKV projection has a bias, whatever the config says."""
+        """Build attention with a QKV bias, independent of the config."""
         sizes = self.hidden_size, self.rotary_size
         return SelfAttention(site, spec, *sizes, None, True, self.attention_bias)

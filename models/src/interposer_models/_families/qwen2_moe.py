@@ -48,10 +48,10 @@ class Qwen2Moe(SparseFamily, Qwen2):
         return self.use_sliding_window and index % 2 == 0 and index < self.max_window_layers
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention whose QKV projection may have a bias."""
+        """Build attention with an optional QKV bias."""
         return SelfAttention(site, spec, self.hidden_size, self.rotary_size, None, self.qkv_bias)
 
     def mixture(self, site: Site, experts: ExpertsSpec) -> nn.Module:
-        """Build the MoE layer with its shared expert."""
+        """Build the MoE layer with a shared expert."""
         shared = self.shared_expert_intermediate_size
         return GatedSharedExpertMoE(site, experts, shared, self.norm_topk_prob)

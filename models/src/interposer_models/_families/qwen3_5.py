@@ -39,7 +39,7 @@ _NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
 
 
 class GatedAttention(SelfAttention):
-    """Attention whose output is multiplied by a sigmoid gate from the query projection."""
+    """Attention with a sigmoid gate on the output, from the query projection."""
 
     norm_type = GemmaRMSNorm
 
@@ -129,7 +129,7 @@ class Qwen3_5(DecoderFamily):
         return NormedBlock(site, self.norm, _NORMS, mixer, self.mlp(site, index))
 
     def prediction_head(self, site: Site, model: CausalLM, page_size: int) -> PredictionHead | None:
-        """Build the MTP head; its block is like the decoder's last block with attention."""
+        """Build the MTP head, with a block like the decoder's last block with attention."""
         names = HeadNames(
             "mtp",
             "pre_fc_norm_embedding",
@@ -146,7 +146,7 @@ class Qwen3_5(DecoderFamily):
         )
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Build the decoder; the checkpoint's MTP head is not part of it."""
+        """Build the decoder; the checkpoint's MTP head is not read."""
         model = super().build(site, page_size)
         model.unread = ("mtp.",)
         return model

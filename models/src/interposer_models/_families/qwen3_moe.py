@@ -21,5 +21,5 @@ class Qwen3Moe(SparseFamily, Qwen3):
     num_experts_per_tok: Positive | None = 8
 
     def slides(self, index: int) -> bool:
-        """Say whether windows are used; unlike in Qwen3, they begin with the first layer."""
+        """Say whether windows are used; unlike in Qwen3, the first layers have windows too."""
         return self.use_sliding_window

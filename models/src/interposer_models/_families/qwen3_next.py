@@ -32,6 +32,6 @@ class Qwen3Next(SparseFamily, Qwen3_5):
     norm_topk_prob: bool = True
 
     def mixture(self, site: Site, experts: ExpertsSpec) -> nn.Module:
-        """Build the MoE layer with its shared expert."""
+        """Build the MoE layer with a shared expert."""
         shared = self.shared_expert_intermediate_size
         return GatedSharedExpertMoE(site, experts, shared, self.norm_topk_prob)

@@ -1,4 +1,4 @@
-"""T5Gemma: an encoder-decoder of Gemma 2's blocks; those of the decoder have cross-attention.
+"""T5Gemma: an encoder-decoder of Gemma 2's blocks, with cross-attention in the decoder.
 
 Source: arXiv:2504.06225.
 """
@@ -35,7 +35,7 @@ _COMMON = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 
 
 class T5GemmaEncoderSettings(Gemma2):
-    """The settings of the encoder, whose windows reach equally far in both directions."""
+    """The settings of the encoder, with windows that reach equally far in both directions."""
 
     frame = FrameNames("model.encoder")
 

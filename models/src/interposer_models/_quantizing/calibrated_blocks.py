@@ -35,7 +35,7 @@ moments of their inputs ``[I, I]``; returns the dequantized weights in float32."
 
 
 def decoder_of(planned: Plan) -> Decoder:
-    """Return the decoder of a plan, if its blocks can run one by one.
+    """Return the decoder of a plan, if the blocks can run one by one.
 
     Raises: ConfigError: the family does not build a ``CausalLM``, or a block needs more than the
         previous block's output.
@@ -54,7 +54,7 @@ class CalibratedBlocks:
     """The blocks of an unquantized float32 model, and the hidden states between two blocks.
 
     Args:
-        planned: of dtype float32; its blocks are freed as they are used.
+        planned: of dtype float32; each block is freed after its run.
         sequences: token ids, all of one length.
     """
 
@@ -95,7 +95,7 @@ class CalibratedBlocks:
 
     @torch.inference_mode()
     def quantize(self, index: int, names: Iterable[str], rounder: Rounder) -> None:
-        """Quantize the named layers of a block, in the order of their calls, then run the block.
+        """Quantize the named layers of a block, in call order, then run the block.
 
         Each layer sees inputs computed by the quantized layers before it. Call this method or
         ``skip`` for every block in turn.
@@ -130,7 +130,7 @@ class CalibratedBlocks:
 
     @torch.inference_mode()
     def skip(self, index: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Run a block that is quantized already, with the dequantized weights of its layers."""
+        """Run a block that is quantized already, with dequantized weights."""
         block = self._loaded_block(index)
         for layer in [module for module in block.modules() if isinstance(module, Linear)]:
             parts = _part_names(layer)
@@ -140,7 +140,7 @@ class CalibratedBlocks:
         self._advance(block, index)
 
     def _loaded_block(self, index: int) -> nn.Module:
-        """Load a block; its linear layers compute with plain weights that can be replaced."""
+        """Load a block with plain, replaceable weights in the linear layers."""
         block = self._decoder.layers[index]
         self._load(block)
         for layer in block.modules():
@@ -152,7 +152,7 @@ class CalibratedBlocks:
         return block
 
     def _advance(self, block: nn.Module, index: int) -> None:
-        """Run a block, replace the hidden states by its outputs, and free the block."""
+        """Run a block, replace the hidden states by the outputs, and free the block."""
         for position, hidden in enumerate(self._hidden):
             output, residual = self._run(block, index, hidden)
             self._hidden[position] = residual + output

@@ -21,7 +21,7 @@ def calibration_sequences(
 
     Args:
         least_tokens: the smallest allowed total.
-    Raises: ConfigError: the file cannot be read, or its text is too short.
+    Raises: ConfigError: the file cannot be read, or the text is too short.
     """
     try:
         text = file.read_text(encoding="utf-8")

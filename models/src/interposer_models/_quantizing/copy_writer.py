@@ -102,7 +102,7 @@ class CopyWriter:
                     ) from error
 
     def _write_tensor(self, file: ShardFile, name: str) -> None:
-        """Write a tensor of the source, or the tensors that it is quantized to."""
+        """Write a tensor of the source, or the quantized tensors of a layer."""
         layer = self._rounded.layer_of(name)
         if layer is None:
             file.write(name, self._source.read(name))

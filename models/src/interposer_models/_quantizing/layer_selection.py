@@ -59,7 +59,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
 def plain_patterns(model: nn.Module) -> list[str]:
     """Return patterns for layers that stay unquantized: routers, experts, latent projections.
 
-    Other programs treat the matrices of these layers as linear layers.
+    Other programs treat the matrices of such layers as linear layers.
     """
     patterns = []
     for module in model.modules():

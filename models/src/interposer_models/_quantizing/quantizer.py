@@ -66,7 +66,7 @@ def quantize(
 ) -> Quantized:
     """Write a copy of a model with quantized linear layers, in the compressed-tensors format.
 
-    The copy appears atomically, when it is complete. An interrupted call leaves its work in
+    The complete copy appears atomically. An interrupted call leaves unfinished work in
     ``.NAME.unfinished`` next to the target, and the same call continues from there.
 
     Args:

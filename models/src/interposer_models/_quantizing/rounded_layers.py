@@ -82,7 +82,7 @@ class RoundedLayers:
     ) -> None:
         """Round all weights by GPTQ, block by block, and store each block's tensors in ``folder``.
 
-        Blocks whose file exists already are read, not computed again.
+        Blocks with an existing file are read, not computed again.
 
         Raises: CheckpointError: a layer's inputs on the text are not finite.
         """
@@ -131,7 +131,7 @@ class RoundedLayers:
         return sum(layout_bytes(self.layout(name)) for names in missing_blocks for name in names)
 
     def _files(self, folder: Path, planned: Plan) -> list[tuple[Path, list[str]]]:
-        """Return the file of each block, and the layers whose tensors belong into it."""
+        """Return the file of each block, and the layers to store in that file."""
         pairs = []
         for index, block in enumerate(decoder_of(planned).layers):
             names = [layer.name for layer in layers_of(block) if layer.name in self._layers]
@@ -161,7 +161,7 @@ class RoundedLayers:
     def _peak(self, layer: str) -> torch.Tensor | None:
         """Return the largest magnitude of all layers that run as one matmul with this one.
 
-        Their tensor scale must be equal, as the merged layer has only one.
+        The merged layer has only one tensor scale.
         """
         if not self._format.shares_tensor_scale:
             return None

@@ -49,9 +49,9 @@ def layout_bytes(layout: Layout) -> int:
 
 
 class ShardFile:
-    """A safetensors file that appears at ``path`` only when it is complete.
+    """A safetensors file that appears at ``path`` only when complete.
 
-    Until then the content is in a file next to it, whose name ends in ``.part``.
+    Until then the content is in a file of the same folder with the ending ``.part``.
 
     Raises: StorageError: the file cannot be written, for example because the disk is full.
     """
@@ -86,7 +86,7 @@ class ShardFile:
             raise self._storage_error(error) from error
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor to its position in the file."""
+        """Write a tensor to the position that the header states."""
         start, end = self._offsets[name]
         content = _little_endian(tensor)
         assert content.numel() == end - start, name
@@ -110,7 +110,7 @@ class ShardFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Move the file to ``path`` if there was no error, else delete it."""
+        """Move the file to ``path`` if there was no error, else delete the file."""
         try:
             if kind is None:
                 assert not self._missing, self._missing

@@ -14,7 +14,7 @@ from interposer_models._checkpoint.checkpoint import reading
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor's entry in the header of its file; ``dtype`` is the name in safetensors."""
+    """A tensor's entry in the header of a file; ``dtype`` is the name in safetensors."""
 
     shard: Path
     dtype: str
@@ -42,7 +42,7 @@ class TensorSource:
                     self.tensors[name] = StoredTensor(shard, header.get_dtype(), shape)
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor into memory of its own.
+        """Read a tensor into new memory.
 
         Raises: CheckpointError: the file was changed meanwhile.
         """

@@ -20,7 +20,7 @@ _MANIFEST = "manifest.json"
 
 
 class WorkFolder:
-    """The work folder of a target; ``resumed`` says that an earlier run created it."""
+    """The work folder of a target; ``resumed`` says that an earlier run created the folder."""
 
     def __init__(self, target: Path, resumed: bool) -> None:
         self.target = target
@@ -34,7 +34,7 @@ class WorkFolder:
         """Open the folder of an interrupted run with the same settings, or create a new one.
 
         Args:
-            settings: as JSON; everything in the folder depends only on them.
+            settings: as JSON; everything in the folder depends only on the settings.
             restart: delete the work of an interrupted run.
         Raises: StorageError: the target exists; the folder is of other settings or unknown; or
             folders cannot be created.
@@ -64,7 +64,7 @@ class WorkFolder:
     def finish(self) -> None:
         """Rename the finished model to the target, and remove the work folder.
 
-        Raises: StorageError: the target cannot be created, for example because it exists by now.
+        Raises: StorageError: the target cannot be created, for example because it exists already.
         """
         try:
             for partial_file in self.model.glob("*.part"):  # left by a run that was killed
