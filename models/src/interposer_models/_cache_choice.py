@@ -18,6 +18,7 @@ def stored_as(site: Site) -> tuple[torch.dtype, bool]:
     """
     scheme = site.resolver.scheme
     cache_format = scheme.cache_format(site.prefix) if scheme else None
+    # The checkpoint's format if its scheme quantizes the cache, else the model's dtype.
     if site.resolver.config.kv_cache == "auto":
         return (
             (cache_format.dtype, cache_format.head_scales) if cache_format else (site.dtype, False)

@@ -35,6 +35,7 @@ def load_without_family(
         PluginError: the loader failed.
     """
     checkpoint, _ = open_checkpoint(path, config)
+    # A file format of a plugin, such as GGUF; loaders read folders only.
     if isinstance(checkpoint, CheckpointFile):
         return None
     architectures = checkpoint.config.get("architectures")

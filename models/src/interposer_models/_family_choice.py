@@ -35,6 +35,7 @@ def choose_family(resolver: Resolver, config: Mapping[str, Any], source: object)
         reason = "the field 'architectures' is missing, so the model is unknown"
         raise CheckpointError(source, reason)
     architecture = str(
+        # The first supported one; else the first one, for the error text.
         next((name for name in architectures if name in supported), architectures[0])
     )
     try:
@@ -102,6 +103,7 @@ def _note_unread(resolver: Resolver, config: Mapping[str, Any]) -> None:
     all_fields = {
         name for _, entry in resolver.registry.records(ModelEntry) for name in entry.reads
     }
+    # Fields with a false or empty value change nothing.
     unread = sorted(
         {name for name, value in config.items() if value} & all_fields - {*family_fields}
     )

@@ -43,25 +43,30 @@ _GEMMA = (
     "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation",
     "query_pre_attn_scalar", "use_bidirectional_attention",
 )
+# Fields of group-limited MoE layers.
 _GROUPS = (
     *_EXPERTS, "first_k_dense_replace", "moe_intermediate_size", "n_group", "n_routed_experts",
     "n_shared_experts", "norm_topk_prob", "num_mtp_layers", "num_nextn_predict_layers",
     "routed_scaling_factor", "topk_group",
 )
+# Fields of latent attention (MLA).
 _LATENT = (
     *_GROUPS, "kv_lora_rank", "moe_layer_freq", "q_lora_rank", "qk_nope_head_dim",
     "qk_rope_head_dim", "scoring_func", "topk_method", "v_head_dim",
 )
+# Fields of Mamba-2 mixers.
 _STATES = ("conv_kernel", "n_groups", "use_bias", "use_conv_bias")
 _BAMBA = (
     "attn_layer_indices", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state",
     "mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "time_step_limit",
 )
+# Fields of encoder and decoder.
 _SIDES = (
     "activation_function", "d_model", "decoder_attention_heads", "decoder_ffn_dim",
     "decoder_layers", "encoder_attention_heads", "encoder_ffn_dim", "encoder_layers",
     "scale_embedding",
 )
+# Fields of Gated DeltaNet mixers.
 _DELTA = (
     "full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim",
     "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim",
@@ -310,6 +315,7 @@ def interposer_plan(
     expert_parallel: bool | ExpertParallel | None,
 ) -> Plan:
     """Plan a Hugging Face model directory."""
+    # Imported here, because reading the records must not import torch.
     from interposer_models._loader import plan
 
     return plan(

@@ -44,6 +44,7 @@ def measured_runs(
     """
     session = Session(lm)
     samples_by_kind: dict[str, list[Sample]] = {kind.name: [] for kind in kinds}
+    # Rounds take turns among the kinds, so that a machine that slows down slows all rows.
     for number in range(rounds + 2):
         is_profiled = number == rounds + 1
         for kind in kinds:
@@ -75,6 +76,7 @@ def roofs_of(lm: LanguageModel, dtype: torch.dtype, tokens: int, read_bytes: int
         tokens: rows of that matmul.
         read_bytes: as in ``measured_roofs``; if given, the plain matmul is kept small as well.
     """
+    # A small buffer means a quick run, in tests for example.
     side = None if read_bytes is None else 256
     matmuls = _largest_matmul(lm.engine.model, dtype, tokens, lm.placement.device.torch_device)
     return measured_roofs(

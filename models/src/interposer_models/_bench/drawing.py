@@ -10,6 +10,7 @@ from interposer_models._bench.results import Benchmark, Row
 _COLUMNS = 40
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
+# Widths and heights of the SVG in pixels.
 _LABEL, _BAR, _NUMBERS, _LINE, _HEAD = 290, 320, 210, 24, 66
 _FONT = "Helvetica, Arial, sans-serif"
 _INK, _QUIET, _TRACK = "#1c2330", "#5d6675", "#e9ecf1"
@@ -30,6 +31,7 @@ def bars(benchmark: Benchmark) -> str:
 def _bar(row: Row) -> str:
     if row.reached is None:
         return " " * (_COLUMNS + 2)
+    # Unicode has block characters for eighths of a column.
     eighths = round(8 * _COLUMNS * min(row.reached, 1.0))
     num_full, remainder = divmod(eighths, 8)
     svg_chart = "█" * num_full + (_EIGHTHS[remainder] if remainder else "")
@@ -59,9 +61,9 @@ def svg_chart(benchmark: Benchmark) -> str:
 def _legend() -> Iterator[str]:
     yield _text(14, 46, _LEGEND, _QUIET)
     for number, (name, color) in enumerate(_COLORS.items()):
-        left = _LABEL + 96 * number
-        yield _box(left, 36, 11, 11, color)
-        yield _text(left + 16, 46, name, _QUIET)
+        x = _LABEL + 96 * number
+        yield _box(x, 36, 11, 11, color)
+        yield _text(x + 16, 46, name, _QUIET)
 
 
 def _marks(number: int, row: Row) -> Iterator[str]:

@@ -103,6 +103,7 @@ class Decode(Kind):
         """Return steps that read weights and caches; none with speculative decoding."""
         if not self.plain:
             return []
+        # The average context of the decoded tokens.
         middle = self.context + self.new // 2
         return [_decode(work, self.batch, middle)._replace(times=self.new)]
 
@@ -154,6 +155,7 @@ class Mixed(Kind):
                     session.add([next(joining)], 1)
                 start = time.perf_counter()
                 tokens += session.decode(running, 1)
+                # A gap ends when the device has computed the token, not when the step is queued.
                 session.settle()
                 gaps.append(time.perf_counter() - start)
             return tokens
@@ -167,6 +169,7 @@ class Mixed(Kind):
         decode_step = _decode(work, RUNNING, self.context + self.new // 2)
         mixed_step = Step(
             decode_step.num_bytes
+            # Weights are read once for all tokens of the step.
             - work.weight_bytes(RUNNING)
             + work.weight_bytes(RUNNING + self.prompt),
             decode_step.operations + work.operations(self.prompt),
@@ -263,6 +266,7 @@ def kinds_of(
 def prepared(kind: Kind, session: Session, adapter: str | None) -> Iterator[None]:
     """Switch speculation and the adapter on or off for a kind, within a ``with`` block."""
     with ExitStack() as stack:
+        # Only Decode has these fields; all other kinds run without speculation and adapter.
         if getattr(kind, "plain", True):
             stack.enter_context(session.without_speculation())
         if getattr(kind, "adapter", None) is not None and adapter is not None:

@@ -66,6 +66,7 @@ class Row:
         gaps = sorted(gap for sample in samples for gap in sample.gaps)
         host = None
         if profiled.model_s is not None:
+            # Profiling waits for the device and slows a run down, so only the fraction is used.
             host = seconds * (1.0 - profiled.model_s / profiled.seconds)
         row = cls(
             kind.name,
@@ -91,6 +92,7 @@ class Row:
             row,
             memory_s=share * sum(memory for memory, _ in step_times),
             arithmetic_s=share * sum(arithmetic for _, arithmetic in step_times),
+            # Reading and computing overlap at best, so a step takes at least the longer of both.
             ceiling=tokens / sum(max(both) for both in step_times),
         )
 

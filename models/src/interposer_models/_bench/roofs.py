@@ -84,6 +84,7 @@ def measured_roofs(
     read_bytes = read_bytes or (READ_BYTES if on_host else COPIED_BYTES)
     side = side or (2048 if on_host else 8192)
     with torch.inference_mode():
+        # Kernels of the platform join in: they may read faster than torch's reductions.
         readers = _readers(placement, read_bytes) if on_host else _copies(device, read_bytes)
         bandwidth, read_by = _fastest(readers, seconds)
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
@@ -108,6 +109,7 @@ def _host_clock(rounds: int, synchronize: Callable[[], object]) -> Seconds:
                 call()
                 synchronize()
                 durations.append(time.perf_counter() - start)
+            # The first call warms up.
             medians.append(statistics.median(durations[1:]))
         return medians
 
@@ -117,6 +119,7 @@ def _host_clock(rounds: int, synchronize: Callable[[], object]) -> Seconds:
 def _copies(device: str, size: int) -> Iterator[Timed]:
     source = torch.ones(size, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
+    # A copy reads and writes every byte.
     yield Timed("a copy", 2.0 * size, lambda: target.copy_(source))
 
 
@@ -126,6 +129,7 @@ def _readers(placement: Placement, size: int) -> Iterator[Timed]:
     yield Timed("torch.dot", size, lambda: torch.dot(numbers[:half], numbers[half:]))
     yield Timed("torch.sum", size, lambda: torch.sum(numbers))
     yield Timed("torch.amax", size, lambda: torch.amax(numbers))
+    # A GEMV reads the whole weight once.
     weight = torch.ones(size // _IN_FEATURES // 2, _IN_FEATURES, dtype=torch.bfloat16)
     x = torch.ones(1, _IN_FEATURES, dtype=torch.bfloat16)
     for name, function, constants in _linear_kernels(placement, weight):

@@ -73,12 +73,12 @@ class Session:
         self.first_tokens(added)
         return added
 
-    def until(self, done: Callable[[], bool]) -> None:
-        """Step until ``done()`` is true.
+    def until(self, is_done: Callable[[], bool]) -> None:
+        """Step until ``is_done()`` is true.
 
         Raises: ConfigError: the engine has nothing left to compute.
         """
-        while not done():
+        while not is_done():
             if not self.lm.engine.busy:
                 raise ConfigError("The benchmark's requests ended early. Try: another model")
             self.lm.engine.step()
@@ -133,6 +133,7 @@ class Session:
             self.settle()
             self._calls.append(time.perf_counter() - started)
 
+        # Hooks make the decoder call its blocks one by one, as without fused blocks.
         model = self.lm.engine.model
         handles = model.register_forward_pre_hook(begin), model.register_forward_hook(finish)
         try:

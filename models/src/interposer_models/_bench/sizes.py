@@ -80,6 +80,7 @@ class Sizes:
         for size in sorted(contexts):
             usable_contexts[cut("a context", size, max_context)] = None
         first = min(usable_contexts)
+        # Tokens that the first request decodes while the prompts of the others are computed.
         margin_tokens = max(batch, RUNNING) * first // behind + 2
         together = max(min(first, max_context - margin_tokens), 1)
         if shared:

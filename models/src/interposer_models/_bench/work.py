@@ -81,6 +81,7 @@ class Mixing:
     def _pairs(self, tokens: int) -> float:
         """Return the number of query-key pairs of the first ``tokens`` tokens."""
         window = min(tokens, self.window)
+        # A triangle up to the window, then a band.
         return tokens * window - window**2 / 2
 
 
@@ -115,6 +116,7 @@ class ModelWork:
                 operands = _pytree.tree_leaves(module.operands or tuple(module.parameters()))
                 head = Weights(size, _num_bytes(operands, counted))
             elif isinstance(spec := getattr(module, "spec", None), ExpertsSpec):
+                # Gated experts have three matrices, experts without a gate have two.
                 numbers = (3 if isinstance(module, Experts) else 2) * spec.num_experts
                 numbers *= spec.hidden_size * spec.intermediate_size
                 num_bytes = sum(
@@ -211,6 +213,7 @@ def _mixing(model: nn.Module) -> Iterator[Mixing]:
         spec: AttentionSpec = module.backend.spec
         window = spec.window_tokens or (spec.top_k if spec.sparse else None) or math.inf
         token_bytes = module.backend.kv_layout().page_bytes() // spec.page_size
+        # Scores and weighted sums take head_size multiplications each.
         width = 2 * spec.head_size
         if (latent_layer := latent_by_attention.get(id(module))) is not None:
             width = sum(latent_layer.kv_b_proj.sizes) + latent_layer.rotary_size

@@ -109,6 +109,7 @@ def bench(
     sizes = Sizes.within(context, prompt, context_lengths, new_tokens, batch, shared_prefix)
     has_prefix_lm = any(layer.backend.spec.prefix_lm for layer in planned.model.attention_layers)
     compute, longest = planned.dtype, max(*sizes.contexts, sizes.shared + END_TOKENS)
+    # The plan was only for the context length; its modules must not stay in memory.
     del planned
     with launched(tensor_parallel, config) as load:
         started = time.perf_counter()

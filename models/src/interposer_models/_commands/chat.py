@@ -139,6 +139,7 @@ class _Conversation:
                 parts.append(delta.text)
                 show(delta.text)
                 reason = delta.finish_reason
+        # After Ctrl-C, frees the request's pages in the engine.
         stream.close()  # type: ignore[attr-defined]
         show("\n")
         self._messages += [

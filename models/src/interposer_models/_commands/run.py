@@ -110,6 +110,7 @@ def run(
         print(json.dumps(facts, indent=2))
     else:
         print()
+        # The engine reports "length" for both limits; tell the user which one it was.
         if reason == "length" and len(token_ids) < max_new_tokens:
             reason = (
                 f"length: the context of {lm.engine.model.config.max_position_embeddings} is full"
@@ -142,8 +143,8 @@ def load_with_progress(
     ) as bar:
         task = bar.add_task("loading", total=None)
 
-        def advance(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
+        def advance(done_bytes: int, total_bytes: int) -> None:
+            bar.update(task, completed=done_bytes, total=total_bytes)
 
         return load(
             path,
@@ -159,6 +160,7 @@ def load_with_progress(
 def speed(arrivals: list[float]) -> dict[str, float]:
     """Return the seconds to the first token, and tokens per second after that."""
     span = arrivals[-1] - arrivals[0]
+    # The first token has the prefill's latency, so the rate counts the tokens after it.
     rate = (len(arrivals) - 1) / span if span > 0 else 0.0
     return {"time_to_first_token_s": arrivals[0], "tokens_per_second": rate}
 

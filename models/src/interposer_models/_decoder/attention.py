@@ -33,6 +33,7 @@ class InterleavedRotary(RotaryEmbedding):
 
     def __init__(self, site: Site, head_size: int, rotary_size: int) -> None:
         PluggableLayer.__init__(self, site)
+        # Skips RotaryEmbedding.__init__, which would bind the kernel that rotates halves.
         sizes = {"head_size": head_size, "rotary_size": rotary_size}
         self.rotate = site.bind(rotary_embedding_interleaved, **sizes)
 

@@ -32,6 +32,7 @@ class NormedBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.self_attn, self.mlp, self.names = attention, mlp, names
+        # The norms keep the names of the checkpoint, so their parameters load without a mapping.
         for name in filter(None, names):
             self.add_module(name, norm(site.at(name)))
 
@@ -63,6 +64,7 @@ class NormedBlock(nn.Module):
         if name:
             norm: Any = self._modules[name]
             return norm.forward_add(x, residual)  # type: ignore[no-any-return]
+        # Without a norm before the sublayer, the stream still adds x and stays in float32.
         stream_dtype = torch.promote_types(x.dtype, torch.float32)
         stream = x.to(stream_dtype) if residual is None else residual + x
         return stream.to(x.dtype), stream
@@ -99,4 +101,5 @@ class OnePartBlock(nn.Module):
         """Return the sublayer's output, not yet added, and the stream, as ``DecoderBlock``."""
         x, stream = self.norm.forward_add(x, residual)
         x = self.part(x, cos, sin, cache, plan, rows)
+        # The sublayer has dropped the other rows already.
         return x, stream if rows is None else stream[rows]

@@ -43,6 +43,7 @@ class ChunkedBackend(AttentionBackend):
 
     def __init__(self, inner: AttentionBackend, chunk_tokens: int) -> None:
         self.spec, self.inner, self.chunk_tokens = inner.spec, inner, chunk_tokens
+        # A class attribute of AttentionBackend; here it depends on the wrapped backend.
         self.plans_on_host = inner.plans_on_host  # type: ignore[misc]
         page_size = self.spec.page_size
         if chunk_tokens % page_size:
@@ -75,6 +76,7 @@ class ChunkedBackend(AttentionBackend):
 
     def update_plan(self, plan: FixedPlan, batch: AttentionBatch) -> None:
         """Copy the chunks of ``batch`` into the tensors that the captured graph reads."""
+        # The graph reads fixed addresses, so values are copied into the captured tensors.
         captured, chunks = plan.chunks, self._chunks(batch)
         pairs = [(captured, chunks)]
         if captured.host is not None and chunks.host is not None:
@@ -116,6 +118,7 @@ def chunks_of(batch: AttentionBatch, chunk_tokens: int, page_size: int) -> Atten
 
     For a decode batch (one new token per sequence) no value is read back from the device.
     """
+    # A decode step: one chunk per sequence, computed on the device, so that a graph can capture it.
     if batch.max_query_tokens == 1:
         last_chunks = _last_chunks(batch, chunk_tokens, page_size)
         host = None if batch.host is None else _last_chunks(batch.host, chunk_tokens, page_size)
@@ -124,6 +127,7 @@ def chunks_of(batch: AttentionBatch, chunk_tokens: int, page_size: int) -> Atten
     device = batch.slots.device
     if device.type == "cpu":
         return split
+    # The slots to write are the same as in the unsplit batch, which has them on the device already.
     names = ("query_starts", "seq_lens", "page_table")
     moved = {name: getattr(split, name).to(device, non_blocking=True) for name in names}
     return replace(split, **moved, slots=batch.slots, host=split)
@@ -171,6 +175,7 @@ def _split_prompts(batch: AttentionBatch, chunk_tokens: int, page_size: int) -> 
 def _pages(table: Tensor, chunk_starts: Tensor, chunk_tokens: int, page_size: int) -> Tensor:
     """Look up the pages ``[V, pages per chunk]`` of chunks that begin at ``chunk_starts``."""
     width = table.shape[1]
+    # A table narrower than a chunk means that no sequence is as long as a chunk.
     num_pages = min(chunk_tokens // page_size, width)
     columns = (chunk_starts // page_size)[:, None] + torch.arange(num_pages, device=table.device)
     # A table may end within a chunk; columns past its end repeat its last page and are never read.

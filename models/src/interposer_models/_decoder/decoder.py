@@ -89,8 +89,10 @@ class Decoder(nn.Module):
         ]
         self.rotations = [r for i, r in enumerate(rotations) if rotations.index(r) == i]
         self.rotation_indices = [self.rotations.index(rotation) for rotation in rotations]
+        # Filled by reserve_positions, once the number of positions is known.
         self.tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.block_indices: Sequence[int] = range(count)
+        # A subclass with its own forward may read a block's output before the next norm reduces it.
         is_frame = type(self).forward is Decoder.forward
         self._fused_sums = fuse_sums_into_norms([*self.layers], self.norm, site) if is_frame else []
         self._fused_blocks: tuple[Sequence[nn.Module], Sequence[int], FusedBlocks | None] = (
@@ -110,6 +112,7 @@ class Decoder(nn.Module):
         )
         self._assign_caches()
         self._pause_fused_sums(True)
+        # The blocks no longer follow each other as they were fused.
         self._fused_sums = []
         try:
             yield
@@ -158,6 +161,7 @@ class Decoder(nn.Module):
         A table of every position of the config would grow with the context that a config claims.
         """
         config = self.config
+        # Twice the requested positions, so that a growing count does not rebuild the tables often.
         rows = min(config.max_position_embeddings, max(2 * count, _FIRST_POSITIONS))
         self.tables = []
         for size, base, scaling in self.rotations:
@@ -202,8 +206,10 @@ class Decoder(nn.Module):
         x = self.embed(token_ids, positions)
         extra_inputs = self.extra_block_inputs(token_ids, x)
         hidden = self.hidden
+        # A draft model reads block inputs, which must be complete sums on every rank.
         self._pause_fused_sums(hidden is not None)
         fused_output = None
+        # torch.compile traces the blocks one by one and fuses in its own way.
         if hidden is None and self.layers and not any(extra_inputs) and not is_compiling():
             fused_output = self._run_fused_blocks(x, angles, caches, plans, rows)
         if fused_output is not None:
@@ -242,6 +248,7 @@ class Decoder(nn.Module):
         """Compute all blocks in one call; return None if the blocks must be called one by one."""
         blocks = [*self.layers]
         cached_blocks, cache_indices, call = self._fused_blocks
+        # only() swaps the blocks, so the callable is rebuilt if the list differs.
         if blocks != cached_blocks:
             join = getattr(type(blocks[0]), "joined", None)
             cache_indices = [index for index in self.cache_indices if isinstance(index, int)]
@@ -285,6 +292,7 @@ class CausalLM(CausalModel):
         self.config = config
         self.renamed: Callable[[str], str | None] = config.renamed
         head = site.at(config.frame.head)
+        # A quantization scheme must know that a tied embedding's weight is also the LM head's.
         tied = config.tie_word_embeddings
         self.model = self.decoder_type(
             site.at(config.frame.decoder), config, block, norm, head if tied else None, embedding

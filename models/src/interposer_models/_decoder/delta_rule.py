@@ -65,6 +65,7 @@ class SeparateProjections(nn.Module):
 
     def __init__(self, site: Site, sizes: DeltaSizes) -> None:
         super().__init__()
+        # Two merged projections rather than one: a scheme may quantize only the wide outputs.
         self.wide = {"in_proj_qkv": 2 * sizes.keys + sizes.values, "in_proj_z": sizes.values}
         self.narrow = dict.fromkeys(("in_proj_b", "in_proj_a"), sizes.value_heads)
         self.in_proj = MergedLinear(site.at("in_proj"), sizes.hidden, self.wide)
@@ -108,6 +109,7 @@ class DeltaRule(PluggableLayer):
         super().__init__(site)
         self.sizes = sizes
         for name in ("A_log", "dt_bias"):
+            # Decay parameters are exponentiated; float32 keeps small decay rates apart.
             empty = torch.empty(sizes.value_heads, dtype=torch.float32)
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.unit = site.bind(l2_norm, head_size=sizes.key)
@@ -142,6 +144,7 @@ class DeltaRule(PluggableLayer):
             for part in (query, key)
         )
         value = value.unflatten(-1, (sizes.value_heads, sizes.value))
+        # In float32: rounding errors of the decay would accumulate over the sequence.
         decay = rate * functional.softplus(decay.float() + bias)
         cache_arguments = plan.query_starts, plan.slots, plan.num_cached
         factors = decay, beta.float().sigmoid()
@@ -165,6 +168,7 @@ class DeltaMixer(RecurrentMixer):
     def state_layout(self) -> StateLayout:
         """Return a sequence's state: the convolution's last inputs, and each head's memory."""
         sizes = self.sizes
+        # The state is float32 for the same reason as the decay.
         memory = (sizes.value_heads, sizes.key, sizes.value), torch.float32
         return StateLayout((self.conv1d.state, memory))
 

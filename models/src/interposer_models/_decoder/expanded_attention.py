@@ -89,10 +89,12 @@ class ExpandedAttention:
         """
         if batch.max_query_tokens < _MIN_QUERY_TOKENS:
             return False
+        # Lengths are on the device only; reading them would stall the step.
         if batch.host is None and batch.slots.device.type != "cpu":
             return False
         pairs = tokens = 0
         for count, seq_tokens in _lengths(batch):
+            # New tokens attend to all cached tokens and, causally, to each other.
             pairs += count * (seq_tokens - count) + count * (count + 1) // 2
             tokens += seq_tokens
         absorbed = pairs * self._absorbed_pair_cost
@@ -117,6 +119,8 @@ class ExpandedAttention:
             lengths = starts, key_starts, longest, longest_key
             return op(query, *self._keys(vectors, expand), *lengths, self.scale, causal, *_MASKS)
 
+        # New tokens first, causally; then cached tokens, chunk by chunk, without a mask. Partial
+        # results are merged by their log-sum-exp.
         chunks = cached_chunks(batch, cache.shape[1])
         if not chunks:
             return attend(self._attend_prompt, vectors[:, 0], starts, longest, True)  # type: ignore[no-any-return]
@@ -140,11 +144,13 @@ def cached_chunks(batch: AttentionBatch, page_size: int) -> list[CachedChunk]:
     """Split the tokens that were cached before the step into chunks of consecutive positions."""
     cached_counts = [seq_tokens - count for count, seq_tokens in _lengths(batch)]
     table, device = batch.on_host().page_table, batch.slots.device
+    # All sequences together have about _CHUNK_TOKENS keys at a time.
     chunk_tokens = max(page_size, _CHUNK_TOKENS // len(cached_counts))
     chunks = []
     for chunk_start in range(0, max(cached_counts), chunk_tokens):
         slots, starts = [], [0]
         for pages, count in zip(table, cached_counts, strict=True):
+            # Empty for a sequence that ends before this chunk.
             positions = torch.arange(
                 chunk_start, max(chunk_start, min(count, chunk_start + chunk_tokens))
             )

@@ -90,6 +90,7 @@ class DecoderFamily(DecoderSettings):
                 f"{self.frame.decoder}.{self.frame.layers}.{index}.{self.attention_name}"
             )
             yield (
+                # The spec of this rank's shard of the heads.
                 local_spec(attention_site, self.attention_spec(attention_site, index, page_size=1)),
                 attention_site.at("attn"),
             )

@@ -42,6 +42,7 @@ class FusedAttention(SelfAttention):
         PluggableLayer.__init__(self, site)
         size = self.head_size = spec.head_size
         names = PairNames(*form.names, form.bias, form.bias)
+        # Sharding must know the order of the rows: three values per head, or three blocks of heads.
         axes = (("query", 3),) if form.by_head else (("query", 1),) * 3
         outputs = {form.names[0].rpartition(".")[2]: axes}
         shards = share_heads(site, spec, hidden_size, names, outputs, form.linear)
@@ -57,5 +58,6 @@ class FusedAttention(SelfAttention):
         if not self.by_head:
             return super().heads(x, cos, sin)
         merged = self.qkv_proj(x).unflatten(-1, (-1, 3, self.head_size))
+        # Kernels take contiguous tensors; unbind returns strided views.
         query, key, value = (part.contiguous() for part in merged.unbind(-2))
         return (*self.rotary(query, key, cos, sin), value)

@@ -61,6 +61,7 @@ class GroupedRouter(Router):
         if stored_as:
             bias_values = torch.empty(spec.num_experts, dtype=self.dtype)
             bias = nn.Parameter(bias_values, requires_grad=False)
+            # The checkpoint's name is not the parameter's path in this module tree.
             bias.stored_as = stored_as  # type: ignore[attr-defined]
         self.e_score_correction_bias = bias
         self.prepared_bias: Tensor | None = None
@@ -167,6 +168,7 @@ class GroupedFamily(MixtureFamily):
         if not self.has_experts(index):
             return super().mlp(block, index)
         experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))
+        # Several shared experts are stored as one MLP with their sizes added up.
         shared = self.n_shared_experts * self.moe_intermediate_size
         bias = _BIAS if self.is_balanced else ""
         return GroupedMoE(block.at("mlp"), experts, self.grouping, shared, bias)
@@ -175,6 +177,7 @@ class GroupedFamily(MixtureFamily):
         """Build the checkpoint's first MTP layer, with a block like the decoder's last one."""
         if not self.num_nextn_predict_layers:
             return None
+        # The MTP layer is stored as one more decoder layer.
         names = HeadNames(
             f"model.layers.{self.num_hidden_layers}",
             "enorm",

@@ -25,6 +25,7 @@ class HiddenStates:
 
     def record_block_input(self, index: int, x: Tensor, residual: Tensor | None) -> None:
         """Record the input of block ``index``: the residual stream plus ``x``."""
+        # The first block begins a new step; an earlier step may have failed halfway.
         if index == 0:
             self._inputs = []
         if index in self.layers:

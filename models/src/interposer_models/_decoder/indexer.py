@@ -54,6 +54,7 @@ class Indexer(PluggableLayer):
             latent: ``[T, Q]``, the latent queries of the attention that uses the selection.
             cos, sin: ``[T, R / 2]``.
         """
+        # The indexer shares the latent queries with attention, but has its own up-projection.
         query = self.wq_b(latent).unflatten(-1, (self.num_heads, -1))
         key = self.k_norm(self.wk(x)).unsqueeze(1)
         query, key = self.rotary(query, key, cos, sin)

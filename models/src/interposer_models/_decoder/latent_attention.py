@@ -113,11 +113,12 @@ class LatentProjection(PluggableLayer):
             self.register_parameter(name, None)
         keys, values = weight.view(self.heads, -1, self.latent_size).split(self.sizes, dim=1)
         self.expansion_weights = tuple(
-            bound.prepared(weight=part.flatten(0, 1), bias=None)["weight"]
-            for bound, part in zip(self._expansion_kernels, (keys, values), strict=False)
+            kernel.prepared(weight=part.flatten(0, 1), bias=None)["weight"]
+            for kernel, part in zip(self._expansion_kernels, (keys, values), strict=False)
         )
         query_kernel, value_kernel = self._absorbed_kernels
         self.query_weight = query_kernel.prepared(weight=keys.contiguous())["weight"]
+        # [N, V, C] to [N, C, V], the layout of batched_linear.
         values = values.transpose(1, 2).contiguous()
         self.value_weight = value_kernel.prepared(weight=values)["weight"]
 
@@ -140,14 +141,15 @@ class LatentProjection(PluggableLayer):
     def expanded(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Expand latent vectors ``[U, C]`` to keys ``[U, N, D]`` and values ``[U, N, V]``."""
         keys, values = (
-            bound.function(latent, weight, None).unflatten(-1, (self.heads, -1))
-            for bound, weight in zip(self._expansion_kernels, self.expansion_weights, strict=True)
+            kernel.function(latent, weight, None).unflatten(-1, (self.heads, -1))
+            for kernel, weight in zip(self._expansion_kernels, self.expansion_weights, strict=True)
         )
         return keys, values
 
     def _weight(self) -> Tensor:
         if self.method is None:
             return self.get_parameter("weight").data
+        # Per-head matmuls have no quantized kernels.
         weight = self.method.dequantized(self)
         kernel, operands = self.method.finalize(self)  # checks the weights
         if weight is None:
@@ -175,6 +177,7 @@ class LatentShards:
     @classmethod
     def of(cls, site: Site, spec: AttentionSpec, sizes: LatentSizes, bias: bool) -> LatentShards:
         """Shard the projections of the attention at ``site`` by heads, or replicate them."""
+        # None on a single rank, or if the heads do not divide among the ranks.
         local = heads_cut(site, spec)
         if local is not None:
             projections = _projections(spec, sizes, bias, local[1])
@@ -264,11 +267,13 @@ class LatentAttention(SelfAttention):
         self.kv_a_layernorm = RMSNorm(site.at("kv_a_layernorm"), latent, _EPS)
         at = site.at("kv_b_proj")
         self.kv_b_proj = LatentProjection(at, heads, sizes, latent, expands=not spec.sparse)
+        # The loader slices the tensor; LatentProjection itself knows only this rank's heads.
         self.kv_b_proj.slices = shards.value_slices
         rotary_class = InterleavedRotary if interleaved else RotaryEmbedding
         self.rotary = rotary_class(site.at("rotary"), rotary, rotary)
         self.attn = Attention(site.at("attn"), spec)
         self.o_proj = shards.output(site.at("o_proj"))
+        # Built even where it never pays off, as that depends on the batch.
         self.expanded = ExpandedAttention(site.at("attn"), spec, sizes.plain, sizes.value)
 
     def forward(

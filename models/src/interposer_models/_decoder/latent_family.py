@@ -51,6 +51,7 @@ class LatentFamily(GroupedFamily):
         """The factor of attention scores, with YaRN's correction for stretched contexts."""
         scale = float((self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5)
         weight, factor = self._yarn_scale()
+        # YaRN's attention scaling; squared, as it applies to queries and keys alike.
         if weight and factor > 1:
             scale *= (0.1 * weight * math.log(factor) + 1.0) ** 2
         return scale

@@ -85,6 +85,7 @@ class MixtureFamily(DecoderFamily):
         if num_experts * self.hidden_size * self.expert_size > LARGEST_TENSOR:
             sizes = f"{self.hidden_size} x {self.expert_size}"
             raise ValueError(f"{num_experts} experts of {sizes} are more than a model can have")
+        # The expert kernels of these families implement SwiGLU with SiLU only.
         if self.hidden_act not in ("silu", "swish"):
             raise ValueError(f"hidden_act is {self.hidden_act!r}, experts compute with 'silu'")
         return self

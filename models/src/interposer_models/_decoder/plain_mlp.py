@@ -19,6 +19,7 @@ from interposer_ops.layers.linear import Linear
 Names = tuple[str, str]
 """The names of the up and the down projection in checkpoints."""
 
+# GELU spellings of transformers, by the op's ``approximate`` argument.
 _FORMS = {"gelu_pytorch_tanh": "tanh", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu": "none"}
 _OPS = {"quick_gelu": quick_gelu, "relu2": relu2}
 _RELU = "relu"

@@ -50,6 +50,7 @@ class RecurrentMixer(RecurrentLayer):
 
         Every token updates the state; the output is projected only for the tokens in ``rows``.
         """
+        # All tokens must update the state, so rows are dropped only after the mixer.
         y, gate = self.mixed(x, cache, plan)
         return self.ended(y, gate) if rows is None else self.ended(y[rows], gate[rows])
 

@@ -169,6 +169,7 @@ class DecoderSettings(BaseModel, ModelFamily):
     @classmethod
     def _stated(cls, fields: Any) -> Any:
         """Drop null fields that have a non-null default; merge the rotary fields."""
+        # A null stands for the default, unless null itself is a value of the field.
         nullable = {n for n, f in cls.model_fields.items() if type(None) in get_args(f.annotation)}
         present = {n: v for n, v in fields.items() if v is not None or n in nullable}
         spellings = [n for n in ("rope_parameters", "rope_scaling") if n in fields]
@@ -177,6 +178,7 @@ class DecoderSettings(BaseModel, ModelFamily):
             present.pop("rope_scaling", None)
             if rope or "rope_parameters" in fields:  # a null one says that there is none
                 present["rope_parameters"] = rope
+            # rope_parameters overrides fields at the top level, as in transformers.
             present |= {n: rope[n] for n in LIFTED if n in rope}
         return present
 
@@ -206,6 +208,7 @@ class DecoderSettings(BaseModel, ModelFamily):
             if type(base) not in (int, float) or base <= 1:
                 raise ValueError(f"rope_theta of {kind} is {base!r}, must be above 1")
             self._check_share(kind)
+        # A corrupt config must fail here, not by allocating an absurd weight.
         if heads * self.head_size > 2**24:
             raise ValueError(f"{heads} heads of {self.head_size} are more than a model can have")
         if self.rotary_size <= 0 or self.rotary_size % 2:
@@ -264,12 +267,14 @@ class DecoderSettings(BaseModel, ModelFamily):
         """
         try:
             parsed = cls.model_validate(config)
+            # Compute each layer's frequencies now, so that bad fields fail before weights load.
             for index in range(parsed.num_hidden_layers):
                 size, rotation = parsed.rotary_size_at(index), parsed.rotation(index)
                 # longrope has two sets of factors; the longest position chooses which is checked.
                 for longest in (None, parsed.max_position_embeddings):
                     rotary_frequencies(size, *rotation, longest)
             return parsed
+        # An unknown rope_type: name the field that contains it.
         except UnknownNameError as error:
             spellings = ("rope_parameters", "rope_scaling")
             stated_spellings = [n for n in spellings if error.name in str(config.get(n))]

@@ -45,6 +45,7 @@ class IndexerBackend(AttentionBackend):
             cache_dtype=str(spec.cache_dtype).removeprefix("torch."),
             scaled=False,
         )
+        # Scores are float32 or wider, which the site of the selection op must state.
         score_dtype = torch.promote_types(spec.dtype, torch.float32)
         self._choose = replace(site, dtype=score_dtype).bind(indexer_topk, top_k=spec.top_k)
 
@@ -89,6 +90,7 @@ class IndexerBackend(AttentionBackend):
             0 if no sequence has more tokens than ``top_k``, which means all tokens.
         """
         self._write(key[:, 0, : self._part], key[:, 0, self._part :], cache, plan.slots)
+        # Every token is selected; an empty result tells the attention to read the whole cache.
         if plan.max_seq_tokens <= self.spec.top_k:
             return query.new_empty(len(query), 0, dtype=torch.int32)
         lookup = plan.page_table, plan.query_starts, plan.seq_lens, plan.max_seq_tokens

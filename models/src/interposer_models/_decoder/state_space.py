@@ -66,6 +66,7 @@ class Scan(PluggableLayer):
         super().__init__(site)
         self.sizes = sizes
         for name in ("A_log", "D", "dt_bias"):
+            # Decay parameters are exponentiated; float32 keeps small decay rates apart.
             empty = torch.empty(sizes.heads, dtype=torch.float32)
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.bound = site.bind_kernel(
@@ -146,6 +147,7 @@ class StateSpaceMixer(RecurrentMixer):
         """Return the gate ``[T, I]``, the convolution's input and the raw steps ``[T, N]``."""
         sizes = self.sizes
         projected = self.in_proj(x)
+        # Falcon-H1 scales each part; all other families split without copying.
         if not sizes.factors:
             return projected.split((sizes.inner, sizes.channels, sizes.heads), dim=-1)  # type: ignore[no-any-return]
         width = sizes.groups * sizes.state

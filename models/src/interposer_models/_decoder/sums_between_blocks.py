@@ -32,6 +32,7 @@ def fuse_sums_into_norms(blocks: Sequence[nn.Module], last: nn.Module, site: Sit
     next_blocks: list[list[nn.Module]] = [*([block] for block in blocks[1:]), []]
     for block, next_block in zip(blocks, next_blocks, strict=True):
         norm = _first_norm(next_block[0]) if next_block else last
+        # A subclass may use the MLP's output in another way than adding it to the stream.
         if type(block) is not DecoderBlock or not isinstance(norm, RMSNorm):
             continue
         mlp: Any = block.mlp

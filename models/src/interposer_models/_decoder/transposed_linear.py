@@ -23,4 +23,5 @@ class TransposedLinear(Linear):
         """Mark an unquantized weight of ``layer`` as transposed in the checkpoint."""
         weight = layer._parameters.get("weight")
         if weight is not None and str(weight.dtype).removeprefix("torch.") in _PLAIN:
+            # The loader transposes a marked weight.
             weight.stored_transposed = True  # type: ignore[attr-defined]

@@ -38,6 +38,7 @@ class UngatedExperts(PluggableLayer):
         self.activate = site.bind(relu2, intermediate_size=spec.intermediate_size)
         self.operands: tuple[Tensor, ...] = ()
         self.bound: dict[str, BoundKernel[..., Tensor]] = {}
+        # Grouped matmuls have no kernels for quantized experts without a gate.
         if _is_quantized(site, spec):
             self._add_layers(site, spec)
             return
@@ -48,6 +49,7 @@ class UngatedExperts(PluggableLayer):
             self.bound[name] = site.bind_kernel(grouped_linear, **dims, num_experts=num_experts)
             matrices = torch.empty(num_experts, outputs, inputs, dtype=site.dtype)
             parameter = nn.Parameter(matrices, requires_grad=False)
+            # The loader stacks the experts' separate tensors into this parameter.
             parameter.expert_parts = {name: outputs}  # type: ignore[attr-defined]
             self.register_parameter(name, parameter)
 
@@ -71,6 +73,7 @@ class UngatedExperts(PluggableLayer):
             name: self.bound[name].prepared(weight=w)["weight"] for name, w in weights.items()
         }
         for name, weight in weights.items():
+            # The prepared copy replaces the parameter, so that memory is not used twice.
             if prepared[name] is not weight:
                 self.register_parameter(name, None)
         self.operands = tuple(prepared.values())

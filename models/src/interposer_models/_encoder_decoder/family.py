@@ -24,6 +24,7 @@ class EncoderDecoderFamily(DecoderFamily):
         Cross-attention has no window, and a cache of the model's dtype.
         """
         self_spec = self.attention_spec(site, index, page_size)
+        # Everything else, such as heads and scale, is as in self-attention.
         return replace(
             self_spec,
             type="encoder_decoder",

@@ -59,7 +59,9 @@ class EncoderDecoderLM(CausalLM):
         """Encode inputs, and cache each cross-attention's keys and values; see ``SourceModel``."""
         hidden = self.encoder.encode(sources)
         cache_indices = {
-            layer: cache_index for cache_index, layer in enumerate(self.attention_layers)
+            # Caches follow the order of attention layers, self-attention and cross-attention alike.
+            layer: cache_index
+            for cache_index, layer in enumerate(self.attention_layers)
         }
         for module in self.model.modules():
             if isinstance(module, CrossAttention):

@@ -18,6 +18,7 @@ from interposer_models._decoder.state_settings import Steps, Window, check_convo
 from interposer_models._decoder.state_space import StateSpaceMixer, StateSpaceSizes
 from interposer_ops.layers.mlp import GatedMLP
 
+# Before and after the mixer, before and after the MLP, as in ``NormedBlock``.
 NORMS = ("input_layernorm", "", "pre_ff_layernorm", "")
 
 

@@ -25,6 +25,7 @@ from interposer_models._families.bart_model import BartLM
 from interposer_models._families.opt import OPTAttention
 from interposer_ops.layers.self_attention import SelfAttention
 
+# The config of BART does not state it.
 _EPS = 1e-5
 _MLP = ("fc1", "fc2")
 
@@ -55,6 +56,7 @@ class Bart(MultiHeadFamily, EncoderDecoderFamily):
     @cached_property
     def encoder(self) -> Bart:
         """The settings of the encoder."""
+        # Without validation: the fields were validated as part of the decoder's settings.
         return BartEncoderSettings.model_construct(**self.encoder_fields())
 
     def encoder_fields(self) -> dict[str, Any]:

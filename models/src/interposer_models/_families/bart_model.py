@@ -48,6 +48,7 @@ class LogitsBias(PluggableLayer):
         super().__init__(site)
         bias = nn.Parameter(torch.empty(1, vocab_size, dtype=site.dtype), requires_grad=False)
         bias.stored_as = site.prefix  # type: ignore[attr-defined]
+        # Checkpoints without the tensor get zeros.
         bias.default = 0.0  # type: ignore[attr-defined]
         self.register_parameter("bias", bias)
         # In a tuple, so that torch does not register it as a second parameter.
@@ -74,6 +75,7 @@ class BartLM(EncoderDecoderLM):
 
     def __init__(self, site: Site, config: Any, source: Any, page_size: int) -> None:
         head = site.at(config.frame.head)
+        # Both sides and the head use this table; without it each would build its own.
         shared = Embedding(site.at("model.shared"), config.vocab_size, config.hidden_size, head)
         super().__init__(
             site, config, lambda at, i: config.block(at, i, page_size), config.last_norm, shared

@@ -47,6 +47,7 @@ class Bloom(MultiHeadFamily):
     attention_name = "self_attention"
     is_rotated = False
 
+    # Replaced by _add_intermediate_size.
     intermediate_size: Positive = 1
     num_hidden_layers: int = Field(
         validation_alias=AliasChoices("n_layer", "num_hidden_layers"), gt=0, le=10_000
@@ -89,6 +90,7 @@ class Bloom(MultiHeadFamily):
         sizes = hidden, self.intermediate_size
         mlp = PlainMLP(site.at("mlp"), sizes, names, "gelu_pytorch_tanh", bias=True)
         block = NormedBlock(site, self.norm, _NORMS, attention, mlp)
+        # Only the first block normalises the embeddings; the norm is stored outside of the blocks.
         if index:
             return block
         norm_site = replace(site, prefix=f"{_ROOT}word_embeddings_layernorm")

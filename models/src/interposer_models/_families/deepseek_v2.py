@@ -28,6 +28,7 @@ class DeepseekV2(LatentFamily):
     n_shared_experts: Annotated[int, Field(gt=0, lt=2**16)] = 2
     n_group: Positive | None = None  # type: ignore[assignment]
     topk_group: Positive | None = None  # type: ignore[assignment]
+    # Other values are refused, as transformers and the published program disagree about them.
     norm_topk_prob: Literal[False] = False
     topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
     scoring_func: Literal["softmax"] = "softmax"

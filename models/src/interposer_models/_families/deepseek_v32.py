@@ -27,6 +27,7 @@ class DeepseekV32(DeepseekV3):
     layer_types: tuple[Literal["indexed_attention"], ...] | None = None  # type: ignore[assignment]
     mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None
     q_lora_rank: Positive = 1536
+    # SparseLatentAttention supports no other rotation.
     rope_interleave: Literal[True] = True
     index_topk: Annotated[int, Field(gt=0, lt=2**24)] = 2048
     index_n_heads: Positive = 64
@@ -67,6 +68,7 @@ class DeepseekV32(DeepseekV3):
         """Yield spec and site of the attention of each block, and of the indexer."""
         for spec, attention_site in super().attention(site):
             yield spec, attention_site
+            # The indexer is a sibling of the attention backend's site.
             parent = attention_site.prefix.rpartition(".")[0]
             yield self.indexer_spec(spec), replace(attention_site, prefix=f"{parent}.indexer.attn")
 

@@ -35,4 +35,5 @@ class Ernie4_5(DecoderFamily):
     def mlp(self, block: Site, index: int) -> nn.Module:
         """Build the MLP below a block's site."""
         sizes = self.hidden_size, self.intermediate_size
+        # One field, use_bias, is for attention and MLP alike.
         return GatedMLP(block.at("mlp"), *sizes, self.hidden_act, self.attention_bias)

@@ -50,6 +50,7 @@ class Ernie4_5_Moe(MixtureFamily, Ernie4_5):
 
     def has_experts(self, index: int) -> bool:
         """Say whether layer ``index`` is an MoE layer, not a dense MLP."""
+        # -1 means the last layer.
         last = self.moe_layer_end_index
         last = self.num_hidden_layers - 1 if last == -1 else last
         regular = (index + 1) % self.moe_layer_interval == 0

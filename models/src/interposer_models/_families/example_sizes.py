@@ -14,7 +14,9 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 128,
     "max_position_embeddings": 256,
+    # Larger than in real configs, so that random small models have clearly different logits.
     "initializer_range": 0.1,
+    # No special tokens: generation then ends only at the token limit.
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,

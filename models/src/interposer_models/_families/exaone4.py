@@ -31,6 +31,7 @@ class Exaone4(DecoderFamily):
         pattern = self.sliding_window_pattern
         if isinstance(pattern, str):
             return pattern[index % len(pattern)] == "L"
+        # A pattern of 4: three windowed layers, then a full one.
         return bool(pattern) and (index + 1) % (pattern or 1) != 0
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:

@@ -142,5 +142,6 @@ class FalconH1(Bamba):
 
     def build(self, site: Site, page_size: int) -> CausalLM:
         """Build the decoder with an LM head."""
+        # ScaledLM divides the logits.
         divisor = 1 / self.lm_head_multiplier
         return ScaledLM(site, self, lambda at, index: self.block(at, index, page_size), divisor)

@@ -54,6 +54,7 @@ class Gemma2(DecoderFamily):
     )
     tie_word_embeddings: bool = True
     sliding_window: WindowTokens | None = 4096
+    # Stated separately from the head size: Gemma 2 27B scales by hidden size / heads.
     query_pre_attn_scalar: Cap = 256
     attn_logit_softcapping: Cap | None = 50.0
     final_logit_softcapping: Cap | None = 30.0

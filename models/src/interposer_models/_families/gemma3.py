@@ -24,6 +24,7 @@ class GemmaAttention(SelfAttention):
 class Gemma3(Gemma2):
     """The decoder of Gemma 3; only full-attention layers have long-context angles."""
 
+    # Windowed layers keep the short-context base.
     layer_type_bases: ClassVar[LayerTypeBases | None] = LayerTypeBases(
         1000000.0, 10000.0, "rope_local_base_freq"
     )

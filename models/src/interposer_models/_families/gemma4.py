@@ -57,6 +57,7 @@ class Gemma4Decoder(Decoder):
         """Return each layer's embeddings ``[T, E]``: looked up, plus a projection of ``x``."""
         if not self.size:
             return [()] * len(self.layers)
+        # All layers' embeddings are stored side by side in one wide table.
         looked_up = self.embed_tokens_per_layer(token_ids) * self.size**0.5
         projected = self.per_layer_model_projection(x) * self.config.hidden_size**-0.5
         normed = self.per_layer_projection_norm(projected.unflatten(-1, (-1, self.size)))
@@ -111,6 +112,7 @@ class Gemma4(DecoderFamily):
     def heads(self, index: int) -> Heads:
         """Return size and number of the kv heads of layer ``index``."""
         heads: Heads = {"head_dim": self.head_size, "num_key_value_heads": self.num_kv_heads}
+        # Overrides the rule below, layer by layer.
         if self.per_layer_config is not None:
             return {**heads, **self.per_layer_config.get(index, {})}
         if self.windows[index] is None:

@@ -90,6 +90,7 @@ class LayerScale(PluggableLayer):
     def __init__(self, site: Site) -> None:
         super().__init__(site)
         self.factor = nn.Parameter(torch.empty(1, dtype=site.dtype), requires_grad=False)
+        # Checkpoints store the scalar without a parameter name below it.
         self.factor.stored_as = site.prefix  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:

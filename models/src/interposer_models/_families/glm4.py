@@ -17,6 +17,7 @@ from interposer_models._decoder.settings import Epsilon, Positive
 from interposer_models._families.phi3 import StoredMergedMLP
 from interposer_ops.layers.self_attention import SelfAttention
 
+# Despite its name, post_attention_layernorm comes before the MLP.
 NORMS = (
     "input_layernorm",
     "post_self_attn_layernorm",

@@ -29,8 +29,8 @@ _MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 _ROOT = "transformer."
 
 
-def _aliased(name: str, other: str, **default: Any) -> Any:
-    return Field(validation_alias=AliasChoices(name, other), **default)
+def _aliased(name: str, alias: str, **default: Any) -> Any:
+    return Field(validation_alias=AliasChoices(name, alias), **default)
 
 
 class GPT2(MultiHeadFamily):

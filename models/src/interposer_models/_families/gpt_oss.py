@@ -16,6 +16,7 @@ from interposer_models._decoder.mixture import MixtureFamily, MixtureMLP, count_
 from interposer_models._decoder.settings import Epsilon, Positive, RopeBase, WindowTokens
 from interposer_ops.experts import SWIGLU_ALPHA, SWIGLU_LIMIT
 
+# The rotary scaling of the release, for configs without one.
 _ROPE: dict[str, Any] = {
     "rope_type": "yarn",
     "factor": 32.0,

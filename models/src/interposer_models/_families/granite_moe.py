@@ -12,6 +12,7 @@ from interposer_models._decoder.mixture import MixtureFamily, MixtureMLP, count_
 from interposer_models._decoder.settings import Positive
 from interposer_models._families.granite import Granite
 
+# Checkpoints store all experts' matrices as one tensor, named like a linear layer.
 _STORED_AS = {"gate_up_proj": "input_linear.weight", "down_proj": "output_linear.weight"}
 
 

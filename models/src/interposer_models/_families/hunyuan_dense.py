@@ -49,6 +49,7 @@ class HunYuanDenseV1(DecoderFamily):
         alpha = scaling.get("alpha")
         if scaling.get("rope_type", scaling.get("type")) != "dynamic" or not alpha:
             return base, scaling
+        # "dynamic" is dropped: with alpha, the base does not depend on the sequence length.
         size = self.head_size
         return base * float(alpha) ** (size / (size - 2)), {}
 

@@ -17,6 +17,7 @@ from interposer_models._decoder.settings import Epsilon, Positive
 from interposer_models._families.hunyuan_dense import HunYuanDenseV1
 from interposer_ops.layers.mlp import GatedMLP
 
+# Fields that Hunyuan-A13B states as a list with one number per layer.
 _PER_LAYER = ("moe_topk", "num_experts")
 
 

@@ -35,6 +35,7 @@ class UnitNorm(RMSNorm):
 
     def __init__(self, site: Site, hidden_size: int, eps: float) -> None:
         super().__init__(site, hidden_size, eps)
+        # The loader fills the weight with 1, as no checkpoint contains the tensor.
         self.weight.default = 1.0  # type: ignore[attr-defined]
 
 
@@ -78,6 +79,7 @@ class InputScaledMoE(nn.Module):
         grouping = Grouping(renormalize=False, scoring="sigmoid")
         self.top_k = spec.top_k
         self.router = GroupedRouter(site.at("router"), spec, grouping, "")
+        # Scores scale inputs, so each (token, expert) pair is a row with a single expert.
         self.experts = share_experts(site.at("experts"), replace(spec, top_k=1))
         sizes = spec.hidden_size, spec.intermediate_size, spec.activation
         self.shared_expert = GatedMLP(site.at("shared_expert"), *sizes)
@@ -101,6 +103,7 @@ class Llama4Decoder(Decoder):
         super().reserve_positions(count, device)
         config, rows = self.config, len(self.tables[0][0])
         steps = torch.floor(torch.arange(1, rows + 1, dtype=torch.float32) / config.floor_scale)
+        # The query temperature of each position, which grows with the logarithm of the position.
         factors = 1 + config.attn_scale * torch.log1p(steps)
         self.factors = factors[:, None].to(device)
 
@@ -145,6 +148,7 @@ class Llama4(MixtureFamily):
 
     def rotates(self, index: int) -> bool:
         """Say whether layer ``index`` rotates queries and keys; most layers do."""
+        # 1 means that the layer does rotate, despite the field's name.
         if self.no_rope_layers:
             return bool(self.no_rope_layers[index])
         return (index + 1) % self.no_rope_layer_interval != 0
@@ -185,6 +189,7 @@ class Llama4(MixtureFamily):
         """Build the decoder with an LM head; some layers attend within chunks."""
         size = self.attention_chunk_size
         model = Llama4LM(site, self, lambda at, i: self.block(at, i, page_size), self.norm)
+        # A chunk as long as the context is plain causal attention.
         if size is not None and size < self.max_position_embeddings:
             layers = enumerate(model.attention_layers)
             chunk_layers((layer for i, layer in layers if self.is_chunked(i)), size)

@@ -30,6 +30,7 @@ class Mamba2(DecoderFamily):
         default=128, validation_alias=AliasChoices("num_heads", "num_attention_heads")
     )
     head_dim: Positive | None = 64
+    # There are no MLPs; the base class requires a value.
     intermediate_size: Positive = 1
     max_position_embeddings: Positive = _CONTEXT
     rms_norm_eps: Epsilon = Field(

@@ -60,14 +60,14 @@ class MptAttentionSettings(BaseModel):
 class MptAttention(FusedAttention):
     """Attention that clips queries, keys and values."""
 
-    def __init__(self, site: Site, spec: AttentionSpec, hidden_size: int, bound: float) -> None:
+    def __init__(self, site: Site, spec: AttentionSpec, hidden_size: int, clip: float) -> None:
         super().__init__(site, spec, hidden_size, _FORM)
-        self.bound = bound
+        self.clip = clip
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute query, key and value ``[T, N, D]`` (T tokens, N heads, D head size), clipped."""
         query, key, value = (
-            part.clamp(-self.bound, self.bound) for part in super().heads(x, cos, sin)
+            part.clamp(-self.clip, self.clip) for part in super().heads(x, cos, sin)
         )
         return query, key, value
 
@@ -80,6 +80,7 @@ class Mpt(MultiHeadFamily):
     is_rotated = False
 
     hidden_size: Positive = Field(validation_alias=AliasChoices("d_model", "hidden_size"))
+    # Not used: the MLP's size is expansion_ratio times the hidden size.
     intermediate_size: Positive = 1
     num_hidden_layers: int = Field(
         validation_alias=AliasChoices("n_layers", "num_hidden_layers"), gt=0, le=10_000
@@ -127,11 +128,11 @@ class Mpt(MultiHeadFamily):
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
         """Build a block with layer norms before attention and MLP."""
-        attention_site, hidden, bound = site.at("attn"), self.hidden_size, self.attn_config.clip_qkv
+        attention_site, hidden, clip = site.at("attn"), self.hidden_size, self.attn_config.clip_qkv
         spec = self.attention_spec(attention_site, index, page_size)
         attention = (
-            MptAttention(attention_site, spec, hidden, bound)
-            if bound
+            MptAttention(attention_site, spec, hidden, clip)
+            if clip
             else FusedAttention(attention_site, spec, hidden, _FORM)
         )
         sizes = hidden, self.expansion_ratio * hidden

@@ -61,6 +61,7 @@ class NemotronH(DecoderFamily):
     )
     mamba_hidden_act: str = "silu"
     layers_block_type: tuple[Literal["mamba", "attention", "mlp", "moe"], ...]
+    # ``parse`` moves the field to layers_block_type, as its values are not attention types here.
     layer_types: None = None
     hybrid_override_pattern: str | None = None
     ssm_state_size: Positive = 128
@@ -101,6 +102,7 @@ class NemotronH(DecoderFamily):
         kinds = [
             _NEW_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in layer_kinds
         ]
+        # Some configs leave the number of layers to the list.
         count = {"num_hidden_layers": len(kinds)}
         merged = {**count, **config, "layer_types": None, "layers_block_type": kinds}
         return super().parse(merged, source)

@@ -19,6 +19,7 @@ NORMS = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 class WideNormAttention(SelfAttention):
     """Attention with one norm over all query heads, and one over all key heads."""
 
+    # The reason, shown to users, for not sharding this attention among ranks.
     undivided = "one norm is over all heads"
 
     def __init__(
@@ -32,6 +33,7 @@ class WideNormAttention(SelfAttention):
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
         query, key, value = self.qkv_proj(x).split(self.sizes, dim=-1)
+        # For the type checker: both always exist here.
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
         query, key, value = (x.unflatten(-1, (-1, self.head_size)) for x in (query, key, value))

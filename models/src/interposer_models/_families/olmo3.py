@@ -16,6 +16,7 @@ class Olmo3(Olmo2):
     """OLMo 3."""
 
     reads_layer_types: ClassVar[bool] = True
+    # Only full-attention layers may scale; the base is the same.
     layer_type_bases: ClassVar[LayerTypeBases | None] = LayerTypeBases(500000.0, 500000.0)
     rope_theta: RopeBase = 500000.0
     sliding_window: WindowTokens | None = 4096

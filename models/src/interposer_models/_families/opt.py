@@ -81,6 +81,7 @@ class OPT(MultiHeadFamily):
         """Build a block with layer norms before attention and MLP."""
         attention_site, bias = site.at("self_attn"), self.enable_bias
         spec = self.attention_spec(attention_site, index, page_size)
+        # A rotary size of 0: positions are embedded, queries and keys are not rotated.
         attention = OPTAttention(attention_site, spec, self.hidden_size, 0, None, bias, bias)
         sizes = self.hidden_size, self.intermediate_size
         mlp = PlainMLP(site, sizes, ("fc1", "fc2"), self.hidden_act, bias)

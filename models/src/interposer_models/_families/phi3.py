@@ -29,6 +29,7 @@ class StoredMergedAttention(SelfAttention):
         PluggableLayer.__init__(self, site)
         size = self.head_size = spec.head_size
         names = PairNames("qkv_proj", "o_proj")
+        # One name for all three outputs, as the checkpoint has one tensor.
         checkpoint_outputs = {"qkv_proj": [axis for axes in QKV.values() for axis in axes]}
         shards = share_heads(site, spec, hidden_size, names, checkpoint_outputs)
         self.sizes = shards.sizes

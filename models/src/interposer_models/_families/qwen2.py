@@ -27,4 +27,5 @@ class Qwen2(DecoderFamily):
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
         """Build attention with a QKV bias, independent of the config."""
         sizes = self.hidden_size, self.rotary_size
+        # Configs do not state the bias; every checkpoint has one for Q, K and V.
         return SelfAttention(site, spec, *sizes, None, True, self.attention_bias)

@@ -55,6 +55,7 @@ class GatedAttention(SelfAttention):
         PluggableLayer.__init__(self, site)
         size = self.head_size = spec.head_size
         names = PairNames("qkv_proj", "o_proj", bias, bias)
+        # The query projection also computes the gate: two values per query element, head by head.
         outputs = {**QKV, "q_proj": (("query", 2),)}
         shards = share_heads(site, spec, hidden_size, names, outputs)
         self.sizes = shards.sizes

@@ -15,6 +15,7 @@ from interposer_models._families.qwen3 import Qwen3
 class Qwen3Moe(SparseFamily, Qwen3):
     """Qwen3 with experts."""
 
+    # Unlike Qwen3, transformers ignores layer_types for this architecture.
     reads_layer_types: ClassVar[bool] = False
     head_dim: Positive | None = None
     num_local_experts: Positive | None = count_of_experts(128)

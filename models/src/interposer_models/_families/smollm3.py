@@ -34,6 +34,7 @@ class SmolLM3(DecoderFamily):
 
     def slides(self, index: int) -> bool:
         """Say whether layer ``index`` has the window."""
+        # Windows are only in layers without rotation.
         return self.use_sliding_window and not self.rotates(index)
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:

@@ -43,6 +43,7 @@ class T5GemmaEncoderSettings(Gemma2):
         """Describe the attention; the config's window does not count the token itself."""
         spec = super().attention_spec(site, index, page_size)
         window = spec.window_tokens
+        # AttentionSpec counts the token itself.
         return replace(spec, window_tokens=None if window is None else window + 1)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
@@ -73,6 +74,7 @@ class T5Gemma(Gemma2, EncoderDecoderFamily):
                 raise CheckpointError(source, reason, "mend the field")
         common = {name: config[name] for name in _COMMON if name in config}
         encoder = T5GemmaEncoderSettings.parse(sides["encoder"], f"{source}, encoder")  # type: ignore[arg-type]
+        # Common fields take precedence over the decoder's copies of them.
         decoder = {**sides["decoder"], **common, "encoder": encoder}  # type: ignore[dict-item]
         return super().parse(decoder, f"{source}, decoder")
 

@@ -66,9 +66,11 @@ class CalibratedBlocks:
         self._device = planned.placement.device.torch_device
         num_tokens = len(sequences[0])
         num_pages = -(-num_tokens // planned.page_size)
+        # A pseudo request with consecutive pages, only to build a batch for the backends.
         request = Request(
             0, list(sequences[0]), SamplingParams(), 0, pages=[list(range(num_pages))]
         )
+        # Recurrent layers store the request's state in slot 0.
         request.state_slot = 0
         # All sequences have the same length, so they share positions and cache slots.
         chunks = [Chunk(request, num_tokens)]
@@ -79,6 +81,7 @@ class CalibratedBlocks:
         self._decoder.reserve_positions(num_tokens, self._device)
         tables = [self._decoder.embed_tokens, self._decoder.embed_positions]
         for table in filter(None, tables):
+            # Embeddings run once, for all sequences; then their memory is freed.
             self._load(table)
             table.finalize()
         with torch.inference_mode():
@@ -146,6 +149,7 @@ class CalibratedBlocks:
         for layer in block.modules():
             if isinstance(layer, Linear):
                 layer.kernel = functional.linear
+                # Bypasses finalize, as GPTQ must see and replace weights that no kernel packed.
                 layer.operands = layer.get_parameter("weight"), layer._parameters["bias"]
             elif isinstance(layer, PluggableLayer):
                 layer.finalize()
@@ -155,7 +159,9 @@ class CalibratedBlocks:
         """Run a block, replace the hidden states by the outputs, and free the block."""
         for position, hidden in enumerate(self._hidden):
             output, residual = self._run(block, index, hidden)
+            # The block leaves the addition to the next block's norm.
             self._hidden[position] = residual + output
+        # Keeps the indices of the other blocks.
         self._decoder.layers[index] = nn.Module()
 
     def _run(
@@ -192,6 +198,7 @@ class CalibratedBlocks:
             names = _part_names(layer) if isinstance(layer, Linear) else [layer.prefix]
             for name, parameter in list(layer._parameters.items()):
                 if parameter is not None:
+                    # A merged layer reads one tensor per part, and concatenates them.
                     stored = getattr(parameter, "stored_as", None)
                     stored_as = (
                         [stored] if stored else [f"{layer_name}.{name}" for layer_name in names]

@@ -33,6 +33,7 @@ def calibration_sequences(
     tokens = tokenizer.encode(text) if text else []
     length = min(context, _MAX_TOKENS)
     num_available = len(tokens) // length
+    # With fewer tokens than inputs, a layer's second moments have no full rank.
     if num_available * length < least_tokens:
         needed = -(-least_tokens // length) * length
         raise ConfigError(

@@ -97,10 +97,10 @@ def _progress() -> Iterator[Progress]:
     ) as bar:
         tasks = {}
 
-        def advance(activity: str, done: int, total: int) -> None:
+        def advance(activity: str, num_done: int, total: int) -> None:
             if activity not in tasks:
                 tasks[activity] = bar.add_task(activity, total=total)
-            bar.update(tasks[activity], completed=done, total=total)
+            bar.update(tasks[activity], completed=num_done, total=total)
 
         yield advance
 

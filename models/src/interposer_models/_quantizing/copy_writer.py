@@ -16,6 +16,7 @@ from interposer_models._quantizing.tensor_source import TensorSource
 from interposer_models._quantizing.work_folder import WorkFolder
 
 _INDEX = "model.safetensors.index.json"
+# Formats of weights, which a quantized copy must not contain.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt")
 
 
@@ -39,6 +40,7 @@ class CopyWriter:
             layer = rounded.layer_of(name)
             if layer is not None:
                 layout.update({f"{layer}.{n}": t for n, t in rounded.layout(layer).items()})
+            # Not quantized: the tensor is copied unchanged.
             elif stored.dtype in DTYPE_NAMES.values():
                 layout[name] = stored.dtype, stored.shape
             else:
@@ -52,6 +54,7 @@ class CopyWriter:
         Args:
             temporary_bytes: of temporary files that exist until the copy is complete.
         """
+        # An interrupted run may have written some files already.
         missing_files = [name for name in self._layouts if not (folder.model / name).exists()]
         needed_bytes = (
             sum(layout_bytes(self._layouts[name]) for name in missing_files) + temporary_bytes

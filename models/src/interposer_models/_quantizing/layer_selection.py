@@ -65,6 +65,7 @@ def plain_patterns(model: nn.Module) -> list[str]:
     for module in model.modules():
         if isinstance(module, Experts | Router | LatentProjection):
             name = re.escape(module.prefix.rpartition(".")[2])
+            # Experts have submodules in checkpoints; routers and projections are layers themselves.
             end = r"\." if isinstance(module, Experts) else "$"
             patterns.append(rf"{_REGEX}.*\.{name}{end}")
     return list(dict.fromkeys(patterns))
@@ -83,6 +84,7 @@ def unignored_layers(layers: Sequence[Layer], ignore: Sequence[str]) -> list[Lay
     ignored: set[str] = set()
     for pattern in ignore:
         matched = {layer.name for layer in layers if _matches(pattern, layer.name)}
+        # A model with tied embeddings has no lm_head, but users may always name it.
         if not matched and pattern != "lm_head":
             _raise_unmatched(pattern, layers)
         ignored |= matched
@@ -114,6 +116,7 @@ def check_groups(layers: Sequence[Layer], chosen: WeightFormat, adjustable: bool
         return
     endings = sorted({layer.name.rpartition(".")[2] for layer in undivided})
     patterns = " ".join(f"--ignore 're:.*{ending}'" for ending in endings)
+    # The largest group size that divides the inputs of all layers.
     common = math.gcd(*(layer.in_features for layer in layers))
     largest = max(n for n in range(1, min(size, common) + 1) if common % n == 0)
     size_hint = f", or --group-size {largest}, which divides all inputs" if adjustable else ""

@@ -98,6 +98,7 @@ def quantize(
     checkpoint = open_folder(model_dir)
     _check_plain(checkpoint)
     text = None if calibrate is None else Path(calibrate)
+    # Everything that the result depends on; a resumed run must have equal settings.
     settings: dict[str, Any] = {
         "version": 1,
         "scheme": scheme,
@@ -110,6 +111,7 @@ def quantize(
         "config": _digest(checkpoint.path / "config.json"),
         "weights": [_identity(shard) for shard in checkpoint.shards],
     }
+    # A plan has no weights: it names the layers and, with a text, runs block by block.
     planned = plan(checkpoint.path, "float32", config=config)
     layers = layers_of(planned.model)
     selected = unignored_layers(layers, ignore)
@@ -125,6 +127,7 @@ def quantize(
             planned.decoder.max_position_embeddings,
             max(layer.in_features for layer in selected),
         )
+    # After all checks of the arguments, so that a refused call leaves no folder.
     folder = WorkFolder.open(Path(out_dir), settings, restart=restart)
     writer.check_room(
         folder, rounded.remaining_bytes(folder.layers, planned) if text is not None else 0

@@ -115,10 +115,12 @@ class RoundedLayers:
 
         for index, (file, names) in enumerate(pairs):
             if file.exists():
+                # A resumed run: the block was quantized before, but later blocks need its outputs.
                 blocks.skip(index, {name: self._format.read(self.tensors(name)) for name in names})
                 num_done += len(names)
                 progress("calibrating", num_done, num_layers)
             else:
+                # ``round_layers`` fills the dictionary for each layer of the block.
                 tensors.clear()
                 blocks.quantize(index, names, round_layers)
                 write_shard(file, tensors)
@@ -167,7 +169,9 @@ class RoundedLayers:
             return None
         product = self._layers[layer].product
         if product not in self._peaks:
-            members = [name for name, other in self._layers.items() if other.product == product]
+            members = [
+                name for name, layer_info in self._layers.items() if layer_info.product == product
+            ]
             peaks = [tensor_peak(self._weight(name)) for name in members]
             self._peaks[product] = torch.stack(peaks).amax(0)
         return self._peaks[product]

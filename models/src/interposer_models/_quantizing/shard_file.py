@@ -80,6 +80,7 @@ class ShardFile:
             raise self._storage_error(error) from error
         try:
             self._write(memoryview(len(text).to_bytes(8, "little") + text))
+            # The final size; tensors are then written at any offset, in any order.
             self._file.truncate(self._start + end)
         except OSError as error:
             self._drop()

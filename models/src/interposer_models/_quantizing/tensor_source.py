@@ -46,6 +46,7 @@ class TensorSource:
 
         Raises: CheckpointError: the file was changed meanwhile.
         """
+        # Opened for each read, so that no mapping keeps pages of large checkpoints in memory.
         shard = self.tensors[name].shard
         with reading(shard), safe_open(shard, framework="pt") as file:
             return file.get_tensor(name)  # type: ignore[no-any-return]

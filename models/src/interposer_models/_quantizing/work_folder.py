@@ -75,6 +75,7 @@ class WorkFolder:
                     "was made by something else meanwhile",
                     "remove it, and run the same command again, which only has to rename",
                 )
+            # Atomic: both folders have the same parent file system.
             self.model.rename(self.target)
         except OSError as error:
             raise StorageError(self.target, f"cannot be made: {error.strerror or error}") from error
