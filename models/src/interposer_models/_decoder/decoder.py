@@ -95,7 +95,7 @@ class Decoder(nn.Module):
         # A subclass with its own forward may read a block's output before the next norm reduces it.
         is_frame = type(self).forward is Decoder.forward
         self._fused_sums = fuse_sums_into_norms([*self.layers], self.norm, site) if is_frame else []
-        self._fused_blocks: tuple[Sequence[nn.Module], Sequence[int], FusedBlocks | None] = (
+        self._joined: tuple[Sequence[nn.Module], Sequence[int], FusedBlocks | None] = (
             (),
             (),
             None,
@@ -247,7 +247,7 @@ class Decoder(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Compute all blocks in one call; return None if the blocks must be called one by one."""
         blocks = [*self.layers]
-        cached_blocks, cache_indices, call = self._fused_blocks
+        cached_blocks, cache_indices, call = self._joined
         # only() swaps the blocks, so the callable is rebuilt if the list differs.
         if blocks != cached_blocks:
             join = getattr(type(blocks[0]), "joined", None)
@@ -256,7 +256,7 @@ class Decoder(nn.Module):
             is_hooked = any(block._forward_pre_hooks for block in blocks)
             is_fusible = join is not None and len(cache_indices) == len(blocks) and not is_hooked
             call = join(blocks) if is_fusible else None  # type: ignore[misc]
-            self._fused_blocks = blocks, cache_indices, call
+            self._joined = blocks, cache_indices, call
         if call is None:
             return None
         ordered_caches = [caches[index] for index in cache_indices]
