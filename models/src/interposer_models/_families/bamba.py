@@ -23,7 +23,7 @@ NORMS = ("input_layernorm", "", "pre_ff_layernorm", "")
 
 
 class Bamba(DecoderFamily):
-    """Bamba."""
+    """Settings of Bamba, which also build the decoder."""
 
     reads_partial_rotary_factor: ClassVar[bool] = True
     frame: ClassVar[FrameNames] = FrameNames(norm="final_layernorm")

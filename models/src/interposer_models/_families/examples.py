@@ -27,7 +27,7 @@ from interposer_models._families.state_examples import qwen3_next as qwen3_next
 
 
 def llama() -> Examples:
-    """Return one with grouped queries, and one with llama3 angles, biases and a tied LM head."""
+    """Configs: one with grouped queries, and one with llama3 angles, biases and a tied LM head."""
     rope = {
         "rope_type": "llama3",
         "rope_theta": 500000.0,
@@ -47,31 +47,31 @@ def llama() -> Examples:
 
 
 def mistral() -> Examples:
-    """Return one with a window, and one with full attention."""
+    """Configs: one with a window, and one with full attention."""
     return configs("MistralForCausalLM", windowed=WINDOW, whole={"sliding_window": None})
 
 
 def qwen2() -> Examples:
-    """Return one with full attention, and one with windows in the upper layers."""
+    """Configs: one with full attention, and one with windows in the upper layers."""
     upper = {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}
     return configs("Qwen2ForCausalLM", whole={}, upper=upper)
 
 
 def qwen3() -> Examples:
-    """Return one with another head size and biases, and one with windows."""
+    """Configs: one with another head size and biases, and one with windows."""
     upper = {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 16, **WINDOW}
     biased = {"head_dim": 32, "attention_bias": True, "tie_word_embeddings": True}
     return configs("Qwen3ForCausalLM", biased=biased, upper=upper)
 
 
 def mixtral() -> Examples:
-    """Return one with a window, and one with full attention."""
+    """Configs: one with a window, and one with full attention."""
     experts = {"num_local_experts": 5, "num_experts_per_tok": 2}
     return configs("MixtralForCausalLM", windowed={**experts, **WINDOW}, whole=experts)
 
 
 def qwen3_moe() -> Examples:
-    """Return one with only MoE layers, and one with windows and a dense layer."""
+    """Configs: one with only MoE layers, and one with windows and a dense layer."""
     experts = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
     windowed = {
         "mlp_only_layers": [1],
@@ -83,14 +83,14 @@ def qwen3_moe() -> Examples:
 
 
 def gpt_oss() -> Examples:
-    """Return one with the YaRN angles of the release, and one with unscaled angles."""
+    """Configs: one with the YaRN angles of the release, and one with unscaled angles."""
     experts = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, **WINDOW}
     plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     return configs("GptOssForCausalLM", yarn=experts, plain={**experts, **plain})
 
 
 def smollm3() -> Examples:
-    """Return one with the default unrotated layers, and one with a list of layers and windows."""
+    """Configs: one with the default unrotated layers, and one with a list of layers and windows."""
     listed = {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, **WINDOW}
     biases = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
     usual = {"num_hidden_layers": 5}
@@ -98,13 +98,13 @@ def smollm3() -> Examples:
 
 
 def olmo2() -> Examples:
-    """Return one as released, and one with biases and a tied LM head."""
+    """Configs: one as released, and one with biases and a tied LM head."""
     biases = {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}
     return configs("Olmo2ForCausalLM", grouped={}, biases=biases)
 
 
 def granite() -> Examples:
-    """Return one with all multipliers, and one with none."""
+    """Configs: one with all multipliers, and one with none."""
     multipliers = {
         "attention_multiplier": 0.3,
         "embedding_multiplier": 3.0,
@@ -116,7 +116,7 @@ def granite() -> Examples:
 
 
 def granite_moe() -> Examples:
-    """Return one with all multipliers, and one with none."""
+    """Configs: one with all multipliers, and one with none."""
     experts = {"num_local_experts": 5, "num_experts_per_tok": 2}
     scaled = {**granite()["scaled"], **experts}
     return {
@@ -150,14 +150,14 @@ def phi3() -> Examples:
 
 
 def ministral() -> Examples:
-    """Return one with windows in all layers, and one with windows in some."""
+    """Configs: one with windows in all layers, and one with windows in some."""
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     mixed = {"layer_types": types, "head_dim": 32, **WINDOW}
     return configs("MinistralForCausalLM", windowed={"head_dim": 16, **WINDOW}, some=mixed)
 
 
 def olmo3() -> Examples:
-    """Return one with windows, and one with YaRN angles in full-attention layers."""
+    """Configs: one with windows, and one with YaRN angles in full-attention layers."""
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 500000.0,
@@ -171,14 +171,14 @@ def olmo3() -> Examples:
 
 
 def exaone4() -> Examples:
-    """Return one with windows in most layers, and one with full attention."""
+    """Configs: one with windows in most layers, and one with full attention."""
     mixed = {"num_hidden_layers": 5, **WINDOW}
     full_attention = {"sliding_window": None, "layer_types": ["full_attention"] * 3}
     return configs("Exaone4ForCausalLM", mixed=mixed, whole=full_attention)
 
 
 def glm4() -> Examples:
-    """Return one as released, and one without biases that rotates heads as a whole."""
+    """Configs: one as released, and one without biases that rotates heads as a whole."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     fully_rotated = {"rope_parameters": rope, "attention_bias": False, "tie_word_embeddings": True}
     return configs(
@@ -187,13 +187,13 @@ def glm4() -> Examples:
 
 
 def ernie4_5() -> Examples:
-    """Return one as released, and one with biases and an untied LM head."""
+    """Configs: one as released, and one with biases and an untied LM head."""
     biased = {"use_bias": True, "tie_word_embeddings": False, "head_dim": 16}
     return configs("Ernie4_5ForCausalLM", tied={"head_dim": 32}, biased=biased)
 
 
 def ernie4_5_moe() -> Examples:
-    """Return one with MoE layers after the first layer, and one with every second an MoE layer."""
+    """Configs: one with a dense first layer, and one with an MoE layer at every second index."""
     experts = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32}
     every_second = {"moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_layer_interval": 2}
     every_second |= {
@@ -205,7 +205,7 @@ def ernie4_5_moe() -> Examples:
 
 
 def hunyuan_dense() -> Examples:
-    """Return one with a raised rotary base, and one with biases."""
+    """Configs: one with a raised rotary base, and one with biases."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
     biases = {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 32}
     return configs(
@@ -216,7 +216,7 @@ def hunyuan_dense() -> Examples:
 
 
 def hunyuan_moe() -> Examples:
-    """Return one with a raised rotary base, and one with biases and one expert per token."""
+    """Configs: one with a raised rotary base, and one with biases and one expert per token."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
     raised = {"rope_parameters": rope, "head_dim": 16, "num_experts": 6, "moe_topk": 3}
     biases = {"attention_bias": True, "head_dim": 32, "num_experts": 4, "moe_topk": 1}
@@ -224,7 +224,7 @@ def hunyuan_moe() -> Examples:
 
 
 def gemma2() -> Examples:
-    """Return one as released, and one without soft caps and with an untied LM head."""
+    """Configs: one as released, and one without soft caps and with an untied LM head."""
     free = {
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
@@ -236,7 +236,7 @@ def gemma2() -> Examples:
 
 
 def gemma3() -> Examples:
-    """Return one with both layer types, and one with scaled angles and capped logits."""
+    """Configs: one with both layer types, and one with scaled angles and capped logits."""
     mixed = {"head_dim": 16, "num_hidden_layers": 6, **WINDOW}
     rope = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
@@ -254,7 +254,7 @@ def gemma3() -> Examples:
 
 
 def gemma4() -> Examples:
-    """Return one that shares caches as released, one that shares none, and one of equal layers."""
+    """Configs: one that shares caches as released, one without sharing, and one of equal layers."""
     small: dict[str, Any] = {
         "head_dim": 16,
         "global_head_dim": 32,
@@ -277,7 +277,7 @@ def gemma4() -> Examples:
 
 
 def cohere2() -> Examples:
-    """Return one with both layer types, and one with biases and an untied LM head."""
+    """Configs: one with both layer types, and one with biases and an untied LM head."""
     mixed = {"num_hidden_layers": 5, **WINDOW}
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     biases = {"attention_bias": True, "tie_word_embeddings": False, "layer_types": types}
@@ -285,13 +285,13 @@ def cohere2() -> Examples:
 
 
 def starcoder2() -> Examples:
-    """Return one with windows, and one without biases."""
+    """Configs: one with windows, and one without biases."""
     plain = {"use_bias": False, "hidden_act": "gelu", "tie_word_embeddings": False}
     return configs("Starcoder2ForCausalLM", windowed=WINDOW, plain=plain)
 
 
 def llama4() -> Examples:
-    """Return one with all layer types, one with dense layers, and one with a list of layers."""
+    """Configs: one with all layer types, one with dense layers, and one with a list of layers."""
     experts = {"num_local_experts": 5, "intermediate_size": 48, "intermediate_size_mlp": 96}
     chunks = {"attention_chunk_size": 16, "floor_scale": 8, "num_hidden_layers": 4}
     dense_layers = {"interleave_moe_layer_step": 2, "use_qk_norm": False, "num_experts_per_tok": 2}
@@ -314,7 +314,7 @@ def llama4() -> Examples:
 
 
 def qwen2_moe() -> Examples:
-    """Return one with only MoE layers, and one with windows and a dense layer."""
+    """Configs: one with only MoE layers, and one with windows and a dense layer."""
     experts = {
         "num_experts": 6,
         "num_experts_per_tok": 3,
@@ -329,7 +329,7 @@ def qwen2_moe() -> Examples:
 
 
 def glm4_moe() -> Examples:
-    """Return one with grouped experts after a dense layer, and one with only MoE layers."""
+    """Configs: one with grouped experts after a dense layer, and one with only MoE layers."""
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
     groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "head_dim": 16}
     only_experts = {
@@ -346,7 +346,7 @@ def glm4_moe() -> Examples:
 
 
 def minimax_m2() -> Examples:
-    """Return one that rotates heads as a whole, and one that rotates a part of each head."""
+    """Configs: one that rotates heads as a whole, and one that rotates a part of each head."""
     experts = {"num_local_experts": 6, "num_experts_per_tok": 2}
     part = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     fully_rotated = {"head_dim": 16, **experts}

@@ -64,7 +64,7 @@ class ParallelMixer(nn.Module):
 
 
 class FalconH1(Bamba):
-    """Falcon-H1."""
+    """Settings of Falcon-H1, which also build the decoder."""
 
     reads_partial_rotary_factor: ClassVar[bool] = False
     partial_rotary_factor: Share = 1.0

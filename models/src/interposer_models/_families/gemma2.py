@@ -44,7 +44,7 @@ class CappedLM(CausalLM):
 
 
 class Gemma2(DecoderFamily):
-    """Gemma 2."""
+    """Settings of Gemma 2, which also build the decoder."""
 
     reads_layer_types: ClassVar[bool] = True
     head_dim: Positive | None = 256

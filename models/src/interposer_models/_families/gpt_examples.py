@@ -6,7 +6,7 @@ from interposer_models._families.example_sizes import Examples, configs
 
 
 def gpt2() -> Examples:
-    """Return one as released, one with untied head and other MLP size, one with other scales."""
+    """Configs: one as released, one with untied LM head and own MLP size, one with other scales."""
     untied = {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "quick_gelu"}
     scales = {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}
     sizes = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "vocab_size": 128}
@@ -20,7 +20,7 @@ def gpt2() -> Examples:
 
 
 def opt() -> Examples:
-    """Return one as released, one with untied LM head and quick GELU, and one without biases."""
+    """Configs: one as released, one with untied LM head and quick GELU, and one without biases."""
     sizes = {"ffn_dim": 96, "init_std": 0.1, "word_embed_proj_dim": 64}
     untied = {"tie_word_embeddings": False, "activation_function": "quick_gelu"}
     return configs(
@@ -32,7 +32,7 @@ def opt() -> Examples:
 
 
 def gpt_neox() -> Examples:
-    """Return one like Pythia, one with sequential sublayers, and one without biases."""
+    """Configs: one like Pythia, one with sequential sublayers, and one without biases."""
     turns = {"use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "gelu_new"}
     plain = {"attention_bias": False, "tie_word_embeddings": True, "rotary_emb_base": 500.0}
     return configs(
@@ -41,7 +41,7 @@ def gpt_neox() -> Examples:
 
 
 def mpt() -> Examples:
-    """Return one as released, one clipped with six heads, and one with llm-foundry's field names.
+    """Configs: one as released, one clipped with six heads, and one with llm-foundry's field names.
 
     Fields that transformers ignores have the values that transformers assumes.
     """
@@ -58,7 +58,7 @@ def mpt() -> Examples:
 
 
 def bloom() -> Examples:
-    """Return one as released, one with three heads, and one with an untied LM head."""
+    """Configs: one as released, one with three heads, and one with an untied LM head."""
     special = {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.1}
     sizes = {"hidden_size": 64, "n_layer": 3, "n_head": 4, "vocab_size": 128, **special}
     released = {"architectures": ["BloomForCausalLM"], **sizes}

@@ -26,7 +26,7 @@ _LATENT = {
 
 
 def deepseek_v2() -> Examples:
-    """Return a Lite model, one with grouped experts and YaRN, and one with biases."""
+    """Configs: a Lite model, one with grouped experts and YaRN, and one with biases."""
     lite = {"q_lora_rank": None, "first_k_dense_replace": 1, "n_shared_experts": 2}
     groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
     long = {"rope_parameters": _YARN, "routed_scaling_factor": 3.5, "first_k_dense_replace": 2}
@@ -40,7 +40,7 @@ def deepseek_v2() -> Examples:
 
 
 def deepseek_v3() -> Examples:
-    """Return one with grouped experts and YaRN, one like Kimi, and one without latent queries."""
+    """Configs: one with grouped experts and YaRN, one like Kimi, and one without latent queries."""
     groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
     one_group = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.8, "v_head_dim": 24}
     plain = {
@@ -65,7 +65,7 @@ _INDEXER = {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 16}
 
 
 def deepseek_v32() -> Examples:
-    """Return models with indexers that select a few tokens, one token, and nearly all tokens."""
+    """Configs: models with indexers that select a few tokens, one token, and nearly all tokens."""
     groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "rope_parameters": _YARN}
     one_token = {"n_group": 1, "topk_group": 1, "index_topk": 1, "index_head_dim": 8}
     layers = {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True}

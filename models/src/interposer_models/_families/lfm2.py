@@ -64,7 +64,7 @@ class Lfm2MLP(GatedMLP):
 
 
 class Lfm2(DecoderFamily):
-    """LFM2."""
+    """Settings of LFM2, which also build the decoder."""
 
     reads_layer_types: ClassVar[bool] = True
     frame: ClassVar[FrameNames] = FrameNames(norm="embedding_norm")

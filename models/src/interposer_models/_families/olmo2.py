@@ -41,7 +41,7 @@ class WideNormAttention(SelfAttention):
 
 
 class Olmo2(DecoderFamily):
-    """OLMo 2."""
+    """Settings of OLMo 2, which also build the decoder."""
 
     rms_norm_eps: Epsilon = 1e-5
 

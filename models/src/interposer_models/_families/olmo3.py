@@ -13,7 +13,7 @@ from interposer_models._families.olmo2 import Olmo2
 
 
 class Olmo3(Olmo2):
-    """OLMo 3."""
+    """Settings of OLMo 3, which also build the decoder."""
 
     reads_layer_types: ClassVar[bool] = True
     # Only full-attention layers may scale; the base is the same.

@@ -18,7 +18,7 @@ from interposer_models._families.qwen3_5 import LayerKinds, Qwen3_5
 
 
 class Qwen3Next(SparseFamily, Qwen3_5):
-    """Qwen3-Next."""
+    """Settings of Qwen3-Next, which also build the decoder."""
 
     projections: ClassVar[Projections] = GroupedProjections
 

@@ -19,21 +19,21 @@ def _sides(architecture: str, **changes: dict[str, Any]) -> Examples:
 
 
 def bart() -> Examples:
-    """Return one as released, one with unequal sides, and one with scaled embeddings."""
+    """Configs: one as released, one with unequal sides, and one with scaled embeddings."""
     sides = {"encoder_layers": 4, "encoder_attention_heads": 2, "decoder_attention_heads": 8}
     scaled = {"scale_embedding": True, "activation_function": "relu", "forced_bos_token_id": 7}
     return _sides("BartForConditionalGeneration", released={}, sides=sides, scaled=scaled)
 
 
 def mbart() -> Examples:
-    """Return one with scaled embeddings, one with a small encoder, and one without changes."""
+    """Configs: one with scaled embeddings, one with a small encoder, and one without changes."""
     scaled = {"scale_embedding": True, "forced_bos_token_id": 9}
     small = {"encoder_layers": 1, "encoder_ffn_dim": 32, "activation_function": "gelu_new"}
     return _sides("MBartForConditionalGeneration", released=scaled, small=small, plain={})
 
 
 def t5gemma() -> Examples:
-    """Return one with windows, one with unequal sides, and one with untied embeddings."""
+    """Configs: one with windows, one with unequal sides, and one with untied embeddings."""
     special = {"pad_token_id": 0, "query_pre_attn_scalar": 16, "head_dim": 16}
     side = {**SIZES, **special, **WINDOW}
     small = {**side, "hidden_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 4}

@@ -19,7 +19,7 @@ _MLP = ("c_fc", "c_proj")
 
 
 class Starcoder2(DecoderFamily):
-    """StarCoder2."""
+    """Settings of StarCoder2, which also build the decoder."""
 
     norm_epsilon: Epsilon = 1e-5
     hidden_act: str = "gelu_pytorch_tanh"

@@ -6,7 +6,7 @@ from interposer_models._families.example_sizes import Examples, configs
 
 
 def lfm2() -> Examples:
-    """Return one with mixed layers, one with biases and an exact MLP size, one with indices."""
+    """Configs: one with mixed layers, one with biases and an exact MLP size, one with indices."""
     kinds = ["conv", "full_attention", "conv"]
     return configs(
         "Lfm2ForCausalLM",
@@ -23,7 +23,7 @@ def lfm2() -> Examples:
 
 
 def mamba2() -> Examples:
-    """Return one with several groups, one with biases, and one with a tied LM head."""
+    """Configs: one with several groups, one with biases, and one with a tied LM head."""
     sizes = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8}
     return configs(
         "Mamba2ForCausalLM",
@@ -44,7 +44,7 @@ _DELTA = {
 
 
 def qwen3_5() -> Examples:
-    """Return one with the default layer order, one with another order, and one with a tied head."""
+    """Configs: one with the default layer order, one with another, and one with a tied LM head."""
     other_order = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
     tied = {"tie_word_embeddings": True, "attention_bias": True, "linear_conv_kernel_dim": 3}
     return configs(
@@ -65,7 +65,7 @@ _DELTA_EXPERTS = {
 
 
 def qwen3_next() -> Examples:
-    """Return one with experts in all layers, one with some, and one without renormalization."""
+    """Configs: one with experts in all layers, one with some, and one without renormalization."""
     return configs(
         "Qwen3NextForCausalLM",
         experts=_DELTA_EXPERTS,
@@ -75,7 +75,7 @@ def qwen3_next() -> Examples:
 
 
 def qwen3_5_moe() -> Examples:
-    """Return one with the default layer order, one with another order, and one with a tied head."""
+    """Configs: one with the default layer order, one with another, and one with a tied LM head."""
     other_order = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
     return configs(
         "Qwen3_5MoeForCausalLM",
@@ -86,7 +86,7 @@ def qwen3_5_moe() -> Examples:
 
 
 def nemotron_h() -> Examples:
-    """Return models with all layer kinds, biases, attention first, experts, and latent experts."""
+    """Configs: one with all layer kinds, biases, attention first, experts, and latent experts."""
     kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
     sizes = {
         "num_hidden_layers": 4,
@@ -124,7 +124,7 @@ _BAMBA = {
 
 
 def bamba() -> Examples:
-    """Return one with attention in the middle, one with biases, and one with a tied LM head."""
+    """Configs: one with attention in the middle, one with biases, and one with a tied LM head."""
     biased = {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3}
     return configs(
         "BambaForCausalLM",
@@ -135,7 +135,7 @@ def bamba() -> Examples:
 
 
 def falcon_h1() -> Examples:
-    """Return one without multipliers, one with all, and one with the norm after the gate."""
+    """Configs: one without multipliers, one with all, and one with the norm after the gate."""
     sizes = {**_BAMBA, "mamba_d_ssm": 96}
     factors = {
         "lm_head_multiplier": 0.5,
