@@ -560,7 +560,11 @@ REFUSED: list[tuple[dict[str, Any], type[InterposerError], str]] = [
     ({"scheme": "int8", "ignore": ["re:down_proj"]}, ConfigError, r"matches no linear layer.*re:"),
     ({"scheme": "int8", "ignore": ["re:("]}, ConfigError, "no regular expression"),
     ({"scheme": "int8", "ignore": ["re:.*"]}, ConfigError, "nothing is left"),
-    ({"scheme": "int8", "ignore": ["re:.*q_proj"]}, ConfigError, "runs as one product with it"),
+    (
+        {"scheme": "int8", "ignore": ["re:.*q_proj"]},
+        ConfigError,
+        "but not all layers of the same matmul",
+    ),
     ({"scheme": "int8", "calibrate": "/nowhere/text"}, ConfigError, "cannot be read"),
 ]
 

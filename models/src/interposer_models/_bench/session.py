@@ -133,7 +133,7 @@ class Session:
             self.settle()
             self._calls.append(time.perf_counter() - started)
 
-        # Hooks make the decoder call its blocks one by one, as without fused blocks.
+        # Waiting for the device before and after attributes its time to the model.
         model = self.lm.engine.model
         handles = model.register_forward_pre_hook(begin), model.register_forward_hook(finish)
         try:

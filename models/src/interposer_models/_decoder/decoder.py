@@ -106,10 +106,8 @@ class Decoder(nn.Module):
     def only(self, block_indices: Sequence[int]) -> Iterator[None]:
         """Run only the blocks ``block_indices``, in this order, within a ``with`` block."""
         all_indices, layers, fused_sums = self.block_indices, self.layers, self._fused_sums
-        self.block_indices, self.layers = (
-            block_indices,
-            nn.ModuleList(layers[index] for index in block_indices),
-        )
+        self.block_indices = block_indices
+        self.layers = nn.ModuleList(layers[index] for index in block_indices)
         self._assign_caches()
         self._pause_fused_sums(True)
         # The blocks no longer follow each other as they were fused.

@@ -103,8 +103,8 @@ class LatentFamily(GroupedFamily):
             raise ValueError(f"{heads} heads of {size} are more than a model can have")
         if self.partial_rotary_factor != 1:
             raise ValueError(
-                f"partial_rotary_factor is {self.partial_rotary_factor}, but qk_rope_head_dim says "
-                "what is rotated"
+                f"partial_rotary_factor is {self.partial_rotary_factor}, but qk_rope_head_dim "
+                "states the rotated elements"
             )
         self._yarn_scale()
         return self

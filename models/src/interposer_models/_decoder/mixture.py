@@ -79,9 +79,7 @@ class MixtureFamily(DecoderFamily):
         if top_k > num_experts:
             raise ValueError(f"num_experts_per_tok {top_k} exceeds num_local_experts {num_experts}")
         if num_experts > MOST_EXPERTS:
-            raise ValueError(
-                f"num_local_experts is {num_experts}, more than {MOST_EXPERTS} are not read"
-            )
+            raise ValueError(f"num_local_experts is {num_experts}, must be at most {MOST_EXPERTS}")
         if num_experts * self.hidden_size * self.expert_size > LARGEST_TENSOR:
             sizes = f"{self.hidden_size} x {self.expert_size}"
             raise ValueError(f"{num_experts} experts of {sizes} are more than a model can have")

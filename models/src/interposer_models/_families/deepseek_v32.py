@@ -78,7 +78,7 @@ class DeepseekV32(DeepseekV3):
         if size < self.qk_rope_head_dim:
             raise ValueError(
                 f"index_head_dim {size} is less than qk_rope_head_dim {self.qk_rope_head_dim}, "
-                "which is what of it is rotated"
+                "the number of its rotated elements"
             )
         if heads * size > _LARGEST_WIDTH:
             raise ValueError(f"{heads} index heads of {size} are more than a model can have")

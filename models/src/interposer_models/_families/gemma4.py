@@ -202,7 +202,7 @@ class Gemma4(DecoderFamily):
         }
         if not all((False, *kind) in kinds for is_reader, *kind in kinds if is_reader):
             raise ValueError(
-                f"num_kv_shared_layers is {self.num_kv_shared_layers}: none of the other layers is "
-                "of the kind of each of them"
+                f"num_kv_shared_layers is {self.num_kv_shared_layers}: one of these layers has no "
+                "earlier layer with the same window and heads to share a cache with"
             )
         return self

@@ -109,8 +109,8 @@ class T5Gemma(Gemma2, EncoderDecoderFamily):
     def _one_vocabulary(self) -> Self:
         if self.encoder.vocab_size != self.vocab_size:
             raise ValueError(
-                f"vocab_size is {self.vocab_size}, and {self.encoder.vocab_size} of the encoder, "
-                "must be one"
+                f"vocab_size is {self.vocab_size} of the decoder and {self.encoder.vocab_size} of "
+                "the encoder, must be equal"
             )
         return self
 

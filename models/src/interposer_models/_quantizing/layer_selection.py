@@ -96,8 +96,8 @@ def unignored_layers(layers: Sequence[Layer], ignore: Sequence[str]) -> list[Lay
         ignored_parts = [name for name in parts if name in ignored]
         if ignored_parts:
             raise ConfigError(
-                f"--ignore names {', '.join(ignored_parts)}, but not all that runs as one product "
-                f"with it: {', '.join(parts)}. Try: name all of them, or none"
+                f"--ignore names {', '.join(ignored_parts)}, but not all layers of the same "
+                f"matmul: {', '.join(parts)}. Try: name all of them, or none"
             )
     return remaining
 
@@ -141,7 +141,7 @@ def _raise_unmatched(pattern: str, layers: Sequence[Layer]) -> None:
     if pattern.startswith(_REGEX):
         raise ConfigError(
             f"--ignore {pattern!r} matches no linear layer, such as {names[0]}. "
-            "Try: start it with re:.* where it is to match the end of a name"
+            "Try: begin the pattern with re:.* to match the end of a name"
         )
     is_part_of_name = any(pattern in name for name in names)
     hint = f"Try: --ignore 're:.*{re.escape(pattern)}'" if is_part_of_name else ""

@@ -162,7 +162,7 @@ def _check_plain(checkpoint: Checkpoint) -> None:
             raise CheckpointError(
                 checkpoint.path,
                 f"is quantized already: {key} in its config.json names {method!r}",
-                "give the model that it was made from",
+                "quantize the model that it was made from",
             )
 
 
@@ -177,7 +177,7 @@ def _digest(file: Path) -> str:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as error:
         raise ConfigError(
-            f"{file}: cannot be read: {error.strerror or error}. Try: name a file that can"
+            f"{file}: cannot be read: {error.strerror or error}. Try: name a readable file"
         ) from error
 
 

@@ -155,7 +155,7 @@ class RoundedLayers:
             shard = self._source.tensors[f"{layer}.weight"].shard
             raise CheckpointError(
                 shard,
-                f"tensor '{layer}.weight' holds what is infinite or not a number",
+                f"tensor '{layer}.weight' has values that are infinite or not a number",
                 "copy the checkpoint again",
             )
         return weight

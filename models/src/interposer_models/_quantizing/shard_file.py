@@ -136,7 +136,7 @@ class ShardFile:
         return StorageError(
             self.path,
             f"cannot be written: {error.strerror or error}",
-            "make room, or mend what it says; the same command then goes on from there",
+            "free disk space, or remove the cause; the same command then continues from there",
         )
 
 
