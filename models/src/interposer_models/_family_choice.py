@@ -41,6 +41,7 @@ def choose_family(resolver: Resolver, config: Mapping[str, Any], source: object)
     try:
         family = resolver.choose_model(architecture, config, source)
     except UnknownNameError as error:
+        # Another unknown name, for example one of the user's rules.
         if error.kind != "architecture":
             raise
         supported_names = ", ".join(error.known) or "none"
@@ -71,6 +72,7 @@ def blamed_on_family(resolver: Resolver, member: str) -> Iterator[None]:
     except foreign_errors() as error:
         _, choice = _choice_of(resolver)
         chosen = choice.chosen
+        # A rule that the user can copy to forbid the failing family.
         rule = f"{{{choice.request.name!r}: Rule(forbid=[{chosen.name!r}])}}"
         raise PluginError(
             chosen.name,

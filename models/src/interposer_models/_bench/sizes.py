@@ -85,6 +85,7 @@ class Sizes:
         together = max(min(first, max_context - margin_tokens), 1)
         if shared:
             shared = cut("the common prefix", shared, context - END_TOKENS - 2)
+        # One prompt joins in every eighth step.
         joins = -(-new // 8)
         return cls(
             prompt,

@@ -142,6 +142,7 @@ class _Conversation:
         # After Ctrl-C, frees the request's pages in the engine.
         stream.close()  # type: ignore[attr-defined]
         show("\n")
+        # An interrupted answer stays in the conversation as far as it was shown.
         self._messages += [
             {"role": "user", "content": text},
             {"role": "assistant", "content": "".join(parts)},

@@ -115,6 +115,7 @@ class NextTokenHead(PredictionHead):
         super().__init__()
         self._prefix = f"{names.prefix}."
         self.unread = tuple(self._prefix + name for name in names.unread)
+        # A family's mapping of tensor names applies to the tensors of the head as well.
         self._renamed = model.renamed
         self._model = (model,)  # in a tuple, so that torch does not register it as a submodule
         self.config = model.model.config

@@ -65,6 +65,7 @@ class Convolution(PluggableLayer):
     def __init__(self, site: Site, channels: int, window: int, bias: bool, silu: bool) -> None:
         super().__init__(site)
         self.silu, self.dtype = silu, site.dtype
+        # A sequence's state: the previous inputs that the next token's window still covers.
         self.shape = channels, window - 1
         shapes = {"weight": (channels, 1, window), "bias": (channels,)}
         for name in ("weight", "bias") if bias else ("weight",):

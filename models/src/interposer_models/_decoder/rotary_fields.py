@@ -50,6 +50,7 @@ def one_rotation(fields: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str
             f"rope_scaling stands beside rope_parameters, which is nested by {', '.join(nested)}",
             "move the content of rope_scaling into rope_parameters, and remove rope_scaling",
         )
+    # rope_scaling wins; refuse values that only rope_parameters states and that would be lost.
     for name in LIFTED if parameters else ():
         value = parameters.get(name, base[name])
         if scaling.get(name, base[name]) != value:
@@ -93,6 +94,7 @@ def rotation_by_layer_type(fields: Mapping[str, Any], bases: LayerTypeBases) -> 
             f"take it for layers of {SLIDING}, others {bases.sliding!r}",
             f"state rope_theta within {FULL} and within {SLIDING} of rope_parameters",
         )
+    # A base inside of a nested entry wins over the fields at the top level.
     full.setdefault("rope_theta", base)
     local = fields.get(bases.sliding_field) if bases.sliding_field else None
     sliding.setdefault("rope_theta", bases.sliding if local is None else local)
@@ -118,6 +120,7 @@ def nested_rotation(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_flat(parameters: Mapping[str, Any], base: Any) -> None:
     """Raise FieldError if a flat ``rope_parameters`` differs from the defaults."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    # A flat field that states only defaults is harmless.
     other_fields = parameters.keys() - {"rope_type", "type", "rope_theta"}
     if kind == "default" and parameters.get("rope_theta", base) == base and not other_fields:
         return
@@ -133,6 +136,7 @@ def long_factors_note(scaling: Mapping[str, Any]) -> str:
     """Return a note that ``longrope`` uses the long factors for all sequences, or ""."""
     if scaling.get("rope_type", scaling.get("type")) != "longrope":
         return ""
+    # transformers chooses the factors per sequence; here one table of angles serves all sequences.
     longest = scaling["max_position_embeddings"]
     original = scaling["original_max_position_embeddings"]
     if longest <= original or scaling.get("long_factor") == scaling.get("short_factor"):

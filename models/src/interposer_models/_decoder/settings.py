@@ -211,6 +211,7 @@ class DecoderSettings(BaseModel, ModelFamily):
         # A corrupt config must fail here, not by allocating an absurd weight.
         if heads * self.head_size > 2**24:
             raise ValueError(f"{heads} heads of {self.head_size} are more than a model can have")
+        # Rotary embedding rotates pairs of elements.
         if self.rotary_size <= 0 or self.rotary_size % 2:
             raise ValueError(
                 f"the rotated part of a head is {self.rotary_size}, must be positive and even"
@@ -234,6 +235,7 @@ class DecoderSettings(BaseModel, ModelFamily):
         sliding = [self.slides(index) for index in range(self.num_hidden_layers)]
         has_size = self.sliding_window is not None
         default_types = tuple(layer_types[has_window and has_size] for has_window in sliding)
+        # A field that repeats the architecture's layer types is harmless.
         if self.layer_types not in (None, default_types) and not self.reads_layer_types:
             raise FieldError(
                 "layer_types is stated, and this architecture does not read it; its layers are "
@@ -252,6 +254,7 @@ class DecoderSettings(BaseModel, ModelFamily):
         """Refuse a ``partial_rotary_factor`` of one layer type that differs from the model's."""
         parameters = self.rope_parameters[kind]
         share = parameters.get("partial_rotary_factor", self.partial_rotary_factor)
+        # "proportional" is the only type that applies the factor per layer type.
         is_read = parameters.get("rope_type", parameters.get("type")) == "proportional"
         if share != self.partial_rotary_factor and not is_read:
             raise FieldError(

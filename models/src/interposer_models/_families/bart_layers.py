@@ -65,6 +65,7 @@ class BartBlock(nn.Module):
         Args:
             cache, plan: in a decoder two of each: for self-attention and for cross-attention.
         """
+        # The plan of the cross-attention counts all T tokens, so rows are dropped only after it.
         if self.encoder_attn is None:
             self_attended = self.self_attn(x, cos, sin, cache, plan, None)
         else:

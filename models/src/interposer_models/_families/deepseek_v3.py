@@ -26,6 +26,7 @@ class DeepseekV3(LatentFamily):
     routed_scaling_factor: Annotated[float, Field(gt=0)] = 2.5
     topk_method: Literal["noaux_tc"] = "noaux_tc"
     scoring_func: Literal["sigmoid"] = "sigmoid"
+    # False means that the rotary elements are stored as two halves.
     rope_interleave: bool = True
     num_nextn_predict_layers: Annotated[int, Field(ge=0, le=64)] = Field(
         default=1, validation_alias=AliasChoices("num_nextn_predict_layers", "num_mtp_layers")

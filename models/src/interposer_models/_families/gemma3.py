@@ -32,6 +32,7 @@ class Gemma3(Gemma2):
     final_logit_softcapping: Cap | None = None
     rope_theta: RopeBase = 1000000.0
     rope_local_base_freq: RopeBase = 10000.0
+    # Five windowed layers, then a full one.
     sliding_window_pattern: Positive = 6
 
     def slides(self, index: int) -> bool:

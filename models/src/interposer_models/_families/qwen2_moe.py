@@ -28,6 +28,7 @@ class GatedSharedExpertMoE(MixtureMLP):
         self.shared_expert_gate = Linear(site.at("shared_expert_gate"), spec.hidden_size, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        # The gate is one number per token.
         shared: Tensor = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return super().forward(x) + shared
 

@@ -24,6 +24,7 @@ class Starcoder2(DecoderFamily):
     norm_epsilon: Epsilon = 1e-5
     hidden_act: str = "gelu_pytorch_tanh"
     tie_word_embeddings: bool = True
+    # One field, use_bias, is for attention and MLP alike.
     attention_bias: bool = Field(
         default=True, validation_alias=AliasChoices("use_bias", "attention_bias")
     )

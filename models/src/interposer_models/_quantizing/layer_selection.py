@@ -42,6 +42,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
     layers = []
     for module in model.modules():
         if isinstance(module, Linear):
+            # GPT-2 stores weights transposed.
             if getattr(module._parameters.get("weight"), "stored_transposed", False):
                 raise ConfigError(
                     f"the weight of {module.prefix} is stored as [inputs, outputs], which no "
@@ -91,6 +92,7 @@ def unignored_layers(layers: Sequence[Layer], ignore: Sequence[str]) -> list[Lay
     remaining = [layer for layer in layers if layer.name not in ignored]
     if not remaining:
         raise ConfigError("--ignore names every linear layer, so nothing is left to quantize")
+    # A merged layer can be quantized only as a whole.
     for product in dict.fromkeys(layer.product for layer in remaining):
         parts = [layer.name for layer in layers if layer.product == product]
         ignored_parts = [name for name in parts if name in ignored]
