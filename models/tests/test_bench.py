@@ -48,13 +48,13 @@ def test_json_has_a_row_for_each_kind(command: Command, llama: Path, tmp_path: P
     more = ("--adapter", adapter, "--shared-prefix", "100", "--speculate", "ngram")
     code, out, err = command(llama, *QUICK, *more, "--json")
     assert code == 0, err
-    told = json.loads(out)
-    assert list(told) == [
+    report = json.loads(out)
+    assert list(report) == [
         *("version", "model", "platform", "device", "dtype", "quantization", "rounds", "weights"),
         *("weight_bytes", "load_s", "peak_memory_bytes", "roofs", "rows", "notes"),
     ]
-    assert (told["version"], told["rounds"], told["weights"]) == (1, 2, 3 * 30720 + 256 * 64)
-    rows = {row["name"]: row for row in told["rows"]}
+    assert (report["version"], report["rounds"], report["weights"]) == (1, 2, 3 * 30720 + 256 * 64)
+    rows = {row["name"]: row for row in report["rows"]}
     assert {name: row["test"] for name, row in rows.items()} == {
         "prefill": "pp24",
         "decode_1": "tg8",
@@ -78,16 +78,18 @@ def test_json_has_a_row_for_each_kind(command: Command, llama: Path, tmp_path: P
         assert 0 < rate["low"] <= rate["median"] <= rate["high"]
         assert 0 < seconds["host"] < seconds["run"]
         assert (row["ratio"] is None) == (row["beside"] is None)
-        # What guesses save is not known beforehand; all else is.
+        # The number of accepted draft tokens is unknown, so this row has no ceiling.
         assert (row["ceiling_tokens_per_second"] is None) == (name == "repeats_guessed")
         assert (row["p95_between_tokens_s"] is None) == (name != "mixed")
     # A prefix of 100 tokens is computed in one of both, at most a page of it in the other.
     assert rows["prefix_known"]["ratio"] > 1
-    known, new = (rows[n]["seconds"]["arithmetic"] for n in ("prefix_known", "prefix_new"))
-    assert known < 0.25 * new
+    seconds_cached, seconds_new = (
+        rows[n]["seconds"]["arithmetic"] for n in ("prefix_known", "prefix_new")
+    )
+    assert seconds_cached < 0.25 * seconds_new
 
 
-def test_the_table_and_the_drawings_tell_the_same_rows(
+def test_table_and_drawings_have_the_same_rows(
     command: Command, llama: Path, tmp_path: Path
 ) -> None:
     svg = tmp_path / "rows.svg"
@@ -103,7 +105,7 @@ def test_the_table_and_the_drawings_tell_the_same_rows(
     assert {"prefill of 24", "decode of 4, prompts of 24 join"} <= drawn
 
 
-def test_rows_of_llama_bench_are_printed_as_it_does(command: Command, llama: Path) -> None:
+def test_llama_bench_rows_have_its_format(command: Command, llama: Path) -> None:
     code, out, err = command(llama, *QUICK, "--llama-bench", "--quantization", "fp8")
     assert code == 0, err
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines()]
@@ -125,7 +127,7 @@ def test_rows_of_llama_bench_are_printed_as_it_does(command: Command, llama: Pat
         (("--platform", "abacus"), "Unknown platform"),
     ],
 )
-def test_bad_input_is_one_message(
+def test_bad_input_ends_with_one_message(
     command: Command, llama: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     code, out, err = command(llama, *QUICK, *arguments)
@@ -134,7 +136,7 @@ def test_bad_input_is_one_message(
     assert "Traceback" not in err
 
 
-def test_work_is_that_of_a_small_model_by_hand(llama: Path) -> None:
+def test_work_of_a_small_model_is_as_counted_by_hand(llama: Path) -> None:
     work = ModelWork.of(plan(llama, "float32").model)
     # Of three layers: queries, keys and values, output, gates, down; four bytes a number.
     layer = 64 * (64 + 32 + 32) + 64 * 64 + 64 * 192 + 96 * 64
@@ -148,18 +150,18 @@ def test_work_is_that_of_a_small_model_by_hand(llama: Path) -> None:
     assert work.operations(10, 5, 2) == 2 * 2 * (3 * layer * 10 + mixed + head)
 
 
-def test_experts_are_read_as_they_are_asked(qwen3_moe: Path) -> None:
+def test_a_step_reads_only_the_chosen_share_of_experts(qwen3_moe: Path) -> None:
     planned = plan(qwen3_moe, "float32")
     experts: Any = planned.decoder
-    count, asked = experts.num_local_experts, experts.num_experts_per_tok
+    count, top_k = experts.num_local_experts, experts.num_experts_per_tok
     (routed,) = {part for part in ModelWork.of(planned.model).weights if part.asked < 1}
     assert routed.numbers == count * 3 * experts.hidden_size * experts.moe_intermediate_size
     assert routed.num_bytes == 4 * routed.numbers
-    assert routed.read(1) == pytest.approx(asked / count)
-    assert routed.read(2) == pytest.approx(1 - (1 - asked / count) ** 2)
+    assert routed.read(1) == pytest.approx(top_k / count)
+    assert routed.read(2) == pytest.approx(1 - (1 - top_k / count) ** 2)
 
 
-def test_windows_and_states_bound_what_is_mixed() -> None:
+def test_windows_and_states_bound_the_work_of_mixing() -> None:
     layer = Mixing(token_bytes=3, products=5, window=4, state_bytes=7, state_numbers=2)
     assert (layer.read_bytes(3), layer.read_bytes(30)) == (9 + 14, 12 + 14)
     # Behind the window every token sees four others, in front of it half as many.
@@ -167,29 +169,29 @@ def test_windows_and_states_bound_what_is_mixed() -> None:
     assert layer.mixed(2, behind=4) == 5 * 8 + 3 * 2 * 2
 
 
-class Still(Kind):
+class UnrunKind(Kind):
     def run(self, session: Any) -> Sample:
         raise NotImplementedError
 
 
 def test_a_ceiling_is_the_longer_of_reading_and_computing() -> None:
-    kind = Still("x", "x")
+    kind = UnrunKind("x", "x")
     # Twice 2 ms of reading, once 3 ms of computing: 7 ms for 14 tokens.
-    least = [Step(2e6, 1e9, 5, 2), Step(1e6, 3e9, 4)]
+    steps = [Step(2e6, 1e9, 5, 2), Step(1e6, 3e9, 4)]
     runs = [Sample(0.014, 14), Sample(0.028, 14), Sample(0.010, 14)]
-    row = Row.of(kind, runs, Sample(0.02, 14, model_s=0.015), least, ROOFS, None)
+    row = Row.of(kind, runs, Sample(0.02, 14, model_s=0.015), steps, ROOFS, None)
     assert row.ceiling == pytest.approx(2000)
     assert (row.memory_s, row.arithmetic_s) == pytest.approx((0.005, 0.005))
     assert (row.median, row.reached) == pytest.approx((1000, 0.5))
-    # A quarter of the watched run was outside of the model, so is it of the median of the others.
+    # A quarter of the profiled run was outside of the model, so is a quarter of the median run.
     assert row.host_s == pytest.approx(0.0035)
-    beside = Row.of(kind, runs[::-1], runs[0], [], ROOFS, row)
-    assert beside.ratio == pytest.approx(1.0)
-    assert (beside.ceiling, beside.held_by, beside.host_s) == (None, None, None)
+    compared = Row.of(kind, runs[::-1], runs[0], [], ROOFS, row)
+    assert compared.ratio == pytest.approx(1.0)
+    assert (compared.ceiling, compared.held_by, compared.host_s) == (None, None, None)
 
 
 @pytest.mark.parametrize(
-    ("least", "model_s", "held_by"),
+    ("step", "model_s", "held_by"),
     [
         (Step(8e6, 1e9, 1), 0.009, "memory"),
         (Step(1e6, 8e9, 1), 0.009, "arithmetic"),
@@ -197,8 +199,8 @@ def test_a_ceiling_is_the_longer_of_reading_and_computing() -> None:
         (Step(1e6, 2e9, 1), None, "arithmetic"),
     ],
 )
-def test_the_largest_known_part_holds_a_row(
-    least: Step, model_s: float | None, held_by: str
+def test_the_bottleneck_is_the_largest_known_part(
+    step: Step, model_s: float | None, held_by: str
 ) -> None:
     run = Sample(0.01, 1, model_s=model_s)
-    assert Row.of(Still("x", "x"), [run], run, [least], ROOFS, None).held_by == held_by
+    assert Row.of(UnrunKind("x", "x"), [run], run, [step], ROOFS, None).held_by == held_by

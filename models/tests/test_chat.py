@@ -249,8 +249,8 @@ def test_the_command_remembers_until_it_is_told_to_forget(path: Path, lm: Langua
     assert told == f"{first}\n{second}\n{first}\n"
     assert len(re.findall(r"4 tokens \(length\), first after .* of 1024 tokens", said)) == 3
     assert "error: " in said
-    assert "The conversation is as it was. Try: /clear" in said
-    assert "There is no /nothing." in said
+    assert "The conversation is unchanged. Try: /clear" in said
+    assert "Unknown command /nothing." in said
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Chunked attention: chunks are sequences of their own to a plain backend."""
+"""Chunked attention: a plain backend computes each chunk as a sequence of its own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPEC = AttentionSpec(
 
 
 def batch_of(*sequences: tuple[int, int]) -> AttentionBatch:
-    """Return a batch of sequences, each its length and how many of its tokens are new."""
+    """Build a batch of sequences, each given as its length and its number of new tokens."""
     lengths, counts = zip(*sequences, strict=True)
     pages = max(-(-length // PAGE) for length in lengths)
     return AttentionBatch(
@@ -44,15 +44,17 @@ def batch_of(*sequences: tuple[int, int]) -> AttentionBatch:
     )
 
 
-def seen(batch: AttentionBatch) -> list[list[int]]:
-    """Return the cached tokens that each new token sees, as page times 4 and offset."""
-    found = []
+def attended_positions(batch: AttentionBatch) -> list[list[int]]:
+    """Return the cached positions that each new token attends to, as page * 4 + offset."""
+    positions = []
     starts = batch.query_starts.tolist()
     for row, length in enumerate(batch.seq_lens.tolist()):
-        for ahead in range(starts[row + 1] - starts[row], 0, -1):
-            places = range(length - ahead + 1)
-            found.append([int(batch.page_table[row, i // PAGE]) * PAGE + i % PAGE for i in places])
-    return found
+        for remaining in range(starts[row + 1] - starts[row], 0, -1):
+            indices = range(length - remaining + 1)
+            positions.append(
+                [int(batch.page_table[row, i // PAGE]) * PAGE + i % PAGE for i in indices]
+            )
+    return positions
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_a_token_sees_its_chunk_up_to_itself(sequences: tuple[tuple[int, int], .
         for row, (length, count) in enumerate(sequences)
         for position in range(length - count, length)
     ]
-    assert seen(chunks) == expected
+    assert attended_positions(chunks) == expected
     assert torch.equal(chunks.slots, batch.slots)
     counts = chunks.query_starts.diff()
     assert counts.min() > 0
@@ -81,16 +83,20 @@ def test_a_token_sees_its_chunk_up_to_itself(sequences: tuple[tuple[int, int], .
     assert chunks.page_table.shape[1] <= CHUNK // PAGE
 
 
-def test_a_batch_with_a_host_copy_has_one_of_its_chunks() -> None:
+def test_chunks_keep_the_host_copy_of_a_batch() -> None:
     batch = batch_of((17, 1), (40, 1))
     beside = replace(batch, host=batch)
     chunks = chunks_of(beside, CHUNK, PAGE)
     assert chunks.host is not None
-    assert seen(chunks.host) == seen(chunks) == seen(chunks_of(batch, CHUNK, PAGE))
+    assert (
+        attended_positions(chunks.host)
+        == attended_positions(chunks)
+        == attended_positions(chunks_of(batch, CHUNK, PAGE))
+    )
 
 
-class OnHost(AttentionBackend):
-    """Plans on the host: what it was told last."""
+class HostPlanningBackend(AttentionBackend):
+    """Plans on the host; the plan is a list with the latest batch."""
 
     plans_on_host = True
 
@@ -108,14 +114,14 @@ class OnHost(AttentionBackend):
 
 
 def test_the_plan_of_a_graph_keeps_its_addresses() -> None:
-    backend = ChunkedBackend(OnHost(), CHUNK)
+    backend = ChunkedBackend(HostPlanningBackend(), CHUNK)
     assert backend.plans_on_host
     plan = backend.plan_fixed(batch_of((17, 1), (40, 1)))
     assert isinstance(plan, FixedPlan)
     tensors = [getattr(plan.chunks, f.name) for f in fields(AttentionBatch)]
     later = batch_of((39, 1), (33, 1))
     backend.update_plan(plan, later)
-    assert seen(plan.plan[0]) == seen(chunks_of(later, CHUNK, PAGE))
+    assert attended_positions(plan.plan[0]) == attended_positions(chunks_of(later, CHUNK, PAGE))
     assert all(
         a is b
         for a, b in zip(
@@ -125,8 +131,10 @@ def test_the_plan_of_a_graph_keeps_its_addresses() -> None:
 
 
 def test_chunks_that_begin_within_a_page_are_refused() -> None:
-    with pytest.raises(ConfigError, match="chunks of 18 tokens do not begin with a page"):
-        ChunkedBackend(OnHost(), 18)
+    with pytest.raises(
+        ConfigError, match="attention chunk of 18 tokens is not a multiple of the page size 4"
+    ):
+        ChunkedBackend(HostPlanningBackend(), 18)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +144,7 @@ def llama4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize("backend", ["paged", "native", "native_rows", "sdpa"])
-def test_backends_agree_where_decoding_goes_from_chunk_to_chunk(
+def test_backends_agree_when_decoding_crosses_chunks(
     llama4: tuple[Path, Any], backend: str
 ) -> None:
     path, peer = llama4
@@ -148,14 +156,14 @@ def test_backends_agree_where_decoding_goes_from_chunk_to_chunk(
         config=Config(attention={"decoder": backend}),
     )
     prompts = [list(range(3, 3 + n)) for n in (5, 15, 16, 40)]
-    found = lm.generate(prompts, max_new_tokens=40, ignore_eos=True)
-    for prompt, completion in zip(prompts, found, strict=True):
+    completions = lm.generate(prompts, max_new_tokens=40, ignore_eos=True)
+    for prompt, completion in zip(prompts, completions, strict=True):
         tokens = [*prompt, *completion.token_ids]
         with torch.inference_mode():
             logits = peer(torch.tensor([tokens[:-1]])).logits[0, len(prompt) - 1 :]
         chosen = torch.tensor(completion.token_ids)
-        behind = logits.amax(-1) - logits.gather(1, chosen[:, None])[:, 0]
-        assert float(behind.max()) < 1e-3
+        logit_gaps = logits.amax(-1) - logits.gather(1, chosen[:, None])[:, 0]
+        assert float(logit_gaps.max()) < 1e-3
 
 
 def test_a_chunk_as_long_as_the_context_is_plain_attention(llama4: tuple[Path, Any]) -> None:
@@ -168,7 +176,7 @@ def test_a_chunk_as_long_as_the_context_is_plain_attention(llama4: tuple[Path, A
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 @pytest.mark.slow
-def test_triton_computes_chunks(llama4: tuple[Path, Any]) -> None:
+def test_triton_computes_chunked_attention(llama4: tuple[Path, Any]) -> None:
     path, _ = llama4
     report = interpreted("interpreted_chunks.py", path)
     assert "paged_attention_triton" in report["chosen"]

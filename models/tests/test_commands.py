@@ -42,17 +42,17 @@ def facts(command: Command, *arguments: str | Path) -> dict[str, Any]:
     return json.loads(out)  # type: ignore[no-any-return]
 
 
-def test_run_streams_the_text_and_ends_with_the_figures(command: Command, llama: Path) -> None:
+def test_run_streams_the_text_and_ends_with_measurements(command: Command, llama: Path) -> None:
     options = ("run", llama, "--prompt", "def f", "--max-new-tokens", "12")
-    told = facts(command, *options)
-    assert len(told["token_ids"]) == 12
-    assert told["finish_reason"] == "length"
-    assert 0 < told["time_to_first_token_s"] < 60
-    assert told["tokens_per_second"] > 0
-    assert told["peak_memory_bytes"] > 2**20
+    report = facts(command, *options)
+    assert len(report["token_ids"]) == 12
+    assert report["finish_reason"] == "length"
+    assert 0 < report["time_to_first_token_s"] < 60
+    assert report["tokens_per_second"] > 0
+    assert report["peak_memory_bytes"] > 2**20
     code, out, err = command(*options)
     assert code == 0
-    assert out == told["text"] + "\n"
+    assert out == report["text"] + "\n"
     assert "12 tokens (length)" in err
     assert "first token after" in err
     assert "tokens/s" in err
@@ -65,18 +65,18 @@ def test_run_with_a_temperature_is_repeatable_by_seed(command: Command, llama: P
 
 
 @pytest.mark.slow
-def test_run_places_experts_on_ranks(command: Command, qwen3_moe: Path) -> None:
+def test_run_distributes_experts_among_ranks(command: Command, qwen3_moe: Path) -> None:
     options = ("run", qwen3_moe, "--prompt", "x", "--dtype", "float32", "--max-new-tokens", "6")
-    found = facts(command, *options, "--tensor-parallel", "2", "--expert-parallel")["token_ids"]
-    assert found == facts(command, *options)["token_ids"]
+    output = facts(command, *options, "--tensor-parallel", "2", "--expert-parallel")["token_ids"]
+    assert output == facts(command, *options)["token_ids"]
 
 
 @pytest.mark.parametrize("name", [("run", "--prompt", "x"), ("chat",), ("bench",)])
-def test_experts_of_one_process_are_not_placed(
+def test_expert_parallel_needs_several_ranks(
     command: Command, qwen3_moe: Path, name: tuple[str, ...]
 ) -> None:
-    first, *others = name
-    code, _, err = command(first, qwen3_moe, *others, "--expert-parallel")
+    first, *options = name
+    code, _, err = command(first, qwen3_moe, *options, "--expert-parallel")
     assert code != 0
     assert "one process holds all experts" in err
 
@@ -84,27 +84,27 @@ def test_experts_of_one_process_are_not_placed(
 def test_run_takes_an_adapter(command: Command, llama: Path, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", {"model.layers.0.mlp.up_proj": (96, 64)})
     options = ("run", llama, "--prompt", "x", "--max-new-tokens", "8")
-    found = facts(command, *options, "--adapter", folder)["token_ids"]
+    output = facts(command, *options, "--adapter", folder)["token_ids"]
     lm = load(llama, cache_tokens=512)
     lm.load_adapter("own", folder)
     expected = lm.generate("x", adapter="own", max_new_tokens=8)[0].token_ids
-    assert tuple(found) == expected != tuple(facts(command, *options)["token_ids"])
+    assert tuple(output) == expected != tuple(facts(command, *options)["token_ids"])
 
 
 def test_run_speculates(command: Command, llama: Path) -> None:
     options = ("run", llama, "--prompt", "abcabcabc", "--max-new-tokens", "30")
-    told = facts(command, *options, "--speculate", "ngram")
-    assert told["token_ids"] == facts(command, *options)["token_ids"]
-    assert 0 <= told["accepted_tokens"] <= told["drafted_tokens"]
+    report = facts(command, *options, "--speculate", "ngram")
+    assert report["token_ids"] == facts(command, *options)["token_ids"]
+    assert 0 <= report["accepted_tokens"] <= report["drafted_tokens"]
     code, _, err = command(*options, "--speculate", llama)
     assert code == 0
-    assert "guesses accepted" in err
+    assert "draft tokens accepted" in err
 
 
 def test_run_takes_dtype_platform_and_kernel(command: Command, llama: Path) -> None:
     options = ("--dtype", "bfloat16", "--platform", "cpu", "--kernel", "linear=reference")
-    told = facts(command, "run", llama, "--prompt", "x", *options)
-    assert len(told["token_ids"]) == 64
+    report = facts(command, "run", llama, "--prompt", "x", *options)
+    assert len(report["token_ids"]) == 64
 
 
 def test_run_quantizes_weights_while_they_load(command: Command, llama: Path) -> None:
@@ -116,22 +116,22 @@ def test_run_quantizes_weights_while_they_load(command: Command, llama: Path) ->
     assert "Unknown method 'fp9' to quantize weights by" in err
 
 
-def test_explain_says_what_was_chosen_and_refused(command: Command, llama: Path) -> None:
-    told = facts(command, "explain", llama, "--kernel", "rms_norm=reference")
-    norms = [c for c in told["choices"] if (c["kind"], c["name"]) == ("kernel", "rms_norm")]
+def test_explain_lists_chosen_and_refused_kernels(command: Command, llama: Path) -> None:
+    report = facts(command, "explain", llama, "--kernel", "rms_norm=reference")
+    norms = [c for c in report["choices"] if (c["kind"], c["name"]) == ("kernel", "rms_norm")]
     assert [(c["chosen"], c["why"]) for c in norms] == [
         ("reference", "pinned by the configuration")
     ]
     assert norms[0]["provider"] == "interposer-ops"
-    assert all(refused["reason"] for choice in told["choices"] for refused in choice["refused"])
+    assert all(refused["reason"] for choice in report["choices"] for refused in choice["refused"])
     code, out, _ = command("explain", llama)
     assert code == 0
-    for choice in told["choices"]:
-        named = f"{choice['kind']} {choice['name']!r}" if choice["name"] else choice["kind"]
-        assert f"\n{named}" in out
+    for choice in report["choices"]:
+        heading = f"{choice['kind']} {choice['name']!r}" if choice["name"] else choice["kind"]
+        assert f"\n{heading}" in out
 
 
-def test_explain_on_a_described_device_makes_the_choices_of_that_device(
+def test_explain_selects_kernels_for_a_described_device(
     command: Command, llama: Path, tmp_path: Path
 ) -> None:
     def linears(*arguments: str | Path) -> list[dict[str, Any]]:
@@ -142,30 +142,32 @@ def test_explain_on_a_described_device_makes_the_choices_of_that_device(
         reasons = {refused["candidate"]: refused["reason"] for refused in choice["refused"]}
         assert reasons["linear_packed"] == "needs x86_64, the device is aarch64"
     assert all(choice["chosen"] == "linear_native" for choice in linears("--on", "graviton4"))
-    here = tmp_path / "here.json"
-    assert command("doctor", "--describe", here)[0] == 0
-    named = [(c["chosen"], c["places"]) for c in linears("--on", here)]
-    assert named == [(c["chosen"], c["places"]) for c in linears()]
+    description = tmp_path / "here.json"
+    assert command("doctor", "--describe", description)[0] == 0
+    choices = [(c["chosen"], c["places"]) for c in linears("--on", description)]
+    assert choices == [(c["chosen"], c["places"]) for c in linears()]
 
 
-def test_explain_plans_what_is_quantized_while_it_loads(command: Command, llama: Path) -> None:
-    def places(told: dict[str, Any]) -> set[str]:
-        chosen = [c for c in told["choices"] if (c["kind"], c["name"]) == ("kernel", "fp8_linear")]
+def test_explain_plans_online_quantization(command: Command, llama: Path) -> None:
+    def places(report: dict[str, Any]) -> set[str]:
+        chosen = [
+            c for c in report["choices"] if (c["kind"], c["name"]) == ("kernel", "fp8_linear")
+        ]
         return {place for choice in chosen for place in choice["places"]}
 
     assert places(facts(command, "explain", llama)) == set()
-    told = facts(command, "explain", llama, "--quantization", "fp8")
-    assert "model.layers.1.mlp.down_proj" in places(told)
+    report = facts(command, "explain", llama, "--quantization", "fp8")
+    assert "model.layers.1.mlp.down_proj" in places(report)
     lm = load(llama, cache_tokens=64, quantization="fp8")
-    made = explain(lm)
-    assert places(made.to_dict()) == places(told)
+    explanation = explain(lm)
+    assert places(explanation.to_dict()) == places(report)
     # The directory and the loaded model are planned alike for a machine that is not there.
     far = command("explain", llama, "--quantization", "fp8", "--on", "graviton4")
     assert far[0] == 0
-    assert places(explain(lm, device="graviton4").to_dict()) == places(told)
+    assert places(explain(lm, device="graviton4").to_dict()) == places(report)
     settings = {"quant_method": "fp8", "modules_to_not_convert": ["down_proj"]}
     less = places(explain(llama, quantization=settings).to_dict())
-    assert less == {place for place in places(told) if not place.endswith("down_proj")}
+    assert less == {place for place in places(report) if not place.endswith("down_proj")}
     code, out, err = command("explain", llama, "--quantization", "fp9")
     assert (code, out) == (1, "")
     assert "Unknown method 'fp9' to quantize weights by" in err
@@ -176,15 +178,15 @@ def test_explain_plans_what_is_quantized_while_it_loads(command: Command, llama:
         explain(lm, quantization="fp8")
 
 
-def test_why_shows_the_places_of_one_op(command: Command, llama: Path) -> None:
-    told = facts(command, "explain", llama, "--why", "rms_norm")
-    assert {choice["name"] for choice in told["choices"]} == {"rms_norm"}
+def test_why_lists_the_layers_that_use_one_op(command: Command, llama: Path) -> None:
+    report = facts(command, "explain", llama, "--why", "rms_norm")
+    assert {choice["name"] for choice in report["choices"]} == {"rms_norm"}
     code, out, _ = command("explain", llama, "--why", "rms_norm")
     assert code == 0
-    assert all(place in out for choice in told["choices"] for place in choice["places"])
-    told = facts(command, "explain", llama, "--why", "gelu_and_mul")
-    assert told["notes"] == ["the model does not ask for 'gelu_and_mul'"]
-    assert [subject["name"] for subject in told["candidates"]] == ["gelu_and_mul"]
+    assert all(place in out for choice in report["choices"] for place in choice["places"])
+    report = facts(command, "explain", llama, "--why", "gelu_and_mul")
+    assert report["notes"] == ["the model does not ask for 'gelu_and_mul'"]
+    assert [subject["name"] for subject in report["candidates"]] == ["gelu_and_mul"]
 
 
 def test_run_takes_locked(
@@ -213,7 +215,7 @@ def test_explain_needs_no_weights(command: Command, copied: Path) -> None:
         (("--dtype", "float17"), "Unknown dtype 'float17'"),
     ],
 )
-def test_a_bad_option_is_one_message(
+def test_a_bad_option_ends_with_one_message(
     command: Command, llama: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     code, out, err = command("explain", llama, *arguments)
@@ -232,7 +234,7 @@ def test_a_bad_option_is_one_message(
         (("--prompt", "x", "--max-new-tokens", "0"), "max_new_tokens"),
     ],
 )
-def test_a_bad_request_is_one_message(
+def test_a_bad_request_ends_with_one_message(
     command: Command, llama: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     code, out, err = command("run", llama, *arguments)
@@ -241,7 +243,7 @@ def test_a_bad_request_is_one_message(
     assert "Traceback" not in err
 
 
-def test_a_missing_directory_is_one_message(command: Command, tmp_path: Path) -> None:
+def test_a_missing_directory_ends_with_one_message(command: Command, tmp_path: Path) -> None:
     code, _, err = command("run", tmp_path / "none", "--prompt", "x")
     assert code == 1
     assert err == (
@@ -250,7 +252,7 @@ def test_a_missing_directory_is_one_message(command: Command, tmp_path: Path) ->
     )
 
 
-def test_a_full_context_is_told_from_the_limit_that_was_asked_for(
+def test_run_reports_whether_context_or_limit_ended_the_text(
     command: Command, copied: Path
 ) -> None:
     config = json.loads((copied / "config.json").read_text())

@@ -52,7 +52,9 @@ def written(name: str, path: Path) -> Any:
         for part, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in part or "bias" in part:
                 tensor.add_(0.05 * torch.randn_like(tensor))
-            elif any(named in part for named in ("q_proj", "v_proj", "out_proj", "positions")):
+            elif any(
+                fragment in part for fragment in ("q_proj", "v_proj", "out_proj", "positions")
+            ):
                 tensor.mul_(4)  # else a tied head names the newest token again and again
     model.save_pretrained(path)
     (path / "config.json").write_text(json.dumps(config))
@@ -63,11 +65,11 @@ def written(name: str, path: Path) -> Any:
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     """The directory of each model, and transformers' own of it."""
-    found = {}
+    models = {}
     for name in MODELS:
         path = tmp_path_factory.mktemp(name)
-        found[name] = path, written(name, path)
-    return found
+        models[name] = path, written(name, path)
+    return models
 
 
 @pytest.fixture(params=ALL)
@@ -88,11 +90,11 @@ STARTS = [2, 9]
 
 
 def logits_of(model: Any, source: list[int], tokens: list[int]) -> torch.Tensor:
-    ids, own = torch.tensor([source]), torch.tensor([tokens])
-    masks = {"attention_mask": ids.clamp(1, 1), "decoder_attention_mask": own.clamp(1, 1)}
+    ids, decoder_ids = torch.tensor([source]), torch.tensor([tokens])
+    masks = {"attention_mask": ids.clamp(1, 1), "decoder_attention_mask": decoder_ids.clamp(1, 1)}
     with torch.inference_mode():
-        found = model(input_ids=ids, decoder_input_ids=own, **masks)
-    return found.logits[0].float()  # type: ignore[no-any-return]
+        output = model(input_ids=ids, decoder_input_ids=decoder_ids, **masks)
+    return output.logits[0].float()  # type: ignore[no-any-return]
 
 
 def greedy_of(model: Any, source: list[int], steps: int) -> list[int]:
@@ -131,9 +133,9 @@ def test_float32_logits_differ_by_at_most_1e_4_of_the_largest(pair: Pair) -> Non
     path, model = pair
     lm = loaded(path)
     for source, tokens in zip(sources((1, 2, 33, 150)), sources((40, 1, 7, 20), 4), strict=True):
-        given = [*STARTS, *tokens]
-        expected = logits_of(model, source, given)
-        difference = (lm.logits(given, source=source) - expected).abs().max()
+        decoder_tokens = [*STARTS, *tokens]
+        expected = logits_of(model, source, decoder_tokens)
+        difference = (lm.logits(decoder_tokens, source=source) - expected).abs().max()
         assert difference <= 1e-4 * expected.abs().max()
     assert idle(lm)
 
@@ -160,9 +162,9 @@ def test_greedy_tokens_are_equal_while_requests_join_and_leave(pair: Pair) -> No
             preempted.append(len(sequence.source))
         release(sequence)
 
-    def counted(batch: Any, *rest: Any) -> None:
+    def counted(batch: Any, *arguments: Any) -> None:
         encoded.append(len(batch.token_ids))
-        encode(batch, *rest)
+        encode(batch, *arguments)
 
     lm.engine.scheduler._release = seen  # type: ignore[method-assign]
     lm.engine.model.encode = counted
@@ -189,10 +191,10 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_is(pair: Pair) ->
     lm = load(path, dtype="bfloat16", platform="cpu", cache_tokens=640)
     ours, theirs = [], []
     for source, tokens in zip(sources((60, 61, 62, 63) * 4), sources((64,) * 16, 5), strict=True):
-        given = [*STARTS, *tokens]
-        exact = logits_of(model, source, given)
-        ours.append(lm.logits(given, source=source) - exact)
-        theirs.append(logits_of(narrow, source, given) - exact)
+        decoder_tokens = [*STARTS, *tokens]
+        exact = logits_of(model, source, decoder_tokens)
+        ours.append(lm.logits(decoder_tokens, source=source) - exact)
+        theirs.append(logits_of(narrow, source, decoder_tokens) - exact)
     assert_no_larger_of_many(ours, theirs)
 
 
@@ -213,7 +215,7 @@ def assert_no_larger_of_many(ours: list[torch.Tensor], theirs: list[torch.Tensor
         assert larger.mean() <= 2 * larger.std() / len(larger) ** 0.5
 
 
-def test_a_larger_error_is_no_chance() -> None:
+def test_the_error_test_detects_larger_errors() -> None:
     noise = list(torch.randn(16, 64, 256, generator=torch.Generator().manual_seed(3)))
     assert_no_larger_of_many(noise[::-1], noise)
     assert_no_larger_of_many([0.9 * error for error in noise], noise)
@@ -229,12 +231,12 @@ def references(pairs: dict[str, Pair]) -> dict[str, LanguageModel]:
 @pytest.fixture(scope="module")
 def small(pairs: dict[str, Pair]) -> dict[str, LanguageModel]:
     """Models in caches so small that sequences are preempted; what nobody holds is spoiled."""
-    found = {}
+    models = {}
     for name in MODELS:
         sizes = {"cache_tokens": 144, "max_sequences": 3, "max_step_tokens": 96}
-        found[name] = lm = loaded(pairs[name][0], **sizes)
+        models[name] = lm = loaded(pairs[name][0], **sizes)
         spoil(lm)
-    return found
+    return models
 
 
 def spoil(lm: LanguageModel) -> None:
@@ -245,8 +247,8 @@ def spoil(lm: LanguageModel) -> None:
 
     def spoiled(chunks: Any) -> None:
         advance(chunks)
-        held = {page for s in scheduler.running for page in s.source_pages}
-        free = torch.tensor(sorted({*range(pool.num_pages)} - held), dtype=torch.int64)
+        used_pages = {page for s in scheduler.running for page in s.source_pages}
+        free = torch.tensor(sorted({*range(pool.num_pages)} - used_pages), dtype=torch.int64)
         for cache, backend in zip(engine.runner.caches, engine.runner.backends, strict=True):
             if backend.spec.type == "encoder_decoder":
                 cache.index_fill_(backend.kv_layout().page_axis, free, torch.nan)
@@ -275,8 +277,8 @@ def test_any_schedule_gives_the_tokens_of_each_alone(
     params = [SamplingParams(max_new_tokens=n, **drawn) for _, n, _ in requests]
     expected = [references[name].generate([t], p)[0] for t, p in zip(texts, params, strict=True)]
     started = []
-    for text, each, (_, _, pause) in zip(texts, params, requests, strict=True):
-        started.append(lm.start(text, each).sequence)
+    for text, request_params, (_, _, pause) in zip(texts, params, requests, strict=True):
+        started.append(lm.start(text, request_params).sequence)
         for _ in range(pause):
             lm.engine.step()
     steps = 0
@@ -285,9 +287,12 @@ def test_any_schedule_gives_the_tokens_of_each_alone(
             lm.engine.cancel(started[0])
         lm.engine.step()
         steps += 1
-    for sequence, whole in zip(started, expected, strict=True):
-        left = sequence.finish_reason == "cancelled"
-        assert sequence.output == list(whole.token_ids)[: len(sequence.output) if left else None]
+    for sequence, reference in zip(started, expected, strict=True):
+        was_cancelled = sequence.finish_reason == "cancelled"
+        assert (
+            sequence.output
+            == list(reference.token_ids)[: len(sequence.output) if was_cancelled else None]
+        )
     assert idle(lm)
 
 
@@ -300,18 +305,18 @@ def test_any_schedule_gives_the_tokens_of_each_alone(
     ],
     ids=str,
 )
-def test_any_backend_that_accepts_sources_gives_the_same(
+def test_all_backends_for_encoder_inputs_agree(
     references: dict[str, LanguageModel], pairs: dict[str, Pair], rules: dict[str, Any]
 ) -> None:
     lm = loaded(pairs["bart"][0], config=Config(platform="cpu", **rules), platform=None)
     texts = sources((70, 3, 16))
-    found, expected = (
-        [c.token_ids for c in each.generate(texts, max_new_tokens=20, ignore_eos=True)]
-        for each in (lm, references["bart"])
+    tokens, expected = (
+        [c.token_ids for c in model.generate(texts, max_new_tokens=20, ignore_eos=True)]
+        for model in (lm, references["bart"])
     )
-    assert found == expected
-    wanted = next(iter(rules["attention"].values()))
-    assert wanted in str(
+    assert tokens == expected
+    backend = next(iter(rules["attention"].values()))
+    assert backend in str(
         explain(lm).why("encoder_decoder" if len(rules["attention"]) == 1 else "decoder")
     )
 
@@ -319,17 +324,17 @@ def test_any_backend_that_accepts_sources_gives_the_same(
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
-def test_triton_computes_sources(
+def test_triton_computes_encoder_inputs(
     references: dict[str, LanguageModel], pairs: dict[str, Pair]
 ) -> None:
     report = interpreted("interpreted_chunks.py", pairs["mbart"][0])
     assert {"paged_attention_triton", "ragged_attention_triton"} <= {*report["chosen"]}
     texts = [list(range(3, 18)), [1, 2]]
     expected = references["mbart"].generate(texts, max_new_tokens=3, ignore_eos=True)
-    assert report["tokens"] == [[*each.token_ids] for each in expected]
+    assert report["tokens"] == [[*completion.token_ids] for completion in expected]
 
 
-def test_a_backend_that_takes_no_sources_is_refused(pairs: dict[str, Pair]) -> None:
+def test_a_backend_without_cross_attention_is_refused(pairs: dict[str, Pair]) -> None:
     config = Config(platform="cpu", attention={"encoder_decoder": "sdpa"})
     with pytest.raises(Exception, match="serves decoder attention only, got encoder_decoder"):
         plan(pairs["bart"][0], config=config)
@@ -344,9 +349,9 @@ def test_decode_steps_are_graphs(pair: Pair, references: dict[str, LanguageModel
     spoil(lm)
     texts, counts = sources((70, 3, 30)), (40, 9, 20)
     params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in counts]
-    found = lm.generate(texts, params)
-    for text, count, each in zip(texts, counts, found, strict=True):
-        assert list(each.token_ids) == greedy_of(model, text, count)
+    completions = lm.generate(texts, params)
+    for text, count, completion in zip(texts, counts, completions, strict=True):
+        assert list(completion.token_ids) == greedy_of(model, text, count)
     assert TapePlatform.replayed > 30
     assert idle(lm)
 
@@ -356,31 +361,31 @@ def test_steps_are_compiled(pairs: dict[str, Pair], references: dict[str, Langua
     config = Config(platform="cpu", compile="eager")
     lm = loaded(pairs["bart"][0], config=config, platform=None)
     texts = sources((70, 3, 16))
-    found, expected = (
-        [c.token_ids for c in each.generate(texts, max_new_tokens=9, ignore_eos=True)]
-        for each in (lm, references["bart"])
+    tokens, expected = (
+        [c.token_ids for c in model.generate(texts, max_new_tokens=9, ignore_eos=True)]
+        for model in (lm, references["bart"])
     )
-    assert found == expected
+    assert tokens == expected
     assert lm.engine.runner.compiled is not None
     assert lm.engine.runner.compiled.graphs
 
 
-def test_guesses_of_the_decoders_own_tokens_are_verified(
+def test_draft_tokens_of_the_decoder_are_verified(
     pairs: dict[str, Pair], references: dict[str, LanguageModel]
 ) -> None:
     lm = loaded(pairs["t5gemma"][0], speculation="ngram")
     texts = sources((70, 3, 16))
-    found, expected = (
-        [c.token_ids for c in each.generate(texts, max_new_tokens=40, ignore_eos=True)]
-        for each in (lm, references["t5gemma"])
+    tokens, expected = (
+        [c.token_ids for c in model.generate(texts, max_new_tokens=40, ignore_eos=True)]
+        for model in (lm, references["t5gemma"])
     )
-    assert found == expected
+    assert tokens == expected
     assert lm.speculation is not None
     assert lm.speculation.drafted_tokens
     assert idle(lm)
 
 
-def test_the_budget_counts_sources(pairs: dict[str, Pair]) -> None:
+def test_the_cache_budget_counts_encoder_inputs(pairs: dict[str, Pair]) -> None:
     lm = loaded(pairs["t5gemma"][0], cache_tokens=1000, max_sequences=2, max_step_tokens=32)
     engine = lm.engine
     size = engine.pool.page_size
@@ -397,16 +402,16 @@ def test_the_budget_counts_sources(pairs: dict[str, Pair]) -> None:
         pairs["t5gemma"][0], "float32", platform="cpu", memory_fraction=0.001, max_sequences=2
     )
     texts = sources((70, 3))
-    found, expected = (
-        [c.token_ids for c in each.generate(texts, max_new_tokens=9, ignore_eos=True)]
-        for each in (measured, loaded(pairs["t5gemma"][0]))
+    generated, expected = (
+        [c.token_ids for c in model.generate(texts, max_new_tokens=9, ignore_eos=True)]
+        for model in (measured, loaded(pairs["t5gemma"][0]))
     )
-    assert found == expected
+    assert generated == expected
     with pytest.raises(ConfigError, match="the free memory holds"):
         loaded(pairs["bart"][0], cache_tokens=10**13)
 
 
-def test_unusable_sources_are_told(pairs: dict[str, Pair]) -> None:
+def test_unusable_encoder_inputs_are_refused(pairs: dict[str, Pair]) -> None:
     lm = loaded(pairs["bart"][0], max_step_tokens=100, cache_tokens=64)
     for source, reason in (
         (
@@ -427,7 +432,7 @@ def test_unusable_sources_are_told(pairs: dict[str, Pair]) -> None:
     assert idle(lm)
 
 
-def test_models_without_an_encoder_take_no_source(llama: Path) -> None:
+def test_models_without_an_encoder_refuse_encoder_inputs(llama: Path) -> None:
     lm = loaded(llama)
     with pytest.raises(RequestError, match="the model has no encoder"):
         lm.engine.add([2], SamplingParams(), source=[1])
@@ -435,7 +440,7 @@ def test_models_without_an_encoder_take_no_source(llama: Path) -> None:
         lm.logits([2], source=[1])
 
 
-def test_what_does_not_know_of_sources_is_refused_by_name(
+def test_features_without_encoder_support_are_refused_by_name(
     pairs: dict[str, Pair], llama: Path, tmp_path: Path
 ) -> None:
     path = pairs["bart"][0]
@@ -463,27 +468,27 @@ def test_texts_are_read_scored_and_streamed(pairs: dict[str, Pair]) -> None:
     assert completion.text == lm.tokenizer.decode(expected)
     assert [delta.token_id for delta in lm.stream(text, **settings)] == expected
     first, second = lm.score(text, ["of it", "not"])
-    given = [*STARTS, *lm.tokenizer.encode("of it")]
-    after = logits_of(model, source, given).log_softmax(-1)
-    chosen = [after[1 + i, token].item() for i, token in enumerate(given[2:])]
+    decoder_tokens = [*STARTS, *lm.tokenizer.encode("of it")]
+    after = logits_of(model, source, decoder_tokens).log_softmax(-1)
+    chosen = [after[1 + i, token].item() for i, token in enumerate(decoder_tokens[2:])]
     assert list(first) == pytest.approx(chosen, abs=1e-4)
     assert len(second) == 3
     assert lm.score(source, [lm.tokenizer.encode("of it")]) == [first]
     assert lm.room(source) == lm.engine.runner.longest - 2
 
 
-def test_a_bias_of_logits_is_added(copied: Path, pairs: dict[str, Pair]) -> None:
+def test_the_logits_bias_is_added(copied: Path, pairs: dict[str, Pair]) -> None:
     lm = loaded(pairs["bart"][0])
-    given: dict[str, Any] = {"token_ids": [2, 7, 5], "source": [9, 8, 7]}
+    inputs: dict[str, Any] = {"token_ids": [2, 7, 5], "source": [9, 8, 7]}
     bias = load_file(copied / "model.safetensors")["final_logits_bias"].clone()
     edit_weights(copied, final_logits_bias=None)
     plain = loaded(copied)
     assert lm.engine.model.final_logits_bias.operands
     assert not plain.engine.model.final_logits_bias.operands
-    torch.testing.assert_close(lm.logits(**given), plain.logits(**given) + bias)
+    torch.testing.assert_close(lm.logits(**inputs), plain.logits(**inputs) + bias)
     # Exchanged while it runs, too.
     plain.update_weights({"final_logits_bias": bias})
-    torch.testing.assert_close(plain.logits(**given), lm.logits(**given))
+    torch.testing.assert_close(plain.logits(**inputs), lm.logits(**inputs))
 
 
 @pytest.mark.parametrize(
@@ -504,7 +509,9 @@ def test_a_bias_of_logits_is_added(copied: Path, pairs: dict[str, Pair]) -> None
     ],
     ids=str,
 )
-def test_fields_that_contradict_are_told(copied: Path, fields: dict[str, Any], reason: str) -> None:
+def test_contradictory_fields_are_refused(
+    copied: Path, fields: dict[str, Any], reason: str
+) -> None:
     (copied / "generation_config.json").unlink(missing_ok=True)
     edit_json(copied / "config.json", **fields)
     with pytest.raises(Exception, match=reason):
@@ -512,31 +519,31 @@ def test_fields_that_contradict_are_told(copied: Path, fields: dict[str, Any], r
 
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
-def test_fields_of_a_side_are_told_with_it(
+def test_an_error_in_a_nested_field_names_encoder_or_decoder(
     pairs: dict[str, Pair], tmp_path: Path, side: str
 ) -> None:
     for file in pairs["t5gemma"][0].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    held = json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((tmp_path / "config.json").read_text())
     for value, reason in (
-        ({**held[side], "num_hidden_layers": 0}, f"{side}: num_hidden_layers"),
-        ({**held[side], "rope_parameters": {"rope_type": "linear"}}, f"{side}: .*'factor'"),
+        ({**config[side], "num_hidden_layers": 0}, f"{side}: num_hidden_layers"),
+        ({**config[side], "rope_parameters": {"rope_type": "linear"}}, f"{side}: .*'factor'"),
         (7, f"{side}: must be the settings of the {side}"),
-        ({**held[side], "vocab_size": 128}, "128"),
+        ({**config[side], "vocab_size": 128}, "128"),
     ):
         edit_json(tmp_path / "config.json", **{side: value})
         with pytest.raises(CheckpointError, match=reason):
             loaded(tmp_path)
 
 
-def test_tensors_that_are_wrong_are_told(copied: Path) -> None:
+def test_wrong_tensors_are_refused(copied: Path) -> None:
     name = "model.decoder.layers.1.encoder_attn.k_proj.weight"
-    held = load_file(copied / "model.safetensors")[name].clone()
+    tensor = load_file(copied / "model.safetensors")[name].clone()
     for changed, reason in (
         ({name: None}, f"lacks the tensor '{name}'"),
-        ({name: held[:7].clone()}, f"'{name}' has shape"),
+        ({name: tensor[:7].clone()}, f"'{name}' has shape"),
         (
-            {name: held, "model.encoder.odd": held.clone()},
+            {name: tensor, "model.encoder.odd": tensor.clone()},
             "'model.encoder.odd', which the model has no",
         ),
     ):

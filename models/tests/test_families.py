@@ -47,20 +47,20 @@ def test_conformance(trial: TrialGroup) -> None:
 
 
 def own_entries() -> list[ModelEntry]:
-    found = current_registry().records(ModelEntry)
-    return [entry for plugin, entry in found if plugin.distribution == "interposer-models"]
+    entries = current_registry().records(ModelEntry)
+    return [entry for plugin, entry in entries if plugin.distribution == "interposer-models"]
 
 
 @pytest.mark.parametrize("entry", own_entries(), ids=lambda entry: entry.name)
-def test_records_name_what_families_read(entry: ModelEntry) -> None:
-    """By every name that a config may have for it."""
+def test_records_list_the_config_fields_that_families_read(entry: ModelEntry) -> None:
+    """Every name that a config may use for a field counts."""
     family: Any = load_target(entry.target)
     assert issubclass(family, ModelFamily)
     names = set[str]()
     for name, field in family.model_fields.items():
         alias = field.validation_alias
         choices = alias.choices if isinstance(alias, AliasChoices) else [name]
-        names |= {str(each) for each in choices}
+        names |= {str(choice) for choice in choices}
     assert {*entry.reads} == names
     assert len(entry.reads) == len(names)
 
@@ -134,9 +134,9 @@ def providing(family: type[ModelFamily], **fields: Any) -> Any:
 
 def family_row(path: Path, config: Config | None = None) -> tuple[str, str]:
     """Return the whole row of the family, and what was chosen."""
-    found = explain(path, config=config).why("LlamaForCausalLM")
-    (row,) = found.rows
-    return str(found), row.choice.chosen.name
+    rows = explain(path, config=config).why("LlamaForCausalLM")
+    (row,) = rows.rows
+    return str(rows), row.choice.chosen.name
 
 
 def test_rules_choose_between_families(llama: Path) -> None:
@@ -152,17 +152,17 @@ def test_rules_choose_between_families(llama: Path) -> None:
             Config(models={"*": {"require": ["deterministic"]}})
 
 
-def test_a_frame_of_its_own_is_loaded_and_runs(llama: Path) -> None:
+def test_a_family_with_its_own_model_class_runs(llama: Path) -> None:
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
     plain = load(llama, dtype="float32", cache_tokens=512)
     with providing(Twice):
         doubled = load(llama, dtype="float32", max_sequences=4)
         assert torch.equal(doubled.logits(prompts[0]), 2 * plain.logits(prompts[0]))
-        found, expected = (
+        tokens, expected = (
             [c.token_ids for c in lm.generate(prompts, max_new_tokens=9, ignore_eos=True)]
             for lm in (doubled, plain)
         )
-        assert found == expected
+        assert tokens == expected
         with pytest.raises(ConfigError, match=r"builds a Doubled\. Try: quantize"):
             decoder_of(plan(llama))
 
@@ -175,7 +175,7 @@ def test_a_frame_of_its_own_is_loaded_and_runs(llama: Path) -> None:
         (Number, "its parse returned 7, not a ModelFamily"),
     ],
 )
-def test_a_family_that_fails_leaves_the_model_to_the_next(
+def test_a_failing_family_is_skipped_for_the_next_one(
     llama: Path, family: type[ModelFamily], reason: str
 ) -> None:
     with providing(family):
@@ -185,7 +185,7 @@ def test_a_family_that_fails_leaves_the_model_to_the_next(
         assert reason in text
 
 
-def test_a_family_that_fails_alone_is_named(llama: Path) -> None:
+def test_an_error_names_the_only_family_if_it_fails(llama: Path) -> None:
     with providing(Raising):
         pinned = Config(models={"LlamaForCausalLM": "raising"})
         with pytest.raises(NoCandidateError, match=r"raising \(acme in code\): raised KeyError"):
@@ -200,7 +200,7 @@ def test_a_family_that_fails_alone_is_named(llama: Path) -> None:
     ("family", "reason"),
     [(Unbuilt, "ZeroDivisionError('no blocks')"), (Stranger, "is not a CausalModel")],
 )
-def test_what_fails_to_build_names_the_plugin(
+def test_an_error_while_building_names_the_plugin(
     llama: Path, family: type[ModelFamily], reason: str
 ) -> None:
     with providing(family), pytest.raises(PluginError) as caught:
@@ -210,29 +210,29 @@ def test_what_fails_to_build_names_the_plugin(
     assert "Try: mend it, or take another: Config(models=" in str(caught.value)
 
 
-def test_fields_that_only_others_read_are_noted(llama: Path, tmp_path: Path) -> None:
+def test_a_note_lists_fields_that_only_other_families_read(llama: Path, tmp_path: Path) -> None:
     assert "which other families read" not in family_row(llama)[0]
     config = json.loads((llama / "config.json").read_text())
     for file in llama.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    stated = {"moe_intermediate_size": 64, "norm_topk_prob": False, "unheard_of": 3}
-    (tmp_path / "config.json").write_text(json.dumps({**config, **stated}))
+    fields = {"moe_intermediate_size": 64, "norm_topk_prob": False, "unheard_of": 3}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **fields}))
     text, _ = family_row(tmp_path)
     assert "note: config.json states moe_intermediate_size, which other families read and" in text
     assert "reads attention_bias, dtype, head_dim, hidden_act, hidden_size" in text
 
 
-def test_the_suite_finds_a_family_that_computes_something_else() -> None:
+def test_the_conformance_suite_detects_a_wrong_family() -> None:
     with providing(Wrong, examples="interposer_models._families.examples:llama"):
-        (found,) = (c for c in verify("acme").candidates if c.kind == "model")
-    assert found.state == "wrong"
-    findings = [finding for tally in found.tallies for finding in tally.findings]
+        (candidate,) = (c for c in verify("acme").candidates if c.kind == "model")
+    assert candidate.state == "wrong"
+    findings = [finding for tally in candidate.tallies for finding in tally.findings]
     assert {finding.case for finding in findings} == {"grouped", "long"}
     assert {finding.where for finding in findings} == {"logits of 5 tokens"}
     assert findings[0].reason.startswith("off by ")
 
 
-def test_a_null_field_has_its_default_unless_it_may_be_null() -> None:
+def test_a_null_field_gets_its_default_unless_null_is_valid() -> None:
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers"), 8)
     sizes |= {"num_attention_heads": 2, "vocab_size": 9, "max_position_embeddings": 16}
     nothing = dict.fromkeys(("rms_norm_eps", "sliding_window", "rope_scaling", "head_dim"))
@@ -244,7 +244,7 @@ def test_a_null_field_has_its_default_unless_it_may_be_null() -> None:
     assert GptOss.parse({**sizes, **nothing}, "config.json").windows == (None,) * 8
 
 
-def test_layers_without_rotation_are_every_fourth_or_those_that_are_listed() -> None:
+def test_unrotated_layers_are_every_fourth_or_the_listed_ones() -> None:
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers"), 8)
     sizes |= {"num_attention_heads": 4, "vocab_size": 9, "max_position_embeddings": 16}
 
@@ -271,7 +271,7 @@ ORIGINAL = {"original_max_position_embeddings": 16}
 FACTORS = {"short_factor": [1.0, 1.1] * 4, "long_factor": [1.0, 3.0] * 4}
 
 
-def test_contexts_beyond_the_original_have_the_long_factors_from_the_first_token(
+def test_longrope_uses_long_factors_for_all_tokens_of_long_contexts(
     tmp_path: Path,
 ) -> None:
     """Those of transformers, for which the first tokens are part of a longer sequence."""

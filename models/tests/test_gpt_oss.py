@@ -48,15 +48,15 @@ Change = Callable[[dict[str, torch.Tensor]], None]
 
 def quantized(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a plain checkpoint with its experts in MXFP4, in the layout of the released ones."""
-    written = {}
+    stored = {}
     for name, tensor in tensors.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             packed, scales = quantize_mxfp4(tensor.transpose(1, 2).contiguous())
-            written[f"{name}_blocks"] = packed.unflatten(-1, (scales.shape[-1], 16)).contiguous()
-            written[f"{name}_scales"] = scales
+            stored[f"{name}_blocks"] = packed.unflatten(-1, (scales.shape[-1], 16)).contiguous()
+            stored[f"{name}_scales"] = scales
         else:
-            written[name] = tensor.contiguous()
-    return written
+            stored[name] = tensor.contiguous()
+    return stored
 
 
 def edit_config(path: Path, **changes: Any) -> None:
@@ -123,23 +123,25 @@ def test_sinks_experts_and_windows_matter_and_agree(plain: tuple[Path, Any]) -> 
     torch.testing.assert_close(lm.logits(ids).double(), expected, **FLOAT32)
     for spoiled in ("self_attn.sinks", "router.bias", "gate_up_proj_bias", "down_proj_bias"):
         tensors = load_file(path / "model.safetensors")
-        held = {n: t for n, t in tensors.items() if n.startswith("model.layers.1.")}
-        lm.update_weights({n: 0 * t if n.endswith(spoiled) else t for n, t in held.items()})
+        layer_tensors = {n: t for n, t in tensors.items() if n.startswith("model.layers.1.")}
+        lm.update_weights(
+            {n: 0 * t if n.endswith(spoiled) else t for n, t in layer_tensors.items()}
+        )
         assert (lm.logits(ids) - expected).abs().max() > 1e-2, spoiled
-        lm.update_weights(held)
+        lm.update_weights(layer_tensors)
     torch.testing.assert_close(lm.logits(ids).double(), expected, **FLOAT32)
 
 
-def test_packed_experts_are_what_transformers_unpacks(checkpoint: Path) -> None:
+def test_packed_experts_equal_those_unpacked_by_transformers(checkpoint: Path) -> None:
     """Bit for bit, in the order of transformers: inputs before outputs, gates in turn."""
     tensors = load_file(checkpoint / "model.safetensors")
     experts = Experts(site_of(checkpoint), spec_of(checkpoint))
     for name, parameter in experts.named_parameters():
         parameter.data.copy_(tensors[f"{PREFIX}.{name}"])
-    found = experts.method.dequantized(experts)
+    unpacked = experts.method.dequantized(experts)
     assert isinstance(experts.method, Mxfp4Experts)
-    assert found is not None
-    for name, ours in zip(("gate_up_proj", "down_proj"), found, strict=True):
+    assert unpacked is not None
+    for name, ours in zip(("gate_up_proj", "down_proj"), unpacked, strict=True):
         stored = (tensors[f"{PREFIX}.{name}_{kind}"] for kind in ("blocks", "scales"))
         theirs = convert_moe_packed_tensors(*stored, dtype=torch.float64).transpose(1, 2)
         if name == "gate_up_proj":
@@ -158,10 +160,10 @@ def test_logits_are_those_of_transformers_on_the_same_checkpoint(checkpoint: Pat
         torch.testing.assert_close(lm.logits(ids).double(), logits_of(model, ids), **FLOAT32)
     prompt = token_ids(23)
     (completion,) = lm.generate([prompt], max_new_tokens=32)
-    given = torch.tensor([prompt])
+    token_tensor = torch.tensor([prompt])
     output = model.generate(
-        given,
-        attention_mask=torch.ones_like(given),
+        token_tensor,
+        attention_mask=torch.ones_like(token_tensor),
         do_sample=False,
         max_new_tokens=32,
         min_new_tokens=32,
@@ -171,7 +173,9 @@ def test_logits_are_those_of_transformers_on_the_same_checkpoint(checkpoint: Pat
     assert list(completion.token_ids) == output[0, len(prompt) :].tolist()
 
 
-def test_rounded_experts_are_near_the_plain_ones(checkpoint: Path, plain: tuple[Path, Any]) -> None:
+def test_logits_of_mxfp4_experts_are_near_the_plain_ones(
+    checkpoint: Path, plain: tuple[Path, Any]
+) -> None:
     exact = load(plain[0], dtype="float32", cache_tokens=1024).logits(token_ids(60))
     narrow = load(checkpoint, dtype="float32", cache_tokens=1024).logits(token_ids(60))
     # MXFP4 keeps one bit after the first, so weights are off by about a tenth.
@@ -187,7 +191,7 @@ def held_bytes(checkpoint: Path, config: Config | None = None) -> int:
     return sum(t.nbytes for t in tensors if t.dtype == torch.uint8)
 
 
-def test_experts_are_held_once_in_four_bits(checkpoint: Path) -> None:
+def test_experts_are_in_memory_once_in_four_bits(checkpoint: Path) -> None:
     weights = 3 * NUM_EXPERTS * HIDDEN * INNER
     in_turn = Config(kernels={"fused_experts_mxfp4": "fused_experts_mxfp4_in_turn"})
     assert held_bytes(checkpoint, in_turn) == weights // 2 + weights // 32
@@ -206,7 +210,7 @@ def test_choices_are_explained(checkpoint: Path) -> None:
         assert f"-> {backend}" in str(explain(plan(checkpoint, config=pinned)))
 
 
-def test_the_dtype_is_bfloat16_unless_it_is_stated(copied: Path) -> None:
+def test_the_default_dtype_is_bfloat16(copied: Path) -> None:
     edit_config(copied, dtype="absent", torch_dtype="absent")
     assert plan(copied).dtype == torch.bfloat16
     edit_config(copied, torch_dtype="float32")
@@ -214,14 +218,14 @@ def test_the_dtype_is_bfloat16_unless_it_is_stated(copied: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_exchanged_in_place(copied: Path, dtype: str) -> None:
+def test_weights_are_updated_in_place(copied: Path, dtype: str) -> None:
     lm = load(copied, dtype=dtype, cache_tokens=1024)
     ids, before = token_ids(40), lm.logits(token_ids(40))
     tensors = load_file(copied / "model.safetensors")
     first = {n: t for n, t in tensors.items() if n.startswith(PREFIX)}
-    other = {n: t.flip(0) for n, t in first.items()}
-    assert lm.update_weights(other) == ()
-    spoil(copied, lambda held: held.update({n: t.contiguous() for n, t in other.items()}))
+    updated = {n: t.flip(0) for n, t in first.items()}
+    assert lm.update_weights(updated) == ()
+    spoil(copied, lambda stored: stored.update({n: t.contiguous() for n, t in updated.items()}))
     changed = lm.logits(ids)
     assert not torch.equal(changed, before)
     assert torch.equal(changed, load(copied, dtype=dtype, cache_tokens=1024).logits(ids))
@@ -241,8 +245,8 @@ def test_shards_are_read_one_after_the_other(checkpoint: Path, copied: Path) -> 
     index = {"metadata": {}, "weight_map": places}
     (copied / "model.safetensors.index.json").write_text(json.dumps(index))
     ids = token_ids(30)
-    whole, parts = (load(p, dtype="float32", cache_tokens=1024) for p in (checkpoint, copied))
-    assert torch.equal(whole.logits(ids), parts.logits(ids))
+    single, parts = (load(p, dtype="float32", cache_tokens=1024) for p in (checkpoint, copied))
+    assert torch.equal(single.logits(ids), parts.logits(ids))
 
 
 def nan_scale(tensors: dict[str, torch.Tensor]) -> None:
@@ -277,7 +281,7 @@ def infinite_sink(tensors: dict[str, torch.Tensor]) -> None:
         (infinite_sink, r"layers.1.self_attn.sinks: holds a score that is infinite or not a numb"),
     ],
 )
-def test_spoiled_tensors_are_refused_by_name(copied: Path, change: Change, message: str) -> None:
+def test_broken_tensors_are_refused_by_name(copied: Path, change: Change, message: str) -> None:
     spoil(copied, change)
     with pytest.raises(CheckpointError, match=message):
         load(copied, dtype="float32", cache_tokens=1024)
@@ -291,7 +295,7 @@ def test_spoiled_tensors_are_refused_by_name(copied: Path, change: Change, messa
         ({"modules_to_not_convert": ["("]}, "not a regular expression"),
     ],
 )
-def test_settings_that_mean_something_else_are_refused(
+def test_unsupported_settings_are_refused(
     copied: Path, settings: dict[str, Any], message: str
 ) -> None:
     edit_config(copied, quantization_config={**MXFP4, **settings})
@@ -307,7 +311,9 @@ def test_experts_whose_inputs_fill_no_blocks_are_refused(copied: Path) -> None:
         plan(copied)
 
 
-def test_experts_that_are_left_out_are_plain(plain: tuple[Path, Any], copied: Path) -> None:
+def test_experts_not_quantized_by_the_config_are_plain(
+    plain: tuple[Path, Any], copied: Path
+) -> None:
     left_out = {**MXFP4, "modules_to_not_convert": ["model.layers.1.mlp.experts"]}
     edit_config(copied, quantization_config=left_out)
     stored = load_file(plain[0] / "model.safetensors")
@@ -324,20 +330,20 @@ def test_experts_that_are_left_out_are_plain(plain: tuple[Path, Any], copied: Pa
     assert lm.logits(token_ids(9)).isfinite().all()
 
 
-def test_linear_layers_around_a_mixture_are_quantized_and_calibrated(
+def test_linear_layers_beside_experts_are_quantized_and_calibrated(
     gpt_oss: tuple[Path, Any], tmp_path: Path
 ) -> None:
     """Copying reads every tensor by the name that it is stored under, sinks and experts too."""
     text = tmp_path / "text"
     text.write_text(str(list(range(400))))
-    done = quantize(gpt_oss[0], tmp_path / "out", "int4", group_size=32, calibrate=text)
-    lm = load(done.path, dtype="float32", cache_tokens=1024)
+    result = quantize(gpt_oss[0], tmp_path / "out", "int4", group_size=32, calibrate=text)
+    lm = load(result.path, dtype="float32", cache_tokens=1024)
     assert "kernel 'w4a16_linear'" in str(explain(lm))
     assert "kernel 'fused_experts'" in str(explain(lm))
     assert lm.logits(token_ids(9)).isfinite().all()
 
 
-def test_what_a_config_leaves_out_is_what_transformers_assumes() -> None:
+def test_omitted_fields_have_the_defaults_of_transformers() -> None:
     sizes: dict[str, Any] = {
         "hidden_size": HIDDEN,
         "intermediate_size": INNER,
@@ -371,7 +377,7 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes() -> None:
         ({"intermediate_size": 2**24, "hidden_size": 2**24, "num_key_value_heads": 4}, "more than"),
     ],
 )
-def test_mixtures_that_cannot_be_are_refused(
+def test_impossible_moe_configs_are_refused(
     copied: Path, changes: dict[str, Any], message: str
 ) -> None:
     edit_config(copied, **changes)

@@ -58,12 +58,12 @@ class Late(LatentBackend):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any
     ) -> Tensor:
-        kept = cache.clone()
+        old_cache = cache.clone()
         super().forward(query, key, value, cache, plan)
-        written, cache[:] = cache.clone(), kept
+        new_cache, cache[:] = cache.clone(), old_cache
         stale = replace(plan, slots=plan.slots[:0])
         out = super().forward(query, key[:0], value[:0], cache, stale)
-        cache[:] = written
+        cache[:] = new_cache
         return out
 
 
@@ -73,8 +73,10 @@ class Shifted(LatentBackend):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any
     ) -> Tensor:
-        rest = self.spec.head_size - self.spec.latent_size
-        return super().forward(query.roll(rest, -1), key.roll(rest, -1), value, cache, plan)
+        rotary_size = self.spec.head_size - self.spec.latent_size
+        return super().forward(
+            query.roll(rotary_size, -1), key.roll(rotary_size, -1), value, cache, plan
+        )
 
 
 class Narrow(LatentBackend):
@@ -88,7 +90,7 @@ class Narrow(LatentBackend):
 
 
 @pytest.mark.parametrize("wrong", [Late, Shifted, Narrow])
-def test_the_kit_finds_wrong_backends(wrong: type[LatentBackend]) -> None:
+def test_the_kit_detects_wrong_backends(wrong: type[LatentBackend]) -> None:
     assert check_attention(LatentBackend, SPEC, site(SPEC)) == []
     assert check_attention(wrong, SPEC, site(SPEC))
 
@@ -111,7 +113,7 @@ def test_the_backend_refuses(changes: dict[str, Any], reason: str) -> None:
     assert LatentBackend.accepts(spec, Capability("")).reason.startswith(reason)
 
 
-def test_a_spec_survives_its_plain_form() -> None:
+def test_a_spec_survives_serialization() -> None:
     spec = SPEC
     assert AttentionSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
     older = {name: value for name, value in spec.to_json().items() if name != "latent_size"}
@@ -161,7 +163,7 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", ["deepseek", "glm"])
-def test_layers_that_predict_further_tokens_are_not_read(
+def test_mtp_layers_are_not_read(
     family: str, deepseek: tuple[Path, Any], glm: Path, tmp_path: Path
 ) -> None:
     path, prompt = glm if family == "glm" else deepseek[0], [1, 2, 3, 4]
@@ -202,17 +204,17 @@ def test_the_latent_projection_of_a_quantized_checkpoint_is_dequantized(
     def quantized(tensors: dict[str, Tensor], config: Any) -> None:
         for name in [name for name in tensors if name.endswith("kv_b_proj.weight")]:
             tensors[name], tensors[f"{name}_scale_inv"] = in_blocks(tensors[name])
-        others = [
+        unquantized = [
             name.removesuffix(".weight")
             for name, tensor in tensors.items()
             if tensor.ndim == 2 and "kv_b_proj" not in name
         ]
-        others += [name.partition("experts.")[0] + "experts" for name in others]
+        unquantized += [name.partition("experts.")[0] + "experts" for name in unquantized]
         config["quantization_config"] = {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": sorted({*others}),
+            "modules_to_not_convert": sorted({*unquantized}),
         }
 
     def rounded(tensors: dict[str, Tensor], config: Any) -> None:
@@ -224,7 +226,7 @@ def test_the_latent_projection_of_a_quantized_checkpoint_is_dequantized(
 
     prompt = list(range(40))
     path = deepseek[0]
-    found, expected, plain = (
+    logits, expected, plain = (
         load(folder, dtype="float32", cache_tokens=256).logits(prompt)
         for folder in (
             rewritten(path, tmp_path / "fp8", quantized),
@@ -233,23 +235,23 @@ def test_the_latent_projection_of_a_quantized_checkpoint_is_dequantized(
         )
     )
     # Rounding a product of a code and a scale to float32 once more is all that may differ.
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert float((found - plain).abs().max()) > 1e-3
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert float((logits - plain).abs().max()) > 1e-3
 
 
-def test_weights_are_exchanged(deepseek: tuple[Path, Any], tmp_path: Path) -> None:
+def test_weights_are_updated(deepseek: tuple[Path, Any], tmp_path: Path) -> None:
     path, prompt = deepseek[0], [5, 6, 7, 8, 9]
 
     def change(tensors: dict[str, Tensor], config: Any) -> None:
         for name in [name for name in tensors if name.endswith("kv_b_proj.weight")]:
             tensors[name] = -tensors[name]
 
-    other = rewritten(path, tmp_path / "other", change)
+    updated = rewritten(path, tmp_path / "other", change)
     lm = load(path, dtype="float32", cache_tokens=256)
     before = lm.logits(prompt)
-    changed = load_file(other / "model.safetensors")
+    changed = load_file(updated / "model.safetensors")
     lm.update_weights({n: t for n, t in changed.items() if n.endswith("kv_b_proj.weight")})
-    expected = load(other, dtype="float32", cache_tokens=256).logits(prompt)
+    expected = load(updated, dtype="float32", cache_tokens=256).logits(prompt)
     assert torch.equal(lm.logits(prompt), expected)
     assert not torch.equal(before, expected)
 
@@ -263,7 +265,7 @@ def test_quantizing_leaves_the_latent_projection_plain(
     assert stored[name.format("kv_b_proj")].dtype == torch.float32
     assert stored[name.format("q_b_proj")].dtype == FP8
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
-    assert any("kv_b_proj" in str(each) for each in config["quantization_config"]["ignore"])
+    assert any("kv_b_proj" in str(pattern) for pattern in config["quantization_config"]["ignore"])
     lm = load(tmp_path / "fp8", dtype="float32", cache_tokens=256)
     assert lm.logits([1, 2, 3]).isfinite().all()
 
@@ -282,7 +284,9 @@ class Mixed(DeepseekV3):
         return super().self_attention(site, index, spec)
 
 
-def test_a_model_mixes_kinds_of_caches(deepseek: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_model_can_mix_latent_and_plain_caches(
+    deepseek: tuple[Path, Any], tmp_path: Path
+) -> None:
     """Both are of the same pool of pages: tokens in a batch are those of whole prompts."""
     size = deepseek[1].config.qk_rope_head_dim * deepseek[1].config.num_attention_heads
 
@@ -305,12 +309,12 @@ def test_a_model_mixes_kinds_of_caches(deepseek: tuple[Path, Any], tmp_path: Pat
         layers = plan(path, dtype="float32").model.attention_layers
         layouts = [layer.backend.kv_layout() for layer in layers]
         assert [len(layout.page_shape) for layout in layouts] == [4, 2, 2]
-        for prompt, done in zip(
+        for prompt, completion in zip(
             prompts, lm.generate(prompts, max_new_tokens=12, ignore_eos=True), strict=True
         ):
-            whole = [*prompt, *done.token_ids]
-            best = lm.logits(whole)[len(prompt) - 1 : -1].argmax(-1)
-            assert best.tolist() == list(done.token_ids)
+            tokens = [*prompt, *completion.token_ids]
+            best = lm.logits(tokens)[len(prompt) - 1 : -1].argmax(-1)
+            assert best.tolist() == list(completion.token_ids)
 
 
 CONFIG = {
@@ -375,7 +379,7 @@ READ = sorted({*DeepseekV3.model_fields, "rope_scaling", "n_routed_experts"})
 
 
 @pytest.mark.parametrize(("family", "config"), [(DeepseekV3, CONFIG), (DeepseekV2, V2)])
-def test_whatever_a_field_holds_is_read_or_refused(
+def test_any_field_value_is_accepted_or_refused(
     family: type[LatentFamily], config: dict[str, Any]
 ) -> None:
     """Alone, and within the parameters of long angles."""

@@ -60,14 +60,14 @@ def token_ids(count: int) -> list[int]:
 def test_tokens_are_those_of_the_reference(qwen3_moe: Path) -> None:
     prompts = [token_ids(5), token_ids(70)]
     reference = Config(kernels={"fused_experts": "reference"})
-    found = []
+    tokens = []
     for config in (None, reference):
         lm = load(qwen3_moe, dtype="float32", cache_tokens=1024, config=config)
-        found.append([c.token_ids for c in lm.generate(prompts, max_new_tokens=32)])
-    assert found[0] == found[1]
+        tokens.append([c.token_ids for c in lm.generate(prompts, max_new_tokens=32)])
+    assert tokens[0] == tokens[1]
 
 
-def test_what_a_config_leaves_out_is_what_transformers_assumes() -> None:
+def test_omitted_fields_have_the_defaults_of_transformers() -> None:
     mixtral: Any = MixtralConfig(**SIZES)
     qwen: Any = Qwen3MoeConfig(**SIZES)
     both: list[tuple[Mixtral | Qwen3Moe, Any]] = [
@@ -88,7 +88,7 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes() -> None:
     assert sparse.norm_topk_prob == qwen.norm_topk_prob
 
 
-def test_some_layers_have_one_perceptron() -> None:
+def test_some_layers_have_a_dense_mlp() -> None:
     def sparse(**fields: Any) -> list[bool]:
         return [parsed(Qwen3Moe, **fields).has_experts(index) for index in range(4)]
 
@@ -109,8 +109,8 @@ def test_the_count_of_experts_has_two_names(copied: Path) -> None:
     """Released checkpoints have the one, those that transformers writes now the other."""
     expected = load(copied, dtype="float32", cache_tokens=1024).logits(token_ids(20))
     edit_config(copied, num_local_experts="absent", num_experts=6)
-    found = load(copied, dtype="float32", cache_tokens=1024).logits(token_ids(20))
-    assert torch.equal(found, expected)
+    logits = load(copied, dtype="float32", cache_tokens=1024).logits(token_ids(20))
+    assert torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_count_of_experts_has_two_names(copied: Path) -> None:
         ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
     ],
 )
-def test_mixtures_that_cannot_be_are_refused(
+def test_impossible_moe_configs_are_refused(
     copied: Path, changes: dict[str, Any], message: str
 ) -> None:
     edit_config(copied, **changes)
@@ -152,21 +152,21 @@ def test_an_expert_of_another_size_is_named(copied: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_experts_are_exchanged_in_place(copied: Path, dtype: str) -> None:
+def test_expert_weights_are_updated_in_place(copied: Path, dtype: str) -> None:
     lm = load(copied, dtype=dtype, cache_tokens=1024)
     ids, before = token_ids(40), lm.logits(token_ids(40))
     (layer, *_) = [m for m in lm.engine.model.modules() if isinstance(m, Experts)]
     assert list(layer.parameters()) == []
-    held = layer.operands
+    old_operands = layer.operands
     tensors = load_file(copied / "model.safetensors")
     first = {n: t for n, t in tensors.items() if n.startswith("model.layers.0.mlp.experts.")}
     assert len(first) == 3 * 6
-    other = {n: t.flip(0) for n, t in first.items()}
-    assert lm.update_weights(other) == ()
-    assert layer.operands is held
+    updated = {n: t.flip(0) for n, t in first.items()}
+    assert lm.update_weights(updated) == ()
+    assert layer.operands is old_operands
     changed = lm.logits(ids)
     assert not torch.equal(changed, before)
-    tensors |= {name: tensor.contiguous() for name, tensor in other.items()}
+    tensors |= {name: tensor.contiguous() for name, tensor in updated.items()}
     save_file(tensors, copied / "model.safetensors")
     assert torch.equal(changed, load(copied, dtype=dtype, cache_tokens=1024).logits(ids))
     assert lm.update_weights(first) == ()
@@ -175,12 +175,12 @@ def test_experts_are_exchanged_in_place(copied: Path, dtype: str) -> None:
         lm.update_weights({f"{EXPERT}.up_proj.weight": first[f"{EXPERT}.up_proj.weight"]})
 
 
-def test_around_experts_linear_layers_are_quantized(qwen3_moe: Path, tmp_path: Path) -> None:
+def test_linear_layers_of_moe_models_are_quantized(qwen3_moe: Path, tmp_path: Path) -> None:
     """The written settings say that routers and experts are plain."""
-    done = quantize(qwen3_moe, tmp_path / "out", "int8")
-    settings = json.loads((done.path / "config.json").read_text())["quantization_config"]
+    result = quantize(qwen3_moe, tmp_path / "out", "int8")
+    settings = json.loads((result.path / "config.json").read_text())["quantization_config"]
     assert settings["ignore"] == ["lm_head", r"re:.*\.gate$", r"re:.*\.experts\."]
-    lm = load(done.path, dtype="float32", cache_tokens=1024)
+    lm = load(result.path, dtype="float32", cache_tokens=1024)
     names = {row.choice.request.name for row in explain(lm).rows}
     assert {"fused_experts", "int8_linear"} <= names
     expected = load(qwen3_moe, dtype="float32", cache_tokens=1024).logits(token_ids(9))

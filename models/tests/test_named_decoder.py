@@ -36,7 +36,7 @@ def neox(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_first_checkpoints_of_gpt2_lack_a_part_of_names_and_hold_masks(gpt2: Path) -> None:
+def test_early_gpt2_names_without_prefix_and_masks_are_read(gpt2: Path) -> None:
     expected = load(gpt2, dtype="float32").logits(TOKENS)
     tensors = load_file(gpt2 / WEIGHTS)
     old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -81,8 +81,8 @@ def test_the_shape_in_errors_is_that_of_the_file(gpt2: Path) -> None:
 def test_transposed_weights_are_quantized_while_they_load(gpt2: Path) -> None:
     """Those of the last projection are square, so that no shape tells which way they lie."""
     expected = load(gpt2, dtype="float32").logits(TOKENS)
-    found = load(gpt2, dtype="float32", quantization="int8").logits(TOKENS)
-    assert 0 < float((found - expected).abs().max()) < 0.05 * float(expected.abs().max())
+    logits = load(gpt2, dtype="float32", quantization="int8").logits(TOKENS)
+    assert 0 < float((logits - expected).abs().max()) < 0.05 * float(expected.abs().max())
 
 
 def test_transposed_weights_are_not_quantized_in_files(gpt2: Path, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_transposed_weights_are_not_quantized_in_files(gpt2: Path, tmp_path: Pat
         quantize(gpt2, tmp_path / "quantized", "int8")
 
 
-def test_the_last_learned_position_is_the_last_token(gpt2: Path) -> None:
+def test_a_prompt_can_end_at_the_last_learned_position(gpt2: Path) -> None:
     lm = load(gpt2, dtype="float32")
     assert lm.logits(list(range(128))).shape == (128, 256)
     with pytest.raises(RequestError, match="context of 128"):
@@ -106,7 +106,7 @@ def test_the_last_learned_position_is_the_last_token(gpt2: Path) -> None:
         ("word_embed_proj_dim", 32),
     ],
 )
-def test_other_forms_of_opt_are_refused(tmp_path: Path, field: str, value: object) -> None:
+def test_unsupported_opt_variants_are_refused(tmp_path: Path, field: str, value: object) -> None:
     sizes: Any = {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, **NONE}
     sizes |= {"num_attention_heads": 4, "vocab_size": 256, "max_position_embeddings": 64}
     config = OPTConfig(**sizes)
@@ -116,7 +116,7 @@ def test_other_forms_of_opt_are_refused(tmp_path: Path, field: str, value: objec
         load(tmp_path)
 
 
-def test_residuals_behind_norms_are_refused(tmp_path: Path) -> None:
+def test_residuals_after_norms_are_refused(tmp_path: Path) -> None:
     write_checkpoint(example(examples.bloom, "released"), tmp_path)
     edit_json(tmp_path / "config.json", apply_residual_connection_post_layernorm=True)
     with pytest.raises(UnsupportedModelError, match="post_layernorm is not computed"):

@@ -112,9 +112,11 @@ def test_the_shipped_model_agrees_with_transformers() -> None:
     lm, lm_narrow = load(SHIPPED, dtype="float32"), load(SHIPPED, dtype="bfloat16")
     source = Path(random.__file__).read_text(encoding="utf-8")
     token_ids = lm.tokenizer.encode(source)[:700]
-    wanted = logits_of(exact, token_ids)
-    assert (lm.logits(token_ids) - wanted).abs().max() <= 1e-4
-    assert_no_larger(lm_narrow.logits(token_ids) - wanted, logits_of(narrow, token_ids) - wanted)
+    expected = logits_of(exact, token_ids)
+    assert (lm.logits(token_ids) - expected).abs().max() <= 1e-4
+    assert_no_larger(
+        lm_narrow.logits(token_ids) - expected, logits_of(narrow, token_ids) - expected
+    )
     texts = [lm.tokenizer.encode(text) for text in ("import os\n", "def main():\n", "class A:\n")]
     completions = lm.generate(texts, max_new_tokens=STEPS, ignore_eos=True)
     for prompt, completion in zip(texts, completions, strict=True):

@@ -56,8 +56,8 @@ def hunyuan_lists(folder: Path) -> None:
 
 
 def ernie_prediction_layers(folder: Path) -> None:
-    further = {"model.mtp_block.0.input_layernorm.weight": torch.ones(32)}
-    rewrite(written(folder, "ernie4_5_moe", ERNIE), lambda tensors: {**tensors, **further})
+    mtp_tensors = {"model.mtp_block.0.input_layernorm.weight": torch.ones(32)}
+    rewrite(written(folder, "ernie4_5_moe", ERNIE), lambda tensors: {**tensors, **mtp_tensors})
 
 
 def decoder_alone(folder: Path) -> None:
@@ -118,9 +118,7 @@ def llama(tmp_path: Path) -> Path:
         ("model.layers.9.mlp.up_proj.weight", "no place for\nTry: .*num_hidden_layers"),
     ],
 )
-def test_a_tensor_without_a_place_is_named_with_its_file(
-    llama: Path, name: str, reason: str
-) -> None:
+def test_an_unknown_tensor_is_named_with_its_file(llama: Path, name: str, reason: str) -> None:
     rewrite(llama, lambda tensors: {**tensors, name: torch.zeros(2)})
     with pytest.raises(
         CheckpointError, match=rf"(?s)model\.safetensors: holds.*'{name}'.*{reason}"
@@ -168,10 +166,10 @@ def test_the_folder_of_an_adapter_names_the_base_model(llama: Path, tmp_path: Pa
         ("rope_scaling", {"rope_type": "lama3", "factor": 2.0}),
     ],
 )
-def test_an_unknown_name_is_told_with_file_and_field(
+def test_an_unknown_name_error_states_file_and_field(
     llama: Path, field: str, value: object
 ) -> None:
     restate(llama, **{field: value})
-    told = rf"in {field} of .*config\.json.*nearest first.*\nTry: correct the field, or .*adapt"
-    with pytest.raises(UnknownNameError, match=told):
+    pattern = rf"in {field} of .*config\.json.*nearest first.*\nTry: correct the field, or .*adapt"
+    with pytest.raises(UnknownNameError, match=pattern):
         load(llama)

@@ -56,12 +56,12 @@ def test_safetensors_reads_what_is_written(
         assert not path.exists()
         for name in names:
             file.write(name, tensors[name])
-    found = load_file(path)
-    assert found.keys() == tensors.keys()
+    loaded = load_file(path)
+    assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert found[name].shape == tensor.shape
-        assert found[name].untyped_storage().tolist() == tensor.untyped_storage().tolist()
+        assert loaded[name].dtype == tensor.dtype
+        assert loaded[name].shape == tensor.shape
+        assert loaded[name].untyped_storage().tolist() == tensor.untyped_storage().tolist()
     with safe_open(path, framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}
     assert {n: (t.dtype, t.shape) for n, t in TensorSource((path,)).tensors.items()} == layout
@@ -84,7 +84,7 @@ def test_tensors_are_aligned(tmp_path: Path) -> None:
         assert (8 + length + header[name]["data_offsets"][0]) % tensor.itemsize == 0
 
 
-def test_other_machines_turn_their_bytes_round(
+def test_files_are_little_endian_on_any_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turned = torch.tensor([0x01020304], dtype=torch.int32)
@@ -102,7 +102,7 @@ def test_a_failure_leaves_no_file(tmp_path: Path) -> None:
         ShardFile(tmp_path / "none" / "file", {})
 
 
-def test_a_target_made_meanwhile_is_left_alone(tmp_path: Path) -> None:
+def test_a_target_created_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     target = tmp_path / "out"
     folder = WorkFolder.open(target, {"scheme": "fp8"}, restart=False)
     (folder.model / "config.json").write_text("{}")
@@ -118,12 +118,12 @@ def test_a_target_made_meanwhile_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_run_that_ended_before_it_began_is_none(tmp_path: Path) -> None:
+def test_a_work_folder_without_files_is_reused(tmp_path: Path) -> None:
     (tmp_path / ".out.unfinished" / "model").mkdir(parents=True)
     assert not WorkFolder.open(tmp_path / "out", {"scheme": "fp8"}, restart=False).resumed
 
 
-def test_a_torn_manifest_is_not_trusted(tmp_path: Path) -> None:
+def test_a_truncated_manifest_is_refused(tmp_path: Path) -> None:
     folder = WorkFolder.open(tmp_path / "out", {"scheme": "fp8"}, restart=False)
     (folder.root / "manifest.json").write_text('{"scheme": "f')
     with pytest.raises(StorageError, match="not what an interrupted run has left"):

@@ -29,8 +29,8 @@ from interposer_ops.layers.states import StateBatch, StateLayout
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], list(range(40)), [7] * 23]
 
 
-def fields_of(made: Mapping[str, Any]) -> dict[str, Any]:
-    return {**made, "vocab_size": 256, "architectures": None}
+def fields_of(parts: Mapping[str, Any]) -> dict[str, Any]:
+    return {**parts, "vocab_size": 256, "architectures": None}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_any_schedule_gives_the_same_tokens(name: str, request: pytest.FixtureRe
     assert tokens(load(folder, **{**usual, "max_sequences": 1}), PROMPTS) == expected
 
 
-def test_rows_are_given_back(mixed: Path) -> None:
+def test_state_rows_are_freed(mixed: Path) -> None:
     lm = load(mixed, dtype="float32", max_sequences=2, cache_tokens=256)
     engine = lm.engine
     first = engine.add([1, 2, 3], lm_params(4))
@@ -92,7 +92,7 @@ def lm_params(count: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_new_tokens=count, ignore_eos=True)
 
 
-def test_states_are_part_of_the_budget(spaces: Path, mixed: Path) -> None:
+def test_states_count_in_the_memory_budget(spaces: Path, mixed: Path) -> None:
     lm = load(spaces, dtype="float32", max_sequences=3)
     (budget,) = [note for note in lm.resolver.notes if "recurrent states" in note]
     layouts = [layer.state_layout() for layer in lm.engine.model.state_layers]
@@ -109,8 +109,8 @@ def test_states_are_part_of_the_budget(spaces: Path, mixed: Path) -> None:
 def test_blocks_with_states_are_calibrated(mixed: Path, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text(str(list(range(400))))
-    done = quantize(mixed, tmp_path / "out", "int8", calibrate=text)
-    smaller = load(done.path, dtype="float32", cache_tokens=256)
+    result = quantize(mixed, tmp_path / "out", "int8", calibrate=text)
+    smaller = load(result.path, dtype="float32", cache_tokens=256)
     assert "kernel 'int8_linear'" in str(explain(smaller))
     assert smaller.logits([1, 2, 3]).isfinite().all()
 
@@ -125,14 +125,14 @@ def test_steps_without_attention_are_compiled(spaces: Path) -> None:
 def test_a_layout_gives_rows_of_each_part() -> None:
     layout = StateLayout((((3, 2), torch.bfloat16), ((4,), torch.float32)))
     assert layout.slot_bytes() == 28
-    taken: list[tuple[int, ...]] = []
+    allocated: list[tuple[int, ...]] = []
 
     def empty(shape: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
-        taken.append(tuple(shape))
+        allocated.append(tuple(shape))
         return torch.empty(shape, dtype=dtype, device=device)
 
     parts = layout.allocate(5, "cpu", empty)
-    assert [part.shape for part in parts] == taken == [(5, 3, 2), (5, 4)]
+    assert [part.shape for part in parts] == allocated == [(5, 3, 2), (5, 4)]
     assert [part.dtype for part in parts] == [torch.bfloat16, torch.float32]
 
 
@@ -149,7 +149,7 @@ def batch(slots: list[int] | None, host: AttentionBatch | None = None) -> Attent
     )
 
 
-def test_a_batch_says_what_was_there_before() -> None:
+def test_a_batch_states_the_cached_tokens() -> None:
     host = batch([1, 0])
     states = StateBatch.of(batch([1, 0], host))
     assert states.num_cached.tolist() == [0, 8]
@@ -160,13 +160,13 @@ def test_a_batch_says_what_was_there_before() -> None:
         StateBatch.of(batch(None))
 
 
-def test_rows_of_padding_in_a_graph_have_no_state(build_step: Callable[..., Any]) -> None:
-    held = GraphBatch(Bucket(4, 2), 16, [range(8, 9)], "cpu", with_states=True)
-    assert held.step.attention.state_slots is not None
-    assert held.step.attention.state_slots.tolist() == [-1] * 4
+def test_padding_rows_of_a_graph_have_no_state(build_step: Callable[..., Any]) -> None:
+    graph_batch = GraphBatch(Bucket(4, 2), 16, [range(8, 9)], "cpu", with_states=True)
+    assert graph_batch.step.attention.state_slots is not None
+    assert graph_batch.step.attention.state_slots.tolist() == [-1] * 4
     for slots in ([5, 3, 2], [4]):
-        assert held.fill(build_step(slots)) == len(slots)
-        assert held.step.attention.state_slots.tolist() == [*slots, *[-1] * (4 - len(slots))]
+        assert graph_batch.fill(build_step(slots)) == len(slots)
+        assert graph_batch.step.attention.state_slots.tolist() == [*slots, *[-1] * (4 - len(slots))]
 
 
 @pytest.fixture
@@ -184,17 +184,17 @@ def build_step() -> Callable[..., Any]:
 
 @given(st.lists(st.integers(1, 9), max_size=30), st.integers(0, 40))
 @settings(suppress_health_check=[HealthCheck.too_slow])
-def test_pages_are_given_lowest_first(counts: list[int], num_pages: int) -> None:
+def test_pages_are_allocated_lowest_first(counts: list[int], num_pages: int) -> None:
     """Whatever came back before, and each to one holder."""
-    pool, held = PagePool(num_pages, 4), [list[int]() for _ in counts]
-    for index, (pages, count) in enumerate(zip(held, counts, strict=True)):
-        free = set(range(num_pages)) - {page for other in held for page in other}
+    pool, pages_of = PagePool(num_pages, 4), [list[int]() for _ in counts]
+    for index, (pages, count) in enumerate(zip(pages_of, counts, strict=True)):
+        free = set(range(num_pages)) - {page for owned in pages_of for page in owned}
         got = pool.extend(pages, 4 * count)
         assert got == (count <= len(free))
         assert pages == (sorted(free)[:count] if got else [])
         if index % 3 == 2:
-            pool.release(held[index - 1])
-    assert pool.num_free == num_pages - sum(map(len, held))
+            pool.release(pages_of[index - 1])
+    assert pool.num_free == num_pages - sum(map(len, pages_of))
 
 
 @pytest.mark.parametrize(
@@ -267,17 +267,17 @@ def family(name: str) -> Any:
     return load_target(target)
 
 
-def test_blocks_that_are_left_alone_keep_what_is_theirs(mixed: Path) -> None:
+def test_a_decoder_with_some_blocks_keeps_their_caches_and_angles(mixed: Path) -> None:
     """A step is measured with one block of each kind."""
     lm = load(mixed, dtype="float32", cache_tokens=64)
     decoder = lm.engine.model.model
-    assert decoder.places == [1, 0, 2]  # a convolution, attention, a convolution
-    whole = decoder.angles(torch.arange(3))
+    assert decoder.cache_indices == [1, 0, 2]  # a convolution, attention, a convolution
+    all_angles = decoder.angles(torch.arange(3))
     with decoder.only([1, 2]):
-        assert decoder.places == [0, 1]
+        assert decoder.cache_indices == [0, 1]
         assert len(decoder.layers) == 2
         assert [pair[0].tolist() for pair in decoder.angles(torch.arange(3))] == [
-            pair[0].tolist() for pair in whole[1:]
+            pair[0].tolist() for pair in all_angles[1:]
         ]
-    assert decoder.places == [1, 0, 2]
+    assert decoder.cache_indices == [1, 0, 2]
     assert len(decoder.layers) == 3

@@ -64,8 +64,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def restated(folder: Path, target: Path, removed: str, **fields: object) -> Path:
     """Write the model with other fields of config.json to ``target``, and return that."""
     config = json.loads((folder / "config.json").read_text())
-    stated = {name: value for name, value in config.items() if name not in removed.split()}
-    (target / "config.json").write_text(json.dumps({**stated, **fields}))
+    fields_left = {name: value for name, value in config.items() if name not in removed.split()}
+    (target / "config.json").write_text(json.dumps({**fields_left, **fields}))
     (target / "model.safetensors").symlink_to(folder / "model.safetensors")
     return target
 
@@ -98,7 +98,7 @@ def nested(**full: object) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_spelling_means_what_it_means_to_transformers(
+def test_rotary_fields_mean_the_same_as_in_transformers(
     folders: dict[str, Path], tmp_path: Path, family: str, removed: str, fields: dict[str, object]
 ) -> None:
     path = restated(folders[family], tmp_path, removed, **fields)

@@ -48,19 +48,19 @@ def tokens(lm: LanguageModel) -> list[tuple[int, ...]]:
     return [tuple(c.token_ids) for c in lm.generate(PROMPTS, max_new_tokens=20, ignore_eos=True)]
 
 
-def test_a_cache_is_there_once(lm: LanguageModel) -> None:
+def test_shared_caches_are_allocated_once(lm: LanguageModel) -> None:
     model = lm.engine.model
     assert len(model.attention_layers) == len(lm.engine.runner.caches) == 3
     # Of windows, without, with; the last of each kind that writes is read from then on.
-    assert model.model.places == [0, 1, 2, 1, 2, 1]
+    assert model.model.cache_indices == [0, 1, 2, 1, 2, 1]
     readers = [block.self_attn.attn for block in model.model.layers[3:]]
-    assert [reader.source[0] for reader in readers] == [
+    assert [reader.cache_writer[0] for reader in readers] == [
         model.attention_layers[i] for i in (1, 2, 1)
     ]
-    assert all(reader.backend is reader.source[0].backend for reader in readers)
+    assert all(reader.backend is reader.cache_writer[0].backend for reader in readers)
 
 
-def test_chunks_and_decodes_give_the_tokens_of_transformers(pair: tuple[Path, Any]) -> None:
+def test_chunked_prefill_and_decode_match_transformers(pair: tuple[Path, Any]) -> None:
     path, model = pair
     small = load(path, "float32", platform="cpu", cache_tokens=112, max_step_tokens=17)
     assert tokens(small) == [tuple(greedy_of(model, prompt, 20)) for prompt in PROMPTS]
@@ -68,7 +68,7 @@ def test_chunks_and_decodes_give_the_tokens_of_transformers(pair: tuple[Path, An
     assert difference.abs().max() <= 1e-4
 
 
-def test_a_step_is_measured_with_layers_that_read(gemma4: Path, lm: LanguageModel) -> None:
+def test_the_cache_budget_measures_layers_that_read_caches(gemma4: Path, lm: LanguageModel) -> None:
     measured = load(gemma4, "float32", platform="cpu", memory_fraction=0.001, max_sequences=2)
     assert tokens(measured) == tokens(lm)
     with pytest.raises(ConfigError, match="builds a Gemma4LM whose blocks need each other"):
@@ -85,7 +85,7 @@ class Unaware(PagedBackend):
         return PagedBackend.accepts(spec, capability)
 
 
-def test_a_backend_that_cannot_read_alone_is_not_chosen(
+def test_a_backend_without_forward_stored_is_refused(
     gemma4: Path, lm: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module: Any = ModuleType("acme_unaware")
@@ -95,13 +95,13 @@ def test_a_backend_that_cannot_read_alone_is_not_chosen(
     plugin: Any = ModuleType("acme_unaware")
     plugin.interposer_records = hookimpl(lambda: [entry])
     with register(plugin):
-        other = load(gemma4, "float32", config=Config(platform="cpu"), cache_tokens=256)
-    assert tokens(other) == tokens(lm)
-    (backend,) = {type(backend) for backend in other.engine.runner.backends}
+        unaware_lm = load(gemma4, "float32", config=Config(platform="cpu"), cache_tokens=256)
+    assert tokens(unaware_lm) == tokens(lm)
+    (backend,) = {type(backend) for backend in unaware_lm.engine.runner.backends}
     assert backend is not Unaware
-    said = str(explain(other).why("decoder"))
-    assert "unaware" in said
-    assert "has no forward_stored" in said
+    explanation = str(explain(unaware_lm).why("decoder"))
+    assert "unaware" in explanation
+    assert "has no forward_stored" in explanation
 
 
 @pytest.mark.parametrize(
@@ -114,16 +114,16 @@ def test_a_backend_that_cannot_read_alone_is_not_chosen(
         ({"per_layer_config": {"1": {"head_dim": -1}}}, "greater than 0"),
     ],
 )
-def test_what_is_not_computed_is_refused(fields: dict[str, Any], reason: str) -> None:
+def test_unsupported_fields_are_refused(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(CheckpointError, match=reason):
         Gemma4.parse({**examples.gemma4()["shared"], **fields}, "config.json")
 
 
 def test_heads_are_stated_by_kind_or_by_layer() -> None:
-    stated = Gemma4.parse(examples.gemma4()["apart"], "config.json")
+    settings = Gemma4.parse(examples.gemma4()["apart"], "config.json")
     by_layer = {str(i): {"head_dim": 32, "num_key_value_heads": 1} for i in (1, 3, 5)}
     fields = {**examples.gemma4()["apart"], "per_layer_config": by_layer, "global_head_dim": 8}
-    assert [stated.heads(i) for i in range(6)] == [
+    assert [settings.heads(i) for i in range(6)] == [
         Gemma4.parse(fields, "config.json").heads(i) for i in range(6)
     ]
     released = Gemma4.parse({**fields, "layer_types": None, "rope_parameters": None}, "config.json")

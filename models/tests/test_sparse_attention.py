@@ -58,8 +58,8 @@ class Later(IndexerBackend):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any
     ) -> Tensor:
-        named = super().forward(query, key, value, cache, plan)
-        return torch.where(named >= 0, named + 1, named)
+        selected = super().forward(query, key, value, cache, plan)
+        return torch.where(selected >= 0, selected + 1, selected)
 
 
 class Fewer(IndexerBackend):
@@ -68,9 +68,9 @@ class Fewer(IndexerBackend):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any
     ) -> Tensor:
-        named = super().forward(query, key, value, cache, plan)
-        named[:, -1:] = -1
-        return named
+        selected = super().forward(query, key, value, cache, plan)
+        selected[:, -1:] = -1
+        return selected
 
 
 class Wide(IndexerBackend):
@@ -88,8 +88,8 @@ class Verbose(IndexerBackend):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any
     ) -> Tensor:
-        named = super().forward(query, key, value, cache, plan)
-        return named if named.shape[1] else named.new_zeros(len(named), 1)
+        selected = super().forward(query, key, value, cache, plan)
+        return selected if selected.shape[1] else selected.new_zeros(len(selected), 1)
 
 
 class Dense(SparseLatentBackend):
@@ -112,13 +112,13 @@ class FirstSequence(SparseLatentBackend):
 
 
 @pytest.mark.parametrize("wrong", [Worst, Unsorted, Later, Fewer, Wide, Verbose])
-def test_the_kit_finds_wrong_indexers(wrong: type[IndexerBackend]) -> None:
+def test_the_kit_detects_wrong_indexers(wrong: type[IndexerBackend]) -> None:
     assert check_attention(IndexerBackend, INDEXER, site(INDEXER)) == []
     assert check_attention(wrong, INDEXER, site(INDEXER))
 
 
 @pytest.mark.parametrize("wrong", [Dense, FirstSequence])
-def test_the_kit_finds_wrong_attention(wrong: type[SparseLatentBackend]) -> None:
+def test_the_kit_detects_wrong_attention(wrong: type[SparseLatentBackend]) -> None:
     assert check_attention(SparseLatentBackend, SPARSE, site(SPARSE)) == []
     assert check_attention(wrong, SPARSE, site(SPARSE))
 
@@ -149,36 +149,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_indexers_share_a_backend_and_have_caches_of_their_own(model: Path) -> None:
+def test_indexers_share_a_backend_but_not_caches(model: Path) -> None:
     layers = plan(model, dtype="float32").model.attention_layers
     shapes = [layer.backend.kv_layout().page_shape[1:] for layer in layers]
     assert shapes == [(40,), (16,)] * 3
     assert len({layer.backend for layer in layers}) == 2
 
 
-def test_few_tokens_are_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_selected_tokens_are_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an indexer does not name has no part in the result."""
     lm = load(model, dtype="float32", cache_tokens=512)
-    whole = lm.logits(list(range(60)))
+    logits = lm.logits(list(range(60)))
     dense = SparseLatentBackend.forward
 
-    def all_tokens(self: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-        return dense(self, query, key, value[:, :0], *rest)
+    def all_tokens(self: Any, query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Tensor:
+        return dense(self, query, key, value[:, :0], *arguments)
 
     monkeypatch.setattr(SparseLatentBackend, "forward", all_tokens)
     every = lm.logits(list(range(60)))
-    torch.testing.assert_close(whole[:12], every[:12])
-    assert (whole[20:] - every[20:]).abs().max() > 1e-3
+    torch.testing.assert_close(logits[:12], every[:12])
+    assert (logits[20:] - every[20:]).abs().max() > 1e-3
 
 
-def test_chunks_of_a_prompt_name_the_same_tokens(model: Path) -> None:
+def test_chunked_prefill_selects_the_same_tokens(model: Path) -> None:
     prompts = [list(range(n)) for n in (50, 3, 33)]
-    found: list[Sequence[Any]] = []
+    tokens_by_chunk_size: list[Sequence[Any]] = []
     for step in (512, 8):
         lm = load(model, dtype="float32", cache_tokens=1024, max_step_tokens=step)
-        done = lm.generate(prompts, max_new_tokens=16, ignore_eos=True)
-        found.append([each.token_ids for each in done])
-    assert found[0] == found[1]
+        completions = lm.generate(prompts, max_new_tokens=16, ignore_eos=True)
+        tokens_by_chunk_size.append([completion.token_ids for completion in completions])
+    assert tokens_by_chunk_size[0] == tokens_by_chunk_size[1]
 
 
 def changed(model: Path, path: Path, **fields: Any) -> Path:
@@ -202,7 +202,7 @@ def changed(model: Path, path: Path, **fields: Any) -> Path:
         ({"index_n_heads": 4}, "self_attn.indexer.weights_proj.weight' has shape [16, 64]"),
     ],
 )
-def test_what_contradicts_is_refused(
+def test_contradictory_fields_are_refused(
     model: Path, fields: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError) as caught:

@@ -110,16 +110,16 @@ COUNT = 10
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
     """Return what writes the tiny model of a family, once, and returns its folder and itself."""
-    written: dict[str, tuple[Path, Any]] = {}
+    checkpoints: dict[str, tuple[Path, Any]] = {}
 
     def write(name: str) -> tuple[Path, Any]:
-        if name not in written:
+        if name not in checkpoints:
             torch.manual_seed(0)
             model: Any = AutoModelForCausalLM.from_config(FAMILIES[name]()).eval()
             folder = tmp_path_factory.mktemp(name)
             model.save_pretrained(folder)
-            written[name] = folder, model
-        return written[name]
+            checkpoints[name] = folder, model
+        return checkpoints[name]
 
     return write
 
@@ -135,7 +135,7 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
 
 
 def generated(lm: LanguageModel) -> list[list[int]]:
-    return [list(one.token_ids) for one in lm.generate(PROMPTS, max_new_tokens=COUNT)]
+    return [list(completion.token_ids) for completion in lm.generate(PROMPTS, max_new_tokens=COUNT)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -148,11 +148,11 @@ def test_tokens_are_those_of_transformers(
     assert generated(lm) == [greedy(model, prompt) for prompt in PROMPTS]
     notes = interposer.explain(lm).notes
     assert any("so the model of transformers is adapted" in note for note in notes)
-    own = [note for note in notes if "each sequence has a cache of transformers" in note]
-    assert bool(own) == (name in OWN_CACHES)
+    cache_notes = [note for note in notes if "each sequence has a cache of transformers" in note]
+    assert bool(cache_notes) == (name in OWN_CACHES)
 
 
-def test_memory_of_caches_of_transformers_is_bounded(
+def test_cache_memory_of_adapted_models_is_bounded(
     checkpoint: Callable[[str], tuple[Path, Any]],
 ) -> None:
     folder, model = checkpoint("falcon")
@@ -163,7 +163,7 @@ def test_memory_of_caches_of_transformers_is_bounded(
         load(folder, "float32", cache_tokens=10**12)
 
 
-def test_the_checkpoint_says_where_an_answer_ends(
+def test_end_tokens_of_the_checkpoint_end_an_answer(
     checkpoint: Callable[[str], tuple[Path, Any]], tmp_path: Path
 ) -> None:
     folder, model = checkpoint("gemma")
@@ -173,9 +173,9 @@ def test_the_checkpoint_says_where_an_answer_ends(
     (tmp_path / "generation_config.json").write_text(
         json.dumps({**settings, "eos_token_id": expected[3]})
     )
-    (found,) = load(tmp_path, "float32").generate([PROMPTS[0]], max_new_tokens=COUNT)
-    assert list(found.token_ids) == expected[: expected.index(expected[3]) + 1]
-    assert found.finish_reason == "stop"
+    (completion,) = load(tmp_path, "float32").generate([PROMPTS[0]], max_new_tokens=COUNT)
+    assert list(completion.token_ids) == expected[: expected.index(expected[3]) + 1]
+    assert completion.finish_reason == "stop"
     assert folder != tmp_path
 
 
@@ -189,8 +189,8 @@ def test_an_end_token_of_the_tokenizer_counts(
     vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
     end = next(text for text, index in vocabulary.items() if index == expected[3])
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
-    (found,) = load(tmp_path, "float32").generate([PROMPTS[0]], max_new_tokens=COUNT)
-    assert list(found.token_ids) == expected[: expected.index(expected[3]) + 1]
+    (completion,) = load(tmp_path, "float32").generate([PROMPTS[0]], max_new_tokens=COUNT)
+    assert list(completion.token_ids) == expected[: expected.index(expected[3]) + 1]
 
 
 def test_weights_that_are_not_finite_are_refused(
@@ -205,14 +205,14 @@ def test_weights_that_are_not_finite_are_refused(
         load(tmp_path)
 
 
-def test_weights_are_quantized_when_asked(checkpoint: Callable[[str], tuple[Path, Any]]) -> None:
+def test_weights_are_quantized_on_request(checkpoint: Callable[[str], tuple[Path, Any]]) -> None:
     folder, model = checkpoint("gemma")
     lm = load(folder, "float32", quantization="int8", cache_tokens=64)
     assert lm.quantization == "int8"
     with torch.no_grad():
         plain = model(torch.tensor([PROMPTS[0]])).logits[0]
-    found = lm.logits(PROMPTS[0])
-    assert 0 < float((found - plain).norm() / plain.norm()) < 0.1
+    logits = lm.logits(PROMPTS[0])
+    assert 0 < float((logits - plain).norm() / plain.norm()) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_weights_are_quantized_when_asked(checkpoint: Callable[[str], tuple[Path
         ("offload", "50%"),
     ],
 )
-def test_options_that_an_adapted_model_does_not_take_are_named(
+def test_unsupported_options_of_adapted_models_are_named(
     name: str, value: Any, checkpoint: Callable[[str], tuple[Path, Any]]
 ) -> None:
     folder, _ = checkpoint("gemma")
@@ -234,13 +234,13 @@ def test_options_that_an_adapted_model_does_not_take_are_named(
         load(folder, "float32", **options)
 
 
-def test_a_plan_names_what_runs_the_model(checkpoint: Callable[[str], tuple[Path, Any]]) -> None:
+def test_the_error_of_plan_names_load(checkpoint: Callable[[str], tuple[Path, Any]]) -> None:
     folder, _ = checkpoint("gemma")
     with pytest.raises(UnsupportedModelError, match=r"not supported.*\n.*load.*which adapt"):
         plan(folder)
 
 
-def test_an_encoder_names_what_loads_it(tmp_path: Path) -> None:
+def test_an_encoder_error_names_load_encoder(tmp_path: Path) -> None:
     sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
     BertForMaskedLM(BertConfig(**sizes)).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"config\.json.*generate.*\n.*load_encoder"):
@@ -282,7 +282,7 @@ def test_weights_that_do_not_fit_the_model_are_refused(
     assert reason in str(raised.value)
 
 
-def test_the_command_runs_it(
+def test_interposer_run_runs_an_adapted_model(
     checkpoint: Callable[[str], tuple[Path, Any]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -1,4 +1,4 @@
-"""Loading of checkpoints whose architecture no installed family is for, by another loader."""
+"""Load checkpoints of an architecture without an installed family, with a plugin's loader."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ GROUP = "interposer.loaders"
 def load_without_family(
     path: str | Path, config: Config, options: Mapping[str, Any]
 ) -> LanguageModel | None:
-    """Return the model as a loader of the entry points ``interposer.loaders`` reads it.
+    """Load a model with a loader of the entry points ``interposer.loaders``.
 
-    A loader is called with the checkpoint, whose weights may not be fetched yet, the policy and the
-    other arguments of ``load``.
+    A loader is called with the checkpoint (weights may not be downloaded yet), the policy and
+    the other arguments of ``load``.
 
     Args:
-        options: arguments of ``load`` by name, but ``path``, ``platform`` and ``config``.
-    Returns: None where a family is for the architecture, the checkpoint is no folder, or no loader
+        options: arguments of ``load`` by name, except ``path``, ``platform`` and ``config``.
+    Returns: None if a family supports the architecture, the checkpoint is no folder, or no loader
         is installed.
     Raises:
         UnsupportedModelError: the loader cannot run the architecture.
-        ConfigError: an option is given that it does not take.
-        PluginError: it failed.
+        ConfigError: the loader does not accept an option.
+        PluginError: the loader failed.
     """
     checkpoint, _ = open_checkpoint(path, config)
+    # A file format of a plugin, such as GGUF; loaders read folders only.
     if isinstance(checkpoint, CheckpointFile):
         return None
-    named = checkpoint.config.get("architectures")
-    known = current_registry(config).subjects("model")
-    if not isinstance(named, list) or any(str(name) in known for name in named):
+    architectures = checkpoint.config.get("architectures")
+    supported = current_registry(config).subjects("model")
+    if not isinstance(architectures, list) or any(str(name) in supported for name in architectures):
         return None
-    # Of several, the choice must not depend on the order of the installation.
+    # With several loaders, the choice must not depend on the order of installation.
     points = sorted(entry_points(GROUP), key=lambda point: (point.name, point.value))
     if not points:
         return None

@@ -1,4 +1,4 @@
-"""Choice of the model family for a checkpoint, with the error if there is none."""
+"""Choose the model family for a checkpoint, and report errors of the family's code."""
 
 from __future__ import annotations
 
@@ -21,29 +21,33 @@ from interposer_models._decoder.field_error import UNKNOWN_MEND
 
 
 def choose_family(resolver: Resolver, config: Mapping[str, Any], source: object) -> ModelFamily:
-    """Return what the family for a checkpoint makes of its config.json.
+    """Select the family for a checkpoint, and parse config.json into the family's settings.
 
     Args:
-        source: of ``config``, which errors name.
+        source: of ``config``, for error messages.
     Raises:
-        CheckpointError: no architecture is named, or the family does not take what is stated.
+        CheckpointError: no architecture is named, or the family refuses a field.
         UnsupportedModelError: no installed family is for any of the architectures.
-        NoCandidateError: all families for it were refused.
+        NoCandidateError: all families for the architecture were refused.
     """
-    named, known = config.get("architectures"), resolver.registry.subjects("model")
-    if not isinstance(named, list) or not named:
+    architectures, supported = config.get("architectures"), resolver.registry.subjects("model")
+    if not isinstance(architectures, list) or not architectures:
         reason = "the field 'architectures' is missing, so the model is unknown"
         raise CheckpointError(source, reason)
-    architecture = str(next((name for name in named if name in known), named[0]))
+    architecture = str(
+        # The first supported one; else the first one, for the error text.
+        next((name for name in architectures if name in supported), architectures[0])
+    )
     try:
         family = resolver.choose_model(architecture, config, source)
     except UnknownNameError as error:
+        # Another unknown name, for example one of the user's rules.
         if error.kind != "architecture":
             raise
-        listed = ", ".join(error.known) or "none"
+        supported_names = ", ".join(error.known) or "none"
         raise UnsupportedModelError(
             source,
-            f"architecture {architecture!r} is not supported; supported are {listed}",
+            f"architecture {architecture!r} is not supported; supported are {supported_names}",
             "interposer_models.load or `interposer run`, which adapt the model of transformers, "
             f"or a plugin with a family for it{error.hint and f'. {error.hint}'}",
         ) from None
@@ -52,7 +56,7 @@ def choose_family(resolver: Resolver, config: Mapping[str, Any], source: object)
 
 
 def checked_model(model: object) -> CausalModel:
-    """Return what a family built, or raise TypeError where that is no model."""
+    """Return the model that a family built; raise TypeError if not a CausalModel."""
     if not isinstance(model, CausalModel):
         raise TypeError(f"{model!r:.100} is not a CausalModel")
     return model
@@ -60,7 +64,7 @@ def checked_model(model: object) -> CausalModel:
 
 @contextmanager
 def blamed_on_family(resolver: Resolver, member: str) -> Iterator[None]:
-    """Raise PluginError for what the chosen family's own code raises within a ``with`` block."""
+    """Convert errors of the selected family's code to PluginError within a ``with`` block."""
     try:
         yield
     except InterposerError:
@@ -68,6 +72,7 @@ def blamed_on_family(resolver: Resolver, member: str) -> Iterator[None]:
     except foreign_errors() as error:
         _, choice = _choice_of(resolver)
         chosen = choice.chosen
+        # A rule that the user can copy to forbid the failing family.
         rule = f"{{{choice.request.name!r}: Rule(forbid=[{chosen.name!r}])}}"
         raise PluginError(
             chosen.name,
@@ -81,7 +86,7 @@ def blamed_on_family(resolver: Resolver, member: str) -> Iterator[None]:
 def located(config: Mapping[str, Any], source: object) -> Iterator[None]:
     """Add file and field to an UnknownNameError within a ``with`` block, if a field has the name.
 
-    Raises: UnknownNameError: as within the block.
+    Raises: UnknownNameError: the same error, with the location.
     """
     try:
         yield
@@ -94,18 +99,23 @@ def located(config: Mapping[str, Any], source: object) -> Iterator[None]:
 
 
 def _note_unread(resolver: Resolver, config: Mapping[str, Any]) -> None:
-    """Note the fields that say something to other families, but not to the chosen one."""
+    """Note fields of config.json that other families read, but the selected one does not."""
     key, choice = _choice_of(resolver)
-    own = getattr(choice.chosen.record, "reads", ())
-    others = {name for _, entry in resolver.registry.records(ModelEntry) for name in entry.reads}
-    unread = sorted({name for name, value in config.items() if value} & others - {*own})
-    if own and unread:
-        stated = ", ".join(unread)
-        note = f"config.json states {stated}, which other families read and this one does not"
+    family_fields = getattr(choice.chosen.record, "reads", ())
+    all_fields = {
+        name for _, entry in resolver.registry.records(ModelEntry) for name in entry.reads
+    }
+    # Fields with a false or empty value change nothing.
+    unread = sorted(
+        {name for name, value in config.items() if value} & all_fields - {*family_fields}
+    )
+    if family_fields and unread:
+        unread_names = ", ".join(unread)
+        note = f"config.json states {unread_names}, which other families read and this one does not"
         resolver.annotate(key, note)
 
 
 def _choice_of(resolver: Resolver) -> tuple[tuple[object, ...], Choice]:
-    """Return the choice of the family, and its key."""
+    """Return key and choice of the model family."""
     choices = ((key, choice) for key, (choice, _) in resolver.choices.items())
     return next((key, choice) for key, choice in choices if choice.request.kind == "model")

@@ -1,4 +1,4 @@
-"""The families of models that are read here, and what others can be derived from.
+"""The model families of this package, and the base classes for new families.
 
 Every name is loaded on first use.
 """

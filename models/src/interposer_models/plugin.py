@@ -1,6 +1,6 @@
 """Records of the model families and attention backends, and the hook that plans a model.
 
-It needs no torch to import.
+Importing this module needs no torch.
 """
 
 from __future__ import annotations
@@ -43,32 +43,37 @@ _GEMMA = (
     "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation",
     "query_pre_attn_scalar", "use_bidirectional_attention",
 )
+# Fields of group-limited MoE layers.
 _GROUPS = (
     *_EXPERTS, "first_k_dense_replace", "moe_intermediate_size", "n_group", "n_routed_experts",
     "n_shared_experts", "norm_topk_prob", "num_mtp_layers", "num_nextn_predict_layers",
     "routed_scaling_factor", "topk_group",
 )
+# Fields of latent attention (MLA).
 _LATENT = (
     *_GROUPS, "kv_lora_rank", "moe_layer_freq", "q_lora_rank", "qk_nope_head_dim",
     "qk_rope_head_dim", "scoring_func", "topk_method", "v_head_dim",
 )
+# Fields of Mamba-2 mixers.
 _STATES = ("conv_kernel", "n_groups", "use_bias", "use_conv_bias")
 _BAMBA = (
     "attn_layer_indices", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state",
     "mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "time_step_limit",
 )
+# Fields of encoder and decoder.
 _SIDES = (
     "activation_function", "d_model", "decoder_attention_heads", "decoder_ffn_dim",
     "decoder_layers", "encoder_attention_heads", "encoder_ffn_dim", "encoder_layers",
     "scale_embedding",
 )
+# Fields of Gated DeltaNet mixers.
 _DELTA = (
     "full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim",
     "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim",
 )
 # fmt: on
 
-# The class of each family, and what it reads of config.json besides what all decoders do.
+# The class of each family, and the fields of config.json that it reads in addition to _DECODER.
 _FAMILIES: dict[str, tuple[str, ...]] = {
     "Llama": (),
     "Mistral": (),
@@ -235,7 +240,7 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "MBart": _SIDES,
     "T5Gemma": (*_GEMMA, "encoder"),
 }
-# The names of architectures that end in another way, or are several.
+# Architecture names that are not the class name plus "ForCausalLM", or are several.
 _ARCHITECTURES = {
     "GPT2": ("GPT2LMHeadModel",),
     "Mpt": ("MptForCausalLM", "MPTForCausalLM"),
@@ -243,7 +248,7 @@ _ARCHITECTURES = {
     "MBart": ("MBartForConditionalGeneration",),
     "T5Gemma": ("T5GemmaForConditionalGeneration",),
 }
-# The names of modules where they are not those of classes.
+# Module names that are not the class name in lower case.
 _MODULES = {
     "Qwen2Moe": "qwen2_moe",
     "Qwen3Moe": "qwen3_moe",
@@ -264,7 +269,7 @@ _MODULES = {
     "Qwen3_5Moe": "qwen3_5_moe",
     "Qwen3Next": "qwen3_next",
 }
-# Attention that only some families have: name, class, whether a compiler can trace it.
+# Attention backends of some families only: name, class, whether torch.compile can trace it.
 _BACKENDS: tuple[tuple[str, str, bool], ...] = (
     ("latent", "interposer_ops.layers.attention:LatentBackend", True),
     ("latent_sparse", "interposer_models._decoder.sparse_backends:SparseLatentBackend", True),
@@ -274,18 +279,21 @@ _BACKENDS: tuple[tuple[str, str, bool], ...] = (
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the records of all model families and of their attention backends."""
-    backends = (_attention(*facts) for facts in _BACKENDS)
-    return [*backends, *(_entry(family, reads) for family, reads in _FAMILIES.items())]
+    """Return the records of all model families and of special attention backends."""
+    backends = (_attention_entry(*fields) for fields in _BACKENDS)
+    return [
+        *backends,
+        *(_model_entry(family, config_fields) for family, config_fields in _FAMILIES.items()),
+    ]
 
 
-def _attention(name: str, target: str, traceable: bool) -> AttentionEntry:
-    # It adds nothing to the kernels that it binds, of which a policy requires the same.
-    promised = {"deterministic", "graph_safe", *(["traceable"] if traceable else [])}
-    return AttentionEntry(name, target, score=0.0, properties=frozenset(promised))
+def _attention_entry(name: str, target: str, traceable: bool) -> AttentionEntry:
+    # The backends only call bound kernels, and a policy requires these properties of kernels too.
+    properties = {"deterministic", "graph_safe", *(["traceable"] if traceable else [])}
+    return AttentionEntry(name, target, score=0.0, properties=frozenset(properties))
 
 
-def _entry(family: str, reads: tuple[str, ...]) -> ModelEntry:
+def _model_entry(family: str, reads: tuple[str, ...]) -> ModelEntry:
     name = _MODULES.get(family, family.lower())
     return ModelEntry(
         _ARCHITECTURES.get(family, (f"{family}ForCausalLM",)),
@@ -306,7 +314,8 @@ def interposer_plan(
     tensor_parallel: int | None,
     expert_parallel: bool | ExpertParallel | None,
 ) -> Plan:
-    """Return the plan of a Hugging Face model directory."""
+    """Plan a Hugging Face model directory."""
+    # Imported here, because reading the records must not import torch.
     from interposer_models._loader import plan
 
     return plan(

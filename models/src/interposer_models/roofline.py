@@ -1,4 +1,4 @@
-"""The work of a model's steps and the roofs of a device, of which a ceiling of speed is made.
+"""The work of a model's steps and the roofline of a device, which together bound the speed.
 
 Every name is loaded on first use.
 """

@@ -1,1 +1,1 @@
-"""Benchmarks of a loaded model, and the ceilings that they are compared with."""
+"""Benchmarks of a loaded model, compared with a roofline."""

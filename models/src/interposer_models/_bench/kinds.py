@@ -1,6 +1,6 @@
-"""The kinds of batch that a benchmark runs, each with the least that it takes.
+"""The kinds of batch that a benchmark runs, each with the least work that any engine must do.
 
-A kind is what a row of the table measures: its requests, and the steps that they need.
+A kind is one row of the table: requests, and the steps that compute them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ ADAPTER = "bench"
 
 
 class Step(NamedTuple):
-    """The least of a step: bytes to read, operations to compute, tokens that count for the rate.
+    """The least work of a step: bytes to read, operations, and tokens that count for the rate.
 
     Attributes:
-        times: how many of such steps there are.
+        times: number of such steps in a run.
     """
 
     num_bytes: float
@@ -34,13 +34,13 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind(ABC):
-    """One row.
+    """One row of the benchmark.
 
     Attributes:
-        name: by which results are known; it stays.
-        what: for people.
-        test: the name that llama-bench has for it; None where it has none.
-        beside: the name of the row that it is compared with, run by run; None without one.
+        name: identifies the row in results; never changes.
+        what: a description for people.
+        test: the name of the row in llama-bench; None if llama-bench has no such row.
+        beside: the name of the row that this row is compared with, run by run; None without one.
     """
 
     name: str
@@ -50,37 +50,41 @@ class Kind(ABC):
 
     @abstractmethod
     def run(self, session: Session) -> Sample:
-        """Run it once."""
+        """Run the requests once and measure the time."""
 
-    def least(self, work: ModelWork) -> list[Step]:
-        """Return the steps of a run by what they take at least; none where that is unknown."""
+    def least_work(self, work: ModelWork) -> list[Step]:
+        """List the steps of a run with the least work of each; empty if unknown."""
         return []
 
 
 @dataclass(frozen=True)
 class Prefill(Kind):
-    """A prompt up to its first token."""
+    """The prefill of a prompt, up to the first token."""
 
     tokens: int = 0
 
     def run(self, session: Session) -> Sample:
-        """Run it once."""
         prompt = session.tokens(self.tokens)
 
-        def first() -> int:
+        def prefill() -> int:
             session.first_tokens(session.add([prompt], 1))
             return self.tokens
 
-        return session.timed(first)
+        return session.timed(prefill)
 
-    def least(self, work: ModelWork) -> list[Step]:
+    def least_work(self, work: ModelWork) -> list[Step]:
         """Return one step that reads the weights."""
         return [Step(work.weight_bytes(self.tokens), work.operations(self.tokens), self.tokens)]
 
 
 @dataclass(frozen=True)
 class Decode(Kind):
-    """Tokens behind a context, for one request or a batch."""
+    """Greedy decoding after a context, for one request or a batch.
+
+    Attributes:
+        repeats: prompts are periodic, so that n-gram drafts are accepted.
+        plain: runs without speculative decoding.
+    """
 
     context: int = 0
     new: int = 0
@@ -90,39 +94,39 @@ class Decode(Kind):
     plain: bool = True
 
     def run(self, session: Session) -> Sample:
-        """Run it once."""
         draw = session.repeating if self.repeats else session.tokens
         prompts = [draw(self.context) for _ in range(self.batch)]
         added = session.add_decoding(prompts, self.new, self.adapter)
         return session.timed(lambda: session.decode(added, self.new))
 
-    def least(self, work: ModelWork) -> list[Step]:
-        """Return steps that read weights and caches; of guesses nothing is known beforehand."""
+    def least_work(self, work: ModelWork) -> list[Step]:
+        """Return steps that read weights and caches; none with speculative decoding."""
         if not self.plain:
             return []
+        # The average context of the decoded tokens.
         middle = self.context + self.new // 2
         return [_decode(work, self.batch, middle)._replace(times=self.new)]
 
 
 @dataclass(frozen=True)
 class Extend(Kind):
-    """A prompt behind tokens that are in the cache."""
+    """The prefill of a prompt with a cached prefix."""
 
     tokens: int = 0
     behind: int = 0
 
     def run(self, session: Session) -> Sample:
-        """Run it once; a step takes as many tokens as are to be in the cache."""
+        """Run the prefill; a step takes at most ``behind`` tokens, so step one fills the cache."""
         (sequence,) = session.add([session.tokens(self.behind + self.tokens)], 1)
         session.until(lambda: sequence.num_computed >= self.behind)
 
-        def rest() -> int:
+        def prefill() -> int:
             session.first_tokens([sequence])
             return self.tokens
 
-        return session.timed(rest)
+        return session.timed(prefill)
 
-    def least(self, work: ModelWork) -> list[Step]:
+    def least_work(self, work: ModelWork) -> list[Step]:
         """Return one step that reads the weights and the cache."""
         num_bytes = work.weight_bytes(self.tokens) + work.context_bytes(self.behind)
         return [Step(num_bytes, work.operations(self.tokens, self.behind), self.tokens)]
@@ -130,7 +134,7 @@ class Extend(Kind):
 
 @dataclass(frozen=True)
 class Mixed(Kind):
-    """Prompts that join requests that decode: new tokens of these, and the gaps between them."""
+    """Decoding requests while prompts join: measures new tokens and the gaps between tokens."""
 
     context: int = 0
     new: int = 0
@@ -138,7 +142,7 @@ class Mixed(Kind):
     joins: int = 0
 
     def run(self, session: Session) -> Sample:
-        """Run it once; a prompt joins every eighth step."""
+        """Decode and measure; a prompt joins every eighth step."""
         prompts = [session.tokens(self.context) for _ in range(RUNNING)]
         running = session.add_decoding(prompts, self.new)
         joining = iter([session.tokens(self.prompt) for _ in range(self.joins)])
@@ -151,6 +155,7 @@ class Mixed(Kind):
                     session.add([next(joining)], 1)
                 start = time.perf_counter()
                 tokens += session.decode(running, 1)
+                # A gap ends when the device has computed the token, not when the step is queued.
                 session.settle()
                 gaps.append(time.perf_counter() - start)
             return tokens
@@ -159,56 +164,59 @@ class Mixed(Kind):
         sample.gaps = gaps
         return sample
 
-    def least(self, work: ModelWork) -> list[Step]:
-        """Return the steps with a prompt and those without."""
-        alone = _decode(work, RUNNING, self.context + self.new // 2)
-        both = Step(
-            alone.num_bytes - work.weight_bytes(RUNNING) + work.weight_bytes(RUNNING + self.prompt),
-            alone.operations + work.operations(self.prompt),
+    def least_work(self, work: ModelWork) -> list[Step]:
+        """Return the steps with a prompt and without one."""
+        decode_step = _decode(work, RUNNING, self.context + self.new // 2)
+        mixed_step = Step(
+            decode_step.num_bytes
+            # Weights are read once for all tokens of the step.
+            - work.weight_bytes(RUNNING)
+            + work.weight_bytes(RUNNING + self.prompt),
+            decode_step.operations + work.operations(self.prompt),
             RUNNING,
             self.joins,
         )
-        return [both, alone._replace(times=self.new - self.joins)]
+        return [mixed_step, decode_step._replace(times=self.new - self.joins)]
 
 
 @dataclass(frozen=True)
 class SharedPrefix(Kind):
-    """A first token behind a common prefix, which an earlier prompt has left in the cache or not.
+    """The first token of a prompt, with or without a prefix cached from an earlier prompt.
 
-    The prefix is drawn anew for each run, so that no earlier run has left it.
+    Each run draws a new prefix, so that the prefix cache has none from earlier runs.
     """
 
     common: int = 0
     is_known: bool = False
 
     def run(self, session: Session) -> Sample:
-        """Run it once; where the prefix is to be known, another prompt computes it first."""
+        """Run the prompt; with ``is_known``, another prompt computes the prefix first."""
         common = session.tokens(self.common)
         if self.is_known:
             session.first_tokens(session.add([common + session.tokens(END_TOKENS)], 1))
         prompt = common + session.tokens(END_TOKENS)
 
-        def first() -> int:
+        def prefill() -> int:
             session.first_tokens(session.add([prompt], 1))
             return len(prompt)
 
-        return session.timed(first)
+        return session.timed(prefill)
 
-    def least(self, work: ModelWork) -> list[Step]:
-        """Return one step for what is not in the cache."""
-        behind = self.common if self.is_known else 0
-        tokens = self.common + END_TOKENS - behind
-        num_bytes = work.weight_bytes(tokens) + work.context_bytes(behind)
-        return [Step(num_bytes, work.operations(tokens, behind), self.common + END_TOKENS)]
+    def least_work(self, work: ModelWork) -> list[Step]:
+        """Return one step for the tokens that are not in the cache."""
+        cached_tokens = self.common if self.is_known else 0
+        tokens = self.common + END_TOKENS - cached_tokens
+        num_bytes = work.weight_bytes(tokens) + work.context_bytes(cached_tokens)
+        return [Step(num_bytes, work.operations(tokens, cached_tokens), self.common + END_TOKENS)]
 
 
 def kinds_of(
     sizes: Sizes, *, adapter: bool = False, speculates: bool = False, whole_prompts: bool = False
 ) -> Iterator[Kind]:
-    """Yield the rows that these sizes and options ask for.
+    """Yield the rows for the given sizes and options.
 
     Args:
-        whole_prompts: a prompt is computed in one step, so that none extends another.
+        whole_prompts: a prompt must be computed in one step, so there is no row for extension.
     """
     options: dict[str, Any]
     new, first, batch = sizes.new, sizes.contexts[0], sizes.batch
@@ -248,20 +256,21 @@ def kinds_of(
         options |= {"beside": beside, "context": together, "batch": batch}
         yield Decode(f"{beside}_adapter", what, **options)
     if speculates:
-        what = f"decode of what repeats, context {first}"
+        what = f"decode of a repeating prompt, context {first}"
         yield Decode("repeats", what, context=first, new=new, repeats=True)
         options = {"context": first, "new": new, "repeats": True, "plain": False}
-        yield Decode("repeats_guessed", "the same, guessed", beside="repeats", **options)
+        yield Decode("repeats_guessed", "the same, with draft tokens", beside="repeats", **options)
 
 
 @contextmanager
 def prepared(kind: Kind, session: Session, adapter: str | None) -> Iterator[None]:
-    """Have what a kind needs within a ``with`` block, and nothing that it does not."""
+    """Switch speculation and the adapter on or off for a kind, within a ``with`` block."""
     with ExitStack() as stack:
+        # Only Decode has these fields; all other kinds run without speculation and adapter.
         if getattr(kind, "plain", True):
-            stack.enter_context(session.unspeculated())
+            stack.enter_context(session.without_speculation())
         if getattr(kind, "adapter", None) is not None and adapter is not None:
-            stack.enter_context(session.adapted(ADAPTER, adapter))
+            stack.enter_context(session.with_adapter(ADAPTER, adapter))
         yield
 
 

@@ -1,4 +1,4 @@
-"""The results of a benchmark: rows with their ceilings, as text, JSON and llama-bench's table."""
+"""The results of a benchmark: rows with ceilings, as text, JSON and llama-bench's table."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Row:
-    """The runs of one kind.
+    """The measurements of one kind.
 
     Attributes:
         name, what, test, beside: of the kind.
         rates: tokens per second of each run.
         seconds: of a run, the median.
-        memory_s, arithmetic_s: that reading at the measured bandwidth, and computing at the
-            measured rate, take of a run; None where the least work is not known.
-        host_s: of a run outside of the model; None where steps are graphs.
-        ceiling: tokens per second where each step takes the longer of both and nothing else.
+        memory_s, arithmetic_s: time of a run to only read at the measured bandwidth, and to only
+            compute at the measured rate; None if the least work is unknown.
+        host_s: time of a run outside of the model; None if steps are captured graphs.
+        ceiling: tokens per second if each step took the longer of both times and nothing else.
         gap_s: the 95th percentile of seconds between tokens, of running requests.
-        ratio: the median of ratios to ``beside``, run by run.
+        ratio: the median of the run-by-run ratios to the row ``beside``.
     """
 
     name: str
@@ -49,24 +49,25 @@ class Row:
         cls,
         kind: Kind,
         samples: Sequence[Sample],
-        watched: Sample,
-        least: Sequence[Step],
+        profiled: Sample,
+        steps: Sequence[Step],
         roofs: Roofs,
-        beside: Row | None,
+        baseline: Row | None,
     ) -> Row:
-        """Judge the runs of a kind.
+        """Evaluate the runs of a kind.
 
         Args:
-            watched: a further run, of which the seconds within the model are known.
-            least: what a run takes.
-            beside: the row that it is compared with.
+            profiled: one more run, in which the time within the model was measured.
+            steps: of a run, with the least work of each.
+            baseline: the row to compare with.
         """
         rates = tuple(sample.tokens / sample.seconds for sample in samples)
         seconds = statistics.median(sample.seconds for sample in samples)
         gaps = sorted(gap for sample in samples for gap in sample.gaps)
         host = None
-        if watched.model_s is not None:
-            host = seconds * (1.0 - watched.model_s / watched.seconds)
+        if profiled.model_s is not None:
+            # Profiling waits for the device and slows a run down, so only the fraction is used.
+            host = seconds * (1.0 - profiled.model_s / profiled.seconds)
         row = cls(
             kind.name,
             kind.what,
@@ -76,43 +77,44 @@ class Row:
             host_s=host,
             gap_s=gaps[int(0.95 * (len(gaps) - 1))] if gaps else None,
             beside=kind.beside,
-            ratio=None if beside is None else _ratio(rates, beside.rates),
+            ratio=None if baseline is None else _ratio(rates, baseline.rates),
         )
-        if not least:
+        if not steps:
             return row
-        parts = [
+        step_times = [
             (s.times * s.num_bytes / roofs.bytes_per_s, s.times * s.operations / roofs.flops_per_s)
-            for s in least
+            for s in steps
         ]
-        tokens = sum(step.times * step.tokens for step in least)
-        # Requests that are ahead of others may give some tokens more in a run.
+        tokens = sum(step.times * step.tokens for step in steps)
+        # Requests whose prompt was computed in an earlier step may produce some extra tokens.
         share = statistics.median(sample.tokens for sample in samples) / tokens
         return replace(
             row,
-            memory_s=share * sum(memory for memory, _ in parts),
-            arithmetic_s=share * sum(arithmetic for _, arithmetic in parts),
-            ceiling=tokens / sum(max(both) for both in parts),
+            memory_s=share * sum(memory for memory, _ in step_times),
+            arithmetic_s=share * sum(arithmetic for _, arithmetic in step_times),
+            # Reading and computing overlap at best, so a step takes at least the longer of both.
+            ceiling=tokens / sum(max(both) for both in step_times),
         )
 
     @property
     def median(self) -> float:
-        """Tokens per second."""
+        """Median tokens per second."""
         return statistics.median(self.rates)
 
     @property
     def reached(self) -> float | None:
-        """The share of the ceiling."""
+        """The fraction of the ceiling that was reached."""
         return None if self.ceiling is None else self.median / self.ceiling
 
     @property
     def held_by(self) -> str | None:
-        """The largest part of the time that is known: memory, arithmetic or host."""
-        known = {"memory": self.memory_s, "arithmetic": self.arithmetic_s, "host": self.host_s}
-        stated = {name: value for name, value in known.items() if value is not None}
-        return max(stated, key=lambda name: stated[name]) if self.memory_s is not None else None
+        """The bottleneck, the largest known part of the time: memory, arithmetic or host."""
+        parts = {"memory": self.memory_s, "arithmetic": self.arithmetic_s, "host": self.host_s}
+        seconds = {name: value for name, value in parts.items() if value is not None}
+        return max(seconds, key=lambda name: seconds[name]) if self.memory_s is not None else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the JSON has of it."""
+        """Return the row as in the JSON report."""
         rates = self.rates
         return {
             "name": self.name,
@@ -142,12 +144,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """All that one command measured.
+    """Everything that one command measured.
 
     Attributes:
-        weights: how many there are.
-        weight_bytes: of a decode step of one request, as they are held.
-        peak_memory_bytes: None where the platform does not tell.
+        weights: number of weights.
+        weight_bytes: bytes of weights that a decode step of one request reads, in their stored
+            form.
+        peak_memory_bytes: None if the platform does not report memory.
     """
 
     model: str
@@ -165,43 +168,45 @@ class Benchmark:
     notes: tuple[str, ...] = field(default=())
 
     def to_json(self) -> str:
-        """Return the facts as JSON."""
+        """Return the report as JSON."""
         facts = {"version": VERSION, **asdict(self)}
         facts["rows"] = [row.to_dict() for row in self.rows]
         return json.dumps(facts, indent=2)
 
     def __str__(self) -> str:
-        """Return the table."""
+        """Return the report as a table."""
         head = ("", "tokens/s", "", "ceiling", "reached", "held by", "")
         cells = [head, *(_cells(row) for row in self.rows)]
         widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
         table = []
         for line in cells:
-            first, *rest = (text.ljust(width) for text, width in zip(line, widths, strict=True))
-            # Numbers end below each other.
-            rest[0], rest[2], rest[3] = (line[number].rjust(widths[number]) for number in (1, 3, 4))
-            table.append("  ".join((first, *rest)).rstrip())
+            label, *columns = (text.ljust(width) for text, width in zip(line, widths, strict=True))
+            # Right-align the columns of numbers.
+            columns[0], columns[2], columns[3] = (
+                line[number].rjust(widths[number]) for number in (1, 3, 4)
+            )
+            table.append("  ".join((label, *columns)).rstrip())
         return "\n".join((*self._head(), "", *table, *self._notes()))
 
     def llama_bench(self) -> str:
-        """Return the rows that llama-bench has, in the columns of its Markdown: mean and spread."""
+        """Return the rows that llama-bench has, as a Markdown table with mean and deviation."""
         size = f"{self.weight_bytes / 2**30:.2f} GiB"
         weights, threads = f"{self.weights / 1e6:.2f} M", str(self.roofs.threads)
-        fixed = (self.model, size, weights, self.platform, threads)
+        common_cells = (self.model, size, weights, self.platform, threads)
         lines = ["| model | size | params | backend | threads | test | t/s |"]
         lines.append("|---|---:|---:|---|---:|---:|---:|")
         for row in (row for row in self.rows if row.test is not None):
-            told = row.to_dict()["tokens_per_second"]
-            rate = f"{told['mean']:.2f} ± {told['deviation']:.2f}"
-            lines.append("| " + " | ".join((*fixed, str(row.test), rate)) + " |")
+            rates = row.to_dict()["tokens_per_second"]
+            rate = f"{rates['mean']:.2f} ± {rates['deviation']:.2f}"
+            lines.append("| " + " | ".join((*common_cells, str(row.test), rate)) + " |")
         return "\n".join(lines)
 
     def _head(self) -> list[str]:
-        form = self.dtype if self.quantization is None else f"{self.quantization}, {self.dtype}"
+        storage = self.dtype if self.quantization is None else f"{self.quantization}, {self.dtype}"
         peak = self.peak_memory_bytes
         memory = "" if peak is None else f", peak memory {peak / 2**20:.0f} MiB"
         return [
-            f"{self.model}: {self.weights / 1e6:.1f} million weights, {form}; {self.platform} "
+            f"{self.model}: {self.weights / 1e6:.1f} million weights, {storage}; {self.platform} "
             f"({self.device}), {self.roofs.threads} threads",
             f"loaded in {self.load_s:.2f} s{memory}; a step of one request reads "
             f"{self.weight_bytes / 2**20:.0f} MiB of weights",
@@ -213,13 +218,13 @@ class Benchmark:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    more = []
+    remarks = []
     if row.gap_s is not None:
-        more.append(f"95 % of gaps within {row.gap_s * 1e3:.1f} ms")
+        remarks.append(f"95 % of gaps within {row.gap_s * 1e3:.1f} ms")
     if row.name.startswith("prefix"):
-        more.append(f"{row.seconds * 1e3:.1f} ms")
+        remarks.append(f"{row.seconds * 1e3:.1f} ms")
     if row.ratio is not None:
-        more.append(f"x{row.ratio:.2f}")
+        remarks.append(f"x{row.ratio:.2f}")
     return (
         row.what,
         f"{row.median:.1f}",
@@ -227,9 +232,9 @@ def _cells(row: Row) -> tuple[str, ...]:
         "" if row.ceiling is None else f"{row.ceiling:.0f}",
         "" if row.reached is None else f"{row.reached:.0%}",
         row.held_by or "",
-        ", ".join(more),
+        ", ".join(remarks),
     )
 
 
-def _ratio(own: Sequence[float], other: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(own, other, strict=True))
+def _ratio(rates: Sequence[float], baseline_rates: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(rates, baseline_rates, strict=True))

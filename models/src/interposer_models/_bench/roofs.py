@@ -1,4 +1,4 @@
-"""The roofs of a device: the bandwidth of its memory, and the rate of matrix products."""
+"""Measure the roofline of a device: memory bandwidth and matmul rate."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from interposer_models._engine.cache_budget import is_host
 
 READ_BYTES = 512 << 20
 COPIED_BYTES = 1 << 30
-_COLUMNS = 1024
+_IN_FEATURES = 1024
 
 Seconds = Callable[[Sequence[Callable[[], object]]], Sequence[float]]
-"""Returns the median seconds of each of some calls."""
+"""Measures the median seconds of each call."""
 
 
 class Timed(NamedTuple):
-    """One way to take bytes, or operations, of which a call takes so many."""
+    """One way to read memory or to multiply; ``amount`` is the bytes or operations of a call."""
 
     name: str
     amount: float
@@ -32,14 +32,14 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Roofs:
-    """The fastest of several ways each.
+    """The roofline of a device; each rate is the best of several measurements.
 
     Attributes:
-        bytes_per_s: of reading, or of a copy, which reads and writes.
-        read_by: the way.
-        flops_per_s: operations of a matrix product.
+        bytes_per_s: of reading; on devices other than a host of a copy, counting reads and writes.
+        read_by: name of the way that reached ``bytes_per_s``.
+        flops_per_s: operations of a matmul.
         threads: of torch on the host.
-        multiplied_by: the way.
+        multiplied_by: name of the way that reached ``flops_per_s``.
     """
 
     bytes_per_s: float
@@ -65,49 +65,52 @@ def measured_roofs(
     products: Iterable[Timed] = (),
     seconds: Seconds | None = None,
 ) -> Roofs:
-    """Measure the roofs of a device.
+    """Measure the roofline of a device.
 
-    A host reads far more than its caches hold, in several ways: what one of them does not reach is
-    its own cost. Any other device copies.
+    A host reads a buffer far larger than the CPU caches, in several ways, because a single way may
+    be limited by overhead. Any other device copies.
 
     Args:
-        rounds: of which the median is taken.
-        read_bytes: 512 MiB of a host and 1 GiB of any other device, unless given.
-        side: of the matrices of ``dtype`` that are multiplied; 2048 on a host, else 8192.
-        products: further ways to multiply.
-        seconds: takes the times, in place of the host's clock.
+        rounds: number of measurements, of which the median counts.
+        read_bytes: size of the buffer; by default 512 MiB for a host and 1 GiB for other devices.
+        side: rows and columns of the square matrices of ``dtype``; by default 2048 for a host and
+            8192 for other devices.
+        products: more ways to multiply.
+        seconds: measures times instead of the host's clock.
     """
     platform, device = placement.platform, placement.device.torch_device
     on_host = is_host(platform)
-    seconds = seconds or _by_clock(rounds, lambda: platform.synchronize(device))
+    seconds = seconds or _host_clock(rounds, lambda: platform.synchronize(device))
     read_bytes = read_bytes or (READ_BYTES if on_host else COPIED_BYTES)
     side = side or (2048 if on_host else 8192)
     with torch.inference_mode():
-        ways = _readers(placement, read_bytes) if on_host else _copies(device, read_bytes)
-        taken, read_by = _fastest(ways, seconds)
-        left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-        plain = Timed("torch.matmul", 2.0 * side**3, lambda: left @ right)
-        multiplied, multiplied_by = _fastest((plain, *products), seconds)
-    return Roofs(taken, read_by, multiplied, torch.get_num_threads(), multiplied_by)
+        # Kernels of the platform join in: they may read faster than torch's reductions.
+        readers = _readers(placement, read_bytes) if on_host else _copies(device, read_bytes)
+        bandwidth, read_by = _fastest(readers, seconds)
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        torch_matmul = Timed("torch.matmul", 2.0 * side**3, lambda: a @ b)
+        matmul_rate, multiplied_by = _fastest((torch_matmul, *products), seconds)
+    return Roofs(bandwidth, read_by, matmul_rate, torch.get_num_threads(), multiplied_by)
 
 
 def _fastest(ways: Iterable[Timed], seconds: Seconds) -> tuple[float, str]:
-    """Return the highest rate and its name; one way's memory is given back before the next."""
+    """Return the highest rate and its name; each way's memory is freed before the next one runs."""
     return max((way.amount / seconds([way.call])[0], way.name) for way in ways)
 
 
-def _by_clock(rounds: int, settle: Callable[[], object]) -> Seconds:
+def _host_clock(rounds: int, synchronize: Callable[[], object]) -> Seconds:
     def seconds(calls: Sequence[Callable[[], object]]) -> list[float]:
         medians = []
         for call in calls:
-            taken = []
+            durations = []
             for _ in range(rounds + 1):
-                settle()
+                synchronize()
                 start = time.perf_counter()
                 call()
-                settle()
-                taken.append(time.perf_counter() - start)
-            medians.append(statistics.median(taken[1:]))
+                synchronize()
+                durations.append(time.perf_counter() - start)
+            # The first call warms up.
+            medians.append(statistics.median(durations[1:]))
         return medians
 
     return seconds
@@ -116,6 +119,7 @@ def _by_clock(rounds: int, settle: Callable[[], object]) -> Seconds:
 def _copies(device: str, size: int) -> Iterator[Timed]:
     source = torch.ones(size, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
+    # A copy reads and writes every byte.
     yield Timed("a copy", 2.0 * size, lambda: target.copy_(source))
 
 
@@ -125,17 +129,18 @@ def _readers(placement: Placement, size: int) -> Iterator[Timed]:
     yield Timed("torch.dot", size, lambda: torch.dot(numbers[:half], numbers[half:]))
     yield Timed("torch.sum", size, lambda: torch.sum(numbers))
     yield Timed("torch.amax", size, lambda: torch.amax(numbers))
-    weight = torch.ones(size // _COLUMNS // 2, _COLUMNS, dtype=torch.bfloat16)
-    x = torch.ones(1, _COLUMNS, dtype=torch.bfloat16)
+    # A GEMV reads the whole weight once.
+    weight = torch.ones(size // _IN_FEATURES // 2, _IN_FEATURES, dtype=torch.bfloat16)
+    x = torch.ones(1, _IN_FEATURES, dtype=torch.bfloat16)
     for name, function, constants in _linear_kernels(placement, weight):
-        held = {"weight": weight, "bias": None} | constants
-        yield Timed(name, size, lambda f=function, h=held: f(x, h["weight"], h["bias"]))  # type: ignore[misc]
+        operands = {"weight": weight, "bias": None} | constants
+        yield Timed(name, size, lambda f=function, h=operands: f(x, h["weight"], h["bias"]))  # type: ignore[misc]
 
 
 def _linear_kernels(
     placement: Placement, weight: torch.Tensor
 ) -> Iterator[tuple[str, Callable[..., object], dict[str, Any]]]:
-    """Yield the kernels here for a plain product, with the constants that they prepared."""
+    """Yield the available kernels for unquantized linear layers, with prepared constants."""
     dtype = str(weight.dtype).removeprefix("torch.")
     dims = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
     capability, name = placement.device.capability, placement.platform.name

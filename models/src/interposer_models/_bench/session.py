@@ -1,4 +1,4 @@
-"""Requests of a benchmark, run step by step, and the time of their steps."""
+"""Run the requests of a benchmark step by step, and measure the time of the steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Sample:
     """One run of a row.
 
     Attributes:
-        tokens: that count for its rate.
-        model_s: seconds of these within the model, where it is watched and no graph.
-        gaps: seconds between the tokens of running requests, where these are asked for.
+        tokens: that count for the rate.
+        model_s: seconds within the model; None if not profiled, or if steps are captured graphs.
+        gaps: seconds between the tokens of running requests, if measured.
     """
 
     seconds: float
@@ -32,7 +32,7 @@ class Sample:
 
 
 class Session:
-    """Runs requests of random tokens in the engine of a model, where nothing else runs."""
+    """Runs requests of random tokens in a model's engine, with no other requests."""
 
     def __init__(self, lm: LanguageModel, seed: int = 0) -> None:
         self.lm = lm
@@ -42,18 +42,18 @@ class Session:
         self._running: list[Sequence] = []
 
     def tokens(self, count: int) -> list[int]:
-        """Return new token ids, drawn anew, so that no cache of prefixes has them."""
+        """Draw random token ids, which no prefix cache contains."""
         return self._random.choices(range(self._vocab_size), k=count)
 
     def repeating(self, count: int, period: int = 16) -> list[int]:
-        """Return token ids that repeat themselves."""
-        some = self.tokens(period)
-        return (some * (count // period + 1))[:count]
+        """Draw token ids that repeat with a period."""
+        repeated = self.tokens(period)
+        return (repeated * (count // period + 1))[:count]
 
     def add(
         self, prompts: list[list[int]], new_tokens: int, adapter: str | None = None
     ) -> list[Sequence]:
-        """Queue requests that end after so many tokens, whatever they are."""
+        """Queue requests that end after ``new_tokens`` tokens, with end tokens ignored."""
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, adapter=adapter)
         added = [self.lm.engine.add(prompt, params) for prompt in prompts]
         self._running += added
@@ -64,64 +64,64 @@ class Session:
     ) -> list[Sequence]:
         """Queue requests, and step until each has a first token.
 
-        Those whose prompts were computed in an earlier step are ahead of others by then, so that
-        they may have as many more.
+        Prompts that were computed in an earlier step produce more tokens until then, so every
+        request gets a margin of new tokens.
         """
-        step = self.lm.engine.scheduler.max_step_tokens
-        ahead = sum(map(len, prompts)) // step + 2
-        added = self.add(prompts, new_tokens + ahead, adapter)
+        step_tokens = self.lm.engine.scheduler.max_step_tokens
+        margin_tokens = sum(map(len, prompts)) // step_tokens + 2
+        added = self.add(prompts, new_tokens + margin_tokens, adapter)
         self.first_tokens(added)
         return added
 
-    def until(self, done: Callable[[], bool]) -> None:
-        """Step until something holds.
+    def until(self, is_done: Callable[[], bool]) -> None:
+        """Step until ``is_done()`` is true.
 
-        Raises: ConfigError: nothing is left to compute before.
+        Raises: ConfigError: the engine has nothing left to compute.
         """
-        while not done():
+        while not is_done():
             if not self.lm.engine.busy:
                 raise ConfigError("The benchmark's requests ended early. Try: another model")
             self.lm.engine.step()
 
     def first_tokens(self, added: list[Sequence]) -> None:
-        """Step until each of some requests has a token."""
+        """Step until each of the requests has a token."""
         self.until(lambda: all(sequence.output for sequence in added))
 
     def decode(self, added: list[Sequence], count: int) -> int:
-        """Step until each of some requests has ``count`` tokens more; return all that came."""
-        before = [len(sequence.output) for sequence in added]
+        """Step until each request has ``count`` more tokens; return the number of new tokens."""
+        old_counts = [len(sequence.output) for sequence in added]
 
-        def grown() -> list[int]:
-            return [len(s.output) - b for s, b in zip(added, before, strict=True)]
+        def new_counts() -> list[int]:
+            return [len(s.output) - old for s, old in zip(added, old_counts, strict=True)]
 
-        self.until(lambda: min(grown()) >= count)
-        return sum(grown())
+        self.until(lambda: min(new_counts()) >= count)
+        return sum(new_counts())
 
     def timed(self, call: Callable[[], int]) -> Sample:
-        """Return the seconds of a call, which returns tokens, with all that it queued."""
+        """Measure the seconds of a call, which returns a token count, and of all queued work."""
         self.settle()
         self._calls.clear()
         start = time.perf_counter()
         tokens = call()
         self.settle()
         seconds = time.perf_counter() - start
-        # Where steps are graphs, nobody calls the model.
+        # Captured graphs bypass the model's forward hooks.
         return Sample(seconds, tokens, sum(self._calls) if self._calls else None)
 
     def settle(self) -> None:
-        """Wait until the device has done its work."""
+        """Wait until the device is idle."""
         placement = self.lm.placement
         placement.platform.synchronize(placement.device.torch_device)
 
     def end(self) -> None:
-        """Cancel what still runs."""
+        """Cancel all requests that still run."""
         for sequence in self._running:
             self.lm.engine.cancel(sequence)
         self._running.clear()
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Time the calls of the model within a ``with`` block; the device is waited for."""
+    def profiled(self) -> Iterator[None]:
+        """Measure the model's calls within a ``with`` block, waiting for the device after each."""
         started = 0.0
 
         def begin(*_: Any) -> None:
@@ -133,6 +133,7 @@ class Session:
             self.settle()
             self._calls.append(time.perf_counter() - started)
 
+        # Waiting for the device before and after attributes its time to the model.
         model = self.lm.engine.model
         handles = model.register_forward_pre_hook(begin), model.register_forward_hook(finish)
         try:
@@ -143,18 +144,18 @@ class Session:
                 handle.remove()
 
     @contextmanager
-    def unspeculated(self) -> Iterator[None]:
-        """Decode without guesses within a ``with`` block."""
+    def without_speculation(self) -> Iterator[None]:
+        """Disable speculative decoding within a ``with`` block."""
         engine = self.lm.engine
-        kept, engine.speculation = engine.speculation, None
+        speculation, engine.speculation = engine.speculation, None
         try:
             yield
         finally:
-            engine.speculation = kept
+            engine.speculation = speculation
 
     @contextmanager
-    def adapted(self, name: str, folder: str) -> Iterator[None]:
-        """Have an adapter within a ``with`` block; layers are as without any outside of it."""
+    def with_adapter(self, name: str, folder: str) -> Iterator[None]:
+        """Load a LoRA adapter within a ``with`` block, and remove the adapter after."""
         self.lm.load_adapter(name, folder)
         try:
             yield

@@ -1,4 +1,4 @@
-"""The sizes of a benchmark, cut to the context of the model."""
+"""The sizes of a benchmark, limited to the context of the model."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ END_TOKENS = 20
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens and requests of the rows.
+    """Numbers of tokens and requests of the rows.
 
     Attributes:
         prompt: tokens of a prompt.
-        behind: tokens in the cache before the prompt that extends them; a step takes as many.
-        contexts: tokens before those that are decoded.
-        new: tokens that are decoded.
+        behind: cached tokens before the prompt of the extension row; also the limit of a step.
+        contexts: tokens before the decoded ones.
+        new: decoded tokens.
         batch: requests that decode together.
-        together: tokens before those of such requests, as many as in the shortest context where
-            the model's holds them though some are ahead of others.
+        together: context of such requests: the shortest context, or less if the model's context
+            would not hold the extra tokens of requests that started earlier.
         joins: prompts that join running requests, one in every 8 steps.
-        shared: tokens that prompts have in common; 0 leaves that row out.
-        notes: what was cut.
+        shared: tokens of the prefix that prompts share; 0 omits the rows.
+        notes: sentences about sizes that were reduced.
     """
 
     prompt: int
@@ -49,17 +49,18 @@ class Sizes:
         batch: int,
         shared: int = 0,
     ) -> Sizes:
-        """Return sizes that a model with a context of so many tokens takes.
+        """Choose sizes that fit a model with a context of ``context`` tokens.
 
-        Raises: ConfigError: a size is below 1, or the context holds no prompt and a new token.
+        Raises: ConfigError: a size is below 1, or the context does not fit a prompt and a new
+        token.
         """
-        given = {"--prompt": prompt, "--new-tokens": new, "--batch": batch}
-        given |= {"--contexts": min(contexts, default=0)}
-        for name, value in given.items():
+        values_by_option = {"--prompt": prompt, "--new-tokens": new, "--batch": batch}
+        values_by_option |= {"--contexts": min(contexts, default=0)}
+        for name, value in values_by_option.items():
             if value < 1:
                 raise ConfigError(f"{name} is {value}, must be an integer of at least 1")
         if shared < 0:
-            raise ConfigError(f"--shared-prefix is {shared}, must be an integer of at least 1")
+            raise ConfigError(f"--shared-prefix is {shared}, must be an integer of at least 0")
         if context < new + 16:
             raise ConfigError(
                 f"--new-tokens is {new}, and the model's context is {context} tokens. "
@@ -67,35 +68,47 @@ class Sizes:
             )
         notes: list[str] = []
 
-        def cut(what: str, wanted: int, most: int) -> int:
-            if wanted > most:
-                notes.append(f"{what} is cut from {wanted} to {most}: the context is {context}")
-            return min(wanted, most)
+        def cut(what: str, size: int, limit: int) -> int:
+            if size > limit:
+                notes.append(f"{what} is cut from {size} to {limit}: the context is {context}")
+            return min(size, limit)
 
-        room = context - new - 1
-        prompt = cut("the prompt", prompt, room // 2)
-        behind = cut("what a prompt extends", 2 * prompt, room - prompt)
-        kept: dict[int, None] = {}
-        for wanted in sorted(contexts):
-            kept[cut("a context", wanted, room)] = None
-        first = min(kept)
-        ahead = max(batch, RUNNING) * first // behind + 2
-        together = max(min(first, room - ahead), 1)
+        max_context = context - new - 1
+        prompt = cut("the prompt", prompt, max_context // 2)
+        behind = cut("what a prompt extends", 2 * prompt, max_context - prompt)
+        usable_contexts: dict[int, None] = {}
+        for size in sorted(contexts):
+            usable_contexts[cut("a context", size, max_context)] = None
+        first = min(usable_contexts)
+        # Tokens that the first request decodes while the prompts of the others are computed.
+        margin_tokens = max(batch, RUNNING) * first // behind + 2
+        together = max(min(first, max_context - margin_tokens), 1)
         if shared:
             shared = cut("the common prefix", shared, context - END_TOKENS - 2)
+        # One prompt joins in every eighth step.
         joins = -(-new // 8)
-        return cls(prompt, behind, tuple(kept), new, batch, together, joins, shared, tuple(notes))
+        return cls(
+            prompt,
+            behind,
+            tuple(usable_contexts),
+            new,
+            batch,
+            together,
+            joins,
+            shared,
+            tuple(notes),
+        )
 
     @property
     def max_sequences(self) -> int:
-        """The requests that run at once."""
+        """Requests that run at once."""
         return max(self.batch, RUNNING + 1)
 
     def cache_tokens(self, page_tokens: int = 64) -> int:
-        """Return the tokens of a cache that holds what any row takes, guesses and pages included.
+        """Return the cache size that any row needs, with draft tokens and partial pages included.
 
         Args:
-            page_tokens: that a sequence may waste; guesses take some, too.
+            page_tokens: margin of a sequence for partial pages and draft tokens.
         """
         longest = max(*self.contexts, self.behind + self.prompt, self.shared + END_TOKENS)
         rows = (
@@ -103,14 +116,14 @@ class Sizes:
             self.batch * (self.together + self.new),
             RUNNING * (self.together + self.new) + self.joins * (self.prompt + 1),
         )
-        # A prefix cache keeps what one round computed until the next one wants the room.
+        # The prefix cache keeps one round's shared prefix until the next round needs the pages.
         return max(rows) + self.shared + 2 * page_tokens * self.max_sequences
 
 
 def parsed_contexts(text: str) -> list[int]:
-    """Return the numbers of a list with commas.
+    """Parse a comma-separated list of numbers.
 
-    Raises: ConfigError: it is no such list.
+    Raises: ConfigError: the text is no such list.
     """
     try:
         return [int(part) for part in text.split(",")]

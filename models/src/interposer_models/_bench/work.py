@@ -1,4 +1,4 @@
-"""The bytes that steps of a decoder have to read and the operations they take, whatever runs it.
+"""Count the bytes that a decoder's steps must read and the operations, for any kernels.
 
 Dimensions: T tokens of a step, C tokens in the cache before it, B sequences.
 """
@@ -23,18 +23,19 @@ from interposer_ops.layers.embedding import Embedding, LMHead
 from interposer_ops.layers.experts import Experts
 from interposer_ops.layers.linear import Linear
 
-# A recurrent state is decayed, read by a key, changed by an outer product and read by a query.
+# Multiplications per state element and token: decay, update by an outer product, and the product
+# with a query. A delta rule also multiplies the state by a key, which is not counted.
 _STATE_PRODUCTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights that a token asks for, or asks a share of.
+    """Weights of which every token, or a share of tokens, needs a part.
 
     Attributes:
-        numbers: elements of matrices.
-        num_bytes: that are held of them, scales and vectors included.
-        asked: the share that one token asks for; less than 1 of experts.
+        numbers: elements of the matrices.
+        num_bytes: as stored, with scales and vectors.
+        asked: the part that one token needs; below 1 for routed experts.
     """
 
     numbers: int = 0
@@ -42,24 +43,24 @@ class Weights:
     asked: float = 1.0
 
     def __add__(self, other: Weights) -> Weights:
-        """Return both, of which the share of the first is asked for."""
+        """Return the sum, with this object's ``asked``."""
         return Weights(self.numbers + other.numbers, self.num_bytes + other.num_bytes, self.asked)
 
     def read(self, tokens: int) -> float:
-        """Return the share that T tokens read together, experts drawn evenly."""
+        """Return the part that T tokens read together, if tokens choose experts evenly."""
         return 1.0 - (1.0 - self.asked) ** tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """The work of one layer between tokens.
+    """The work of one layer that mixes tokens: attention or a recurrent layer.
 
     Attributes:
-        token_bytes: kept of each token.
-        products: multiplications of a query with what is kept of one token.
-        window: how many tokens a query sees.
-        state_bytes: of a recurrent state, whatever the context.
-        state_numbers: elements of it.
+        token_bytes: cached for each token.
+        products: multiplications of a query with one cached token.
+        window: the most tokens that a query attends to.
+        state_bytes: of a recurrent state, independent of the context.
+        state_numbers: elements of the recurrent state.
     """
 
     token_bytes: int = 0
@@ -69,27 +70,29 @@ class Mixing:
     state_numbers: int = 0
 
     def read_bytes(self, context: float) -> float:
-        """Return what a decode step reads behind so many tokens; it writes a state back, too."""
+        """Return the bytes that a decode step reads (and writes, of a state) after a context."""
         return self.token_bytes * min(context, self.window) + 2 * self.state_bytes
 
     def mixed(self, tokens: int, behind: int = 0) -> float:
-        """Return the multiplications of T tokens behind C others, which see no later one."""
+        """Return the multiplications of T tokens after C cached ones, with causal attention."""
         pairs = self._pairs(behind + tokens) - self._pairs(behind)
         return self.products * pairs + _STATE_PRODUCTS * self.state_numbers * tokens
 
     def _pairs(self, tokens: int) -> float:
-        seen = min(tokens, self.window)
-        return tokens * seen - seen**2 / 2
+        """Return the number of query-key pairs of the first ``tokens`` tokens."""
+        window = min(tokens, self.window)
+        # A triangle up to the window, then a band.
+        return tokens * window - window**2 / 2
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """The least that steps of a decoder take.
+    """The least work of a decoder's steps.
 
     Attributes:
-        weights: of layers; those of experts apart, since a token asks for some of them.
-        head: of the logits, which one token of each sequence asks for.
-        layers: those that mix tokens.
+        weights: of the layers; routed experts separately, as a token needs only some of them.
+        head: the LM head, which only one token of each sequence needs.
+        layers: the layers that mix tokens.
     """
 
     weights: tuple[Weights, ...]
@@ -98,50 +101,56 @@ class ModelWork:
 
     @classmethod
     def of(cls, model: CausalModel) -> Self:
-        """Count a model; before its weights are loaded, bytes are those that it reserves for them.
+        """Count a model's work; before the weights are loaded, bytes are those of the parameters.
 
-        The embedding counts as the head where both share a table: a step reads a row of it else.
+        An embedding that shares its table with the LM head counts as the head; other embeddings do
+        not count, since a step reads only rows of them.
         """
         dense, routed = Weights(), []
         head = Weights()
-        seen: set[int] = set()
+        # Tensors that share memory count once.
+        counted: set[int] = set()
         for module in _outermost(model):
             if isinstance(module, LMHead):
                 size = module.vocab_size * module.hidden_size
                 operands = _pytree.tree_leaves(module.operands or tuple(module.parameters()))
-                head = Weights(size, _num_bytes(operands, seen))
+                head = Weights(size, _num_bytes(operands, counted))
             elif isinstance(spec := getattr(module, "spec", None), ExpertsSpec):
+                # Gated experts have three matrices, experts without a gate have two.
                 numbers = (3 if isinstance(module, Experts) else 2) * spec.num_experts
                 numbers *= spec.hidden_size * spec.intermediate_size
-                held = sum(_num_bytes(_own(inner), seen) for inner in module.modules())
-                # A rank may hold some of those that a token chooses from.
-                count = getattr(module, "num_routed", spec.num_experts)
-                routed.append(Weights(numbers, held, spec.top_k / count))
+                num_bytes = sum(
+                    _num_bytes(_own_values(inner), counted) for inner in module.modules()
+                )
+                # With expert parallelism a rank has only some of the experts a token chooses from.
+                num_routed = getattr(module, "num_routed", spec.num_experts)
+                routed.append(Weights(numbers, num_bytes, spec.top_k / num_routed))
             else:
-                dense += Weights(_numbers(module), _num_bytes(_own(module), seen))
+                dense += Weights(_numbers(module), _num_bytes(_own_values(module), counted))
         return cls((dense, *routed), head, (*_mixing(model), *_states(model)))
 
     @property
     def numbers(self) -> int:
-        """The weights that there are."""
+        """Number of all weights."""
         return sum(part.numbers for part in (*self.weights, self.head))
 
     def weights_read(self, tokens: int) -> float:
-        """Return how many weights a step of T tokens reads."""
+        """Return the number of weights that a step of T tokens reads."""
         return sum(part.numbers * part.read(tokens) for part in (*self.weights, self.head))
 
     def weight_bytes(self, tokens: int) -> float:
-        """Return how many bytes these take as they are held."""
+        """Return the bytes of weights that a step of T tokens reads, as stored."""
         return sum(part.num_bytes * part.read(tokens) for part in (*self.weights, self.head))
 
     def context_bytes(self, context: float) -> float:
-        """Return what a step reads of one sequence's cache, and reads and writes of its states."""
+        """Return the bytes of a step for one sequence: cache reads, state reads and writes."""
         return sum(layer.read_bytes(context) for layer in self.layers)
 
     def operations(self, tokens: int, behind: int = 0, sequences: int = 1) -> float:
-        """Return the operations of T tokens of each of B sequences, behind C others of their own.
+        """Return the operations of T tokens of each of B sequences, after C cached tokens of each.
 
-        The last token of each alone asks for logits; a multiplication and an addition are two.
+        Only the last token of each sequence needs logits. A multiplication and an addition are two
+        operations.
         """
         weights = sum(part.numbers * part.asked for part in self.weights)
         mixed = sum(layer.mixed(tokens, behind) for layer in self.layers)
@@ -149,9 +158,9 @@ class ModelWork:
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules with all inner ones, but for those of experts; tables of tokens are left out.
+    """Yield a model's modules without token embeddings and without modules inside of experts.
 
-    What a decoder holds itself are angles of positions, of which a step reads rows as well.
+    A decoder itself is skipped: its own tensors are tables of angles, of which a step reads rows.
     """
     if isinstance(module, Embedding):
         return
@@ -162,50 +171,53 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
             yield from _outermost(child)
 
 
-def _own(module: nn.Module) -> list[Any]:
-    """Return what the attributes of a module hold, but not those of modules inside."""
+def _own_values(module: nn.Module) -> list[Any]:
+    """Return the values of a module's attributes, but not of its submodules."""
     return _pytree.tree_leaves(vars(module))
 
 
 def _numbers(module: nn.Module) -> int:
-    """Return the elements of a module's own matrices, however they are packed."""
+    """Return the number of elements of a module's own matrices, before packing."""
     if isinstance(module, Linear):
         return module.in_features * sum(module.parts.values())
     if isinstance(module, LatentProjection):
         return module.heads * sum(module.sizes) * module.latent_size
-    found = {id(leaf): leaf for leaf in _own(module) if isinstance(leaf, Tensor) and leaf.ndim > 1}
-    return sum(tensor.numel() for tensor in found.values())
+    matrices_by_id = {
+        id(leaf): leaf for leaf in _own_values(module) if isinstance(leaf, Tensor) and leaf.ndim > 1
+    }
+    return sum(tensor.numel() for tensor in matrices_by_id.values())
 
 
-def _num_bytes(leaves: Iterable[Any], seen: set[int]) -> int:
-    """Return the bytes of the memory of tensors that nobody has ``seen``, and add it to those."""
+def _num_bytes(leaves: Iterable[Any], counted: set[int]) -> int:
+    """Return the bytes of tensors with memory not yet in ``counted``, and add that memory."""
     total = 0
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             continue
         is_strided = leaf.layout is torch.strided
         storage = leaf.untyped_storage() if is_strided else None
-        # Tensors without memory of their own, as on the meta device, are told apart by themselves.
+        # Tensors without memory, as on the meta device, are identified by object instead.
         key = (storage.data_ptr() if storage is not None else 0) or id(leaf)
-        if key not in seen:
-            seen.add(key)
+        if key not in counted:
+            counted.add(key)
             total += leaf.numel() * leaf.itemsize if storage is None else storage.nbytes()
     return total
 
 
 def _mixing(model: nn.Module) -> Iterator[Mixing]:
-    """Yield the work of layers that attend; of latent ones, with keys and values of their own."""
-    latent = {id(m.attn): m for m in model.modules() if isinstance(m, LatentAttention)}
+    """Yield the work of attention layers; latent attention counts with expanded keys and values."""
+    latent_by_attention = {id(m.attn): m for m in model.modules() if isinstance(m, LatentAttention)}
     for module in model.modules():
         if not isinstance(module, Attention | StoredAttention):
             continue
         spec: AttentionSpec = module.backend.spec
-        seen = spec.window_tokens or (spec.top_k if spec.sparse else None) or math.inf
+        window = spec.window_tokens or (spec.top_k if spec.sparse else None) or math.inf
         token_bytes = module.backend.kv_layout().page_bytes() // spec.page_size
+        # Scores and weighted sums take head_size multiplications each.
         width = 2 * spec.head_size
-        if (outer := latent.get(id(module))) is not None:
-            width = sum(outer.kv_b_proj.sizes) + outer.rotary_size
-        yield Mixing(token_bytes, spec.num_heads * width, seen)
+        if (latent_layer := latent_by_attention.get(id(module))) is not None:
+            width = sum(latent_layer.kv_b_proj.sizes) + latent_layer.rotary_size
+        yield Mixing(token_bytes, spec.num_heads * width, window)
 
 
 def _states(model: CausalModel) -> Iterator[Mixing]:

@@ -1,6 +1,6 @@
 """The subcommand ``interposer bench``.
 
-What is heavy is imported inside the command, so that ``--help`` answers at once.
+Heavy modules are imported inside the command, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -39,42 +39,48 @@ def bench(
     ],
     prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
     contexts: Annotated[
-        str, typer.Option(help="Tokens in front of those that are decoded.")
+        str, typer.Option(help="Context lengths of the decode rows, in tokens.")
     ] = "128,1024,4096",
-    new_tokens: Annotated[int, typer.Option(help="Tokens that are decoded.")] = 32,
-    batch: Annotated[int, typer.Option(help="Requests that decode together; 1 for none.")] = 8,
-    rounds: Annotated[int, typer.Option(help="Runs of each row, behind one to warm up.")] = 3,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to decode.")] = 32,
+    batch: Annotated[int, typer.Option(help="Requests of the batch row; 1 omits the row.")] = 8,
+    rounds: Annotated[
+        int, typer.Option(help="Measured runs of each row, after one to warm up.")
+    ] = 3,
     adapter: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Adds rows with this LoRA adapter.")
+        str | None, typer.Option(metavar="FOLDER", help="Add rows with this LoRA adapter.")
     ] = None,
     shared_prefix: Annotated[
-        int, typer.Option(metavar="TOKENS", help="Adds a prompt that begins as an earlier one.")
+        int, typer.Option(metavar="TOKENS", help="Add rows with prompts that share a prefix.")
     ] = 0,
     speculate: Speculate = None,
     tensor_parallel: TensorParallel = 1,
     expert_parallel: ExpertParallel = False,
     dtype: Dtype = "auto",
     quantization: Quantization = None,
-    threads: Annotated[int | None, typer.Option(help="Threads that compute on a host.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of torch on the host.")] = None,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
     read_mib: Annotated[
-        int | None, typer.Option(help="MiB to measure the bandwidth with; few say little.")
+        int | None, typer.Option(help="MiB to measure bandwidth with; too few measure a cache.")
     ] = None,
     as_json: AsJson = False,
     llama_bench: Annotated[
-        bool, typer.Option("--llama-bench", help="Print the rows of llama-bench, as it does.")
+        bool, typer.Option("--llama-bench", help="Print the table in llama-bench's format.")
     ] = False,
-    plot: Annotated[bool, typer.Option("--plot", help="Draw the rows below the table.")] = False,
-    svg: Annotated[Path | None, typer.Option(help="Draw the rows into this file.")] = None,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Draw the rows as bars below the table.")
+    ] = False,
+    svg: Annotated[
+        Path | None, typer.Option(help="Draw the rows as bars into this SVG file.")
+    ] = None,
 ) -> None:
     """Measure how fast a model runs here, and how fast this machine would let it."""
     import torch
 
     from interposer.errors import ConfigError
-    from interposer_models._bench.benchmark import judged_rows, measured_runs, roofs_of
-    from interposer_models._bench.drawing import bars, drawn
+    from interposer_models._bench.benchmark import benchmark_rows, measured_runs, roofs_of
+    from interposer_models._bench.drawing import bars, svg_chart
     from interposer_models._bench.kinds import kinds_of
     from interposer_models._bench.results import Benchmark
     from interposer_models._bench.sizes import END_TOKENS, Sizes, parsed_contexts
@@ -96,13 +102,14 @@ def bench(
     planned = plan(model_dir, dtype, config=config, quantization=quantization)
     if reads_sources(planned.model):
         raise ConfigError(
-            f"{model_dir} has an encoder, and bench measures decoders alone. Try: interposer run"
+            f"{model_dir} has an encoder, but bench measures only decoders. Try: interposer run"
         )
     context = planned.decoder.max_position_embeddings
-    given = parsed_contexts(contexts)
-    sizes = Sizes.within(context, prompt, given, new_tokens, batch, shared_prefix)
-    whole = any(layer.backend.spec.prefix_lm for layer in planned.model.attention_layers)
+    context_lengths = parsed_contexts(contexts)
+    sizes = Sizes.within(context, prompt, context_lengths, new_tokens, batch, shared_prefix)
+    has_prefix_lm = any(layer.backend.spec.prefix_lm for layer in planned.model.attention_layers)
     compute, longest = planned.dtype, max(*sizes.contexts, sizes.shared + END_TOKENS)
+    # The plan was only for the context length; its modules must not stay in memory.
     del planned
     with launched(tensor_parallel, config) as load:
         started = time.perf_counter()
@@ -115,22 +122,23 @@ def bench(
             speculate,
             expert_parallel=expert_parallel,
             max_sequences=sizes.max_sequences,
-            max_step_tokens=max(sizes.behind, longest) if whole else sizes.behind,
+            # A prefix LM computes a prompt in one step, which must hold the longest prompt.
+            max_step_tokens=max(sizes.behind, longest) if has_prefix_lm else sizes.behind,
             cache_tokens=sizes.cache_tokens(),
             prefix_cache=bool(sizes.shared),
         )
         load_s = time.perf_counter() - started
-        options: dict[str, Any] = {"adapter": adapter is not None, "whole_prompts": whole}
+        options: dict[str, Any] = {"adapter": adapter is not None, "whole_prompts": has_prefix_lm}
         kinds = list(kinds_of(sizes, speculates=speculate is not None, **options))
         with _progress() as progress:
             runs = measured_runs(lm, kinds, rounds, adapter, progress)
-            peak = peak_memory(lm)  # before the bandwidth is measured, which takes more
+            peak = peak_memory(lm)  # before the bandwidth is measured, which needs more memory
             progress("measuring bandwidth and arithmetic")
             roofs = roofs_of(
                 lm, compute, sizes.prompt, None if read_mib is None else read_mib << 20
             )
         work = ModelWork.of(lm.engine.model)
-    found = Benchmark(
+    benchmark = Benchmark(
         model=str(model_dir),
         platform=lm.placement.platform.name,
         device=lm.placement.device.name,
@@ -142,26 +150,26 @@ def bench(
         load_s=load_s,
         peak_memory_bytes=peak,
         roofs=roofs,
-        rows=judged_rows(kinds, runs, work, roofs),
-        notes=(*sizes.notes, *_notes(whole, tensor_parallel)),
+        rows=benchmark_rows(kinds, runs, work, roofs),
+        notes=(*sizes.notes, *_notes(has_prefix_lm, tensor_parallel)),
     )
     if svg is not None:
-        svg.write_text(drawn(found), encoding="utf-8")
-    print(found.to_json() if as_json else found.llama_bench() if llama_bench else found)
+        svg.write_text(svg_chart(benchmark), encoding="utf-8")
+    print(benchmark.to_json() if as_json else benchmark.llama_bench() if llama_bench else benchmark)
     if plot and not as_json:
-        print(f"\n{bars(found)}")
+        print(f"\n{bars(benchmark)}")
 
 
-def _notes(whole: bool, ranks: int) -> Iterator[str]:
-    if whole:
-        yield "prompts are computed whole: none extends another"
+def _notes(has_prefix_lm: bool, ranks: int) -> Iterator[str]:
+    if has_prefix_lm:
+        yield "prompts are computed in one step, so no row extends a cached prompt"
     if ranks > 1:
         yield f"{ranks} ranks: weights, memory and ceilings are those of rank 0"
 
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """Show what runs, on a terminal alone."""
+    """Show the current row, if stderr is a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)

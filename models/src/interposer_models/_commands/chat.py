@@ -28,28 +28,28 @@ if TYPE_CHECKING:
 
 _HELP = """\
 /clear         forget the conversation
-/system TEXT   say what the model is to be, and forget the conversation
-/exit          end; Ctrl-D does so too
-Ctrl-C stops an answer; what there is of it stays."""
+/system TEXT   set the system message, and forget the conversation
+/exit          end; so does Ctrl-D
+Ctrl-C stops an answer; the part shown so far stays in the conversation."""
 
 
 def chat(
     model_dir: Annotated[
         Path, typer.Argument(help="A model directory, a name, or a file that a plugin reads.")
     ],
-    system: Annotated[str | None, typer.Option(help="What the model is to be.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Where answers end at the latest.")] = 2048,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 2048,
     temperature: Annotated[
         float | None,
-        typer.Option(help="0 is greedy; without it, what the model's generation_config.json says."),
+        typer.Option(help="0 is greedy; the default is that of generation_config.json."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes a warm temperature repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     template: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="A file with a chat template, in place of the model's.",
+            help="A file with a chat template, instead of the model's.",
         ),
     ] = None,
     dtype: Dtype = "auto",
@@ -63,7 +63,7 @@ def chat(
     """Talk with the model in the terminal."""
     from interposer_models._parallel.launching import launched
 
-    written = None if template is None else template.read_text(encoding="utf-8")
+    template_text = None if template is None else template.read_text(encoding="utf-8")
     config = policy(kernel, platform, locked)
     with launched(tensor_parallel, config) as load:
         lm = load_with_progress(
@@ -72,36 +72,36 @@ def chat(
         settings = {**lm.suggested, "max_new_tokens": max_new_tokens, "seed": seed}
         if temperature is not None:
             settings["temperature"] = temperature
-        conversation = _Conversation(lm, system, settings, written)
-        conversation.prompt("")  # a model without a template is refused before anybody writes
+        conversation = _Conversation(lm, system, settings, template_text)
+        conversation.prompt("")  # fails early for a model without a template
         context = lm.engine.model.config.max_position_embeddings
         _say(f"{model_dir}: {context} tokens of context. /help")
         _talk(conversation)
 
 
 def _talk(conversation: _Conversation) -> None:
-    """Answer what is typed, until its end."""
+    """Answer the user's lines until the end of the input."""
     from interposer.errors import RequestError
 
     for line in _lines():
-        command, _, rest = line.partition(" ")
+        command, _, argument = line.partition(" ")
         if command == "/exit":
             break
         if command == "/help":
             _say(_HELP)
         elif command in ("/clear", "/system"):
-            conversation.begin(rest.strip() if command == "/system" else conversation.system)
+            conversation.begin(argument.strip() if command == "/system" else conversation.system)
         elif command.startswith("/"):
-            _say(f"There is no {command}.\n{_HELP}")
+            _say(f"Unknown command {command}.\n{_HELP}")
         elif line.strip():
             try:
                 _say(conversation.answer(line, lambda text: print(text, end="", flush=True)))
             except RequestError as error:
-                _say(f"error: {error}\nThe conversation is as it was. Try: /clear")
+                _say(f"error: {error}\nThe conversation is unchanged. Try: /clear")
 
 
 class _Conversation:
-    """Messages so far, and how the next one is made."""
+    """The messages so far, and the settings of the next answer."""
 
     def __init__(
         self,
@@ -116,17 +116,17 @@ class _Conversation:
         self.begin(system)
 
     def begin(self, system: str | None) -> None:
-        """Forget everything but what the model is to be."""
+        """Forget all messages and set the system message."""
         self.system = system
         self._messages = [{"role": "system", "content": system}] if system else []
 
     def prompt(self, text: str) -> list[int]:
-        """Return the token ids that ask for an answer to ``text``."""
-        asked = [*self._messages, {"role": "user", "content": text}]
-        return self._lm.chat_prompt(asked, template=self._template)
+        """Return the token ids of the conversation with ``text`` as the next user message."""
+        messages = [*self._messages, {"role": "user", "content": text}]
+        return self._lm.chat_prompt(messages, template=self._template)
 
     def answer(self, text: str, show: Callable[[str], None]) -> str:
-        """Stream an answer to ``show``, remember both, and return figures of it."""
+        """Stream an answer to ``show``, remember question and answer, and return statistics."""
         prompt = self.prompt(text)
         started = time.perf_counter()
         parts: list[str] = []
@@ -139,30 +139,32 @@ class _Conversation:
                 parts.append(delta.text)
                 show(delta.text)
                 reason = delta.finish_reason
+        # After Ctrl-C, frees the request's pages in the engine.
         stream.close()  # type: ignore[attr-defined]
         show("\n")
+        # An interrupted answer stays in the conversation as far as it was shown.
         self._messages += [
             {"role": "user", "content": text},
             {"role": "assistant", "content": "".join(parts)},
         ]
         if not arrivals:
             return f"no token ({reason})"
-        figures = speed(arrivals)
+        rates = speed(arrivals)
         context = self._lm.engine.model.config.max_position_embeddings
         return (
             f"{len(arrivals)} tokens ({reason or 'stopped'}), "
-            f"first after {figures['time_to_first_token_s'] * 1e3:.0f} ms, "
-            f"then {figures['tokens_per_second']:.1f} tokens/s, "
+            f"first after {rates['time_to_first_token_s'] * 1e3:.0f} ms, "
+            f"then {rates['tokens_per_second']:.1f} tokens/s, "
             f"{len(prompt) + len(arrivals)} of {context} tokens of context"
         )
 
 
 def _lines() -> Iterator[str]:
-    """Yield what is typed, line by line, until its end or an interrupt."""
+    """Yield the user's lines until the end of the input or an interrupt."""
     is_typed = sys.stdin.isatty()
     if is_typed:
         with suppress(ImportError):
-            import readline  # noqa: F401  input() edits lines and recalls them once it is there
+            import readline  # noqa: F401  importing it gives input() editing and history
     while True:
         try:
             yield input("> " if is_typed else "")

@@ -1,6 +1,6 @@
 """The subcommand ``interposer run``.
 
-What is heavy is imported inside the command, so that ``--help`` answers at once.
+Heavy modules are imported inside the command, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def run(
         ),
     ],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Where to end at the latest.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes a warm temperature repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     adapter: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="A LoRA adapter, or its name on the hub.")
     ] = None,
@@ -54,7 +54,7 @@ def run(
     offload: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Weights that stay in memory, as 8GiB or 50%; others come in turn."
+            metavar="SIZE", help="Weights to keep in memory, as 8GiB or 50%; the rest is streamed."
         ),
     ] = None,
     platform: PlatformName = None,
@@ -99,17 +99,23 @@ def run(
             if not as_json:
                 print(delta.text, end="", flush=True)
 
-        figures = {"load_s": load_s, **speed(arrivals), **_memory(lm), **_guesses(lm)}
+        statistics = {"load_s": load_s, **speed(arrivals), **_memory(lm), **_draft_counts(lm)}
     if as_json:
-        facts = {"text": "".join(text), "token_ids": token_ids, "finish_reason": reason, **figures}
+        facts = {
+            "text": "".join(text),
+            "token_ids": token_ids,
+            "finish_reason": reason,
+            **statistics,
+        }
         print(json.dumps(facts, indent=2))
     else:
         print()
+        # The engine reports "length" for both limits; tell the user which one it was.
         if reason == "length" and len(token_ids) < max_new_tokens:
             reason = (
                 f"length: the context of {lm.engine.model.config.max_position_embeddings} is full"
             )
-        print(_summary(len(token_ids), reason, figures), file=sys.stderr)
+        print(_summary(len(token_ids), reason, statistics), file=sys.stderr)
 
 
 def load_with_progress(
@@ -121,11 +127,11 @@ def load_with_progress(
     speculation: str | None = None,
     **sizes: Any,
 ) -> LanguageModel:
-    """Load a model for one request at a time, and show how far that is on a terminal.
+    """Load a model for one request at a time, with a progress bar if stderr is a terminal.
 
     Args:
-        load: of ``interposer_models``, or of ranks that were launched.
-        sizes: further options of ``load``, for more requests for example.
+        load: ``interposer_models.load``, or that of launched ranks.
+        sizes: more options of ``load``, for example ``max_sequences``.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -137,8 +143,8 @@ def load_with_progress(
     ) as bar:
         task = bar.add_task("loading", total=None)
 
-        def advance(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
+        def advance(done_bytes: int, total_bytes: int) -> None:
+            bar.update(task, completed=done_bytes, total=total_bytes)
 
         return load(
             path,
@@ -152,14 +158,15 @@ def load_with_progress(
 
 
 def speed(arrivals: list[float]) -> dict[str, float]:
-    """Return seconds to the first token and tokens per second after it."""
+    """Return the seconds to the first token, and tokens per second after that."""
     span = arrivals[-1] - arrivals[0]
+    # The first token has the prefill's latency, so the rate counts the tokens after it.
     rate = (len(arrivals) - 1) / span if span > 0 else 0.0
     return {"time_to_first_token_s": arrivals[0], "tokens_per_second": rate}
 
 
 def peak_memory(lm: LanguageModel) -> int | None:
-    """Return the most bytes that this process has held; None where the platform does not tell."""
+    """Return the most bytes that this process has used; None if the platform has no figure."""
     placement = lm.placement
     if not placement.platform.provides("peak_memory_bytes"):
         return None
@@ -171,21 +178,23 @@ def _memory(lm: LanguageModel) -> dict[str, int]:
     return {} if peak is None else {"peak_memory_bytes": peak}
 
 
-def _guesses(lm: LanguageModel) -> dict[str, int]:
+def _draft_counts(lm: LanguageModel) -> dict[str, int]:
     if (counts := lm.speculation) is None:
         return {}
     return {"drafted_tokens": counts.drafted_tokens, "accepted_tokens": counts.accepted_tokens}
 
 
-def _summary(count: int, reason: object, figures: dict[str, Any]) -> str:
+def _summary(count: int, reason: object, statistics: dict[str, Any]) -> str:
     parts = [
         f"{count} tokens ({reason})",
-        f"loaded in {figures['load_s']:.2f} s",
-        f"first token after {figures['time_to_first_token_s'] * 1e3:.0f} ms",
-        f"then {figures['tokens_per_second']:.1f} tokens/s",
+        f"loaded in {statistics['load_s']:.2f} s",
+        f"first token after {statistics['time_to_first_token_s'] * 1e3:.0f} ms",
+        f"then {statistics['tokens_per_second']:.1f} tokens/s",
     ]
-    if "peak_memory_bytes" in figures:
-        parts.append(f"peak memory {figures['peak_memory_bytes'] / 2**20:.0f} MiB")
-    if "drafted_tokens" in figures:
-        parts.append("{accepted_tokens} of {drafted_tokens} guesses accepted".format(**figures))
+    if "peak_memory_bytes" in statistics:
+        parts.append(f"peak memory {statistics['peak_memory_bytes'] / 2**20:.0f} MiB")
+    if "drafted_tokens" in statistics:
+        parts.append(
+            "{accepted_tokens} of {drafted_tokens} draft tokens accepted".format(**statistics)
+        )
     return ", ".join(parts)

@@ -1,1 +1,1 @@
-"""The decoder, and its configuration."""
+"""The parts of decoders, and the settings read from config.json."""

@@ -1,4 +1,4 @@
-"""Attention that rotates queries and keys in other ways than Llama's, or not at all."""
+"""Attention layers with interleaved rotary embedding, or without rotary embedding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from interposer_ops.rotary import rotary_embedding_interleaved
 
 
 class Unrotated(RotaryEmbedding):
-    """Leave queries and keys as they are."""
+    """A rotary layer that returns queries and keys unchanged (NoPE)."""
 
     def __init__(self, site: Site, head_size: int, rotary_size: int) -> None:
         PluggableLayer.__init__(self, site)
@@ -19,26 +19,26 @@ class Unrotated(RotaryEmbedding):
     def forward(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return ``query`` and ``key``."""
         return query, key
 
 
 class UnrotatedAttention(SelfAttention):
-    """Attention that knows no positions but by what each token sees."""
+    """Attention without rotary embedding (NoPE); only the causal mask knows positions."""
 
     rotary_type = Unrotated
 
 
 class InterleavedRotary(RotaryEmbedding):
-    """Rotate neighbours among the elements of a head, not its halves."""
+    """Rotary embedding of adjacent elements (2i, 2i + 1), not of the two halves of a head."""
 
     def __init__(self, site: Site, head_size: int, rotary_size: int) -> None:
         PluggableLayer.__init__(self, site)
+        # Skips RotaryEmbedding.__init__, which would bind the kernel that rotates halves.
         sizes = {"head_size": head_size, "rotary_size": rotary_size}
         self.rotate = site.bind(rotary_embedding_interleaved, **sizes)
 
 
 class InterleavedAttention(SelfAttention):
-    """Attention with rotated neighbours."""
+    """Attention with ``InterleavedRotary``."""
 
     rotary_type = InterleavedRotary

@@ -1,6 +1,6 @@
-"""The frame of a decoder: embedding, blocks, final norm and head; a family brings the blocks.
+"""The decoder around the blocks: embedding, final norm and LM head; a family provides the blocks.
 
-Dimensions: T tokens of the step, R tokens whose logits are wanted, H hidden size, V vocabulary.
+Dimensions: T tokens of the step, R tokens that need logits, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from interposer_models._decoder.hidden_states import HiddenStates
 from interposer_models._decoder.recurrent import RecurrentLayer
 from interposer_models._decoder.settings import DecoderSettings
 from interposer_models._decoder.stored_attention import StoredAttention
-from interposer_models._decoder.sums_between_blocks import leave_sums
+from interposer_models._decoder.sums_between_blocks import fuse_sums_into_norms
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.divided_tables import share_embedding, share_head
 from interposer_ops.layers.embedding import Embedding
@@ -26,31 +26,34 @@ from interposer_ops.layers.self_attention import SelfAttention
 from interposer_ops.rotary import rotary_table
 
 _FIRST_POSITIONS = 4096
-KEEPING = Attention, RecurrentLayer
-"""The layers that have a cache."""
+CACHED_LAYERS = Attention, RecurrentLayer
+"""The layer classes that own a cache."""
 
 Block = Callable[[Site, int], nn.Module]
-"""Returns the block of an index at a site; its forward is that of ``DecoderBlock``."""
-Joined = Callable[..., tuple[torch.Tensor, torch.Tensor] | None]
-"""Blocks as one call of x, angles, caches and plans of each, and rows; None to call each block.
+"""Builds the block of an index at a site; its forward has the signature of ``DecoderBlock``."""
+FusedBlocks = Callable[..., tuple[torch.Tensor, torch.Tensor] | None]
+"""Computes all blocks in one call, of x, the angles, caches and plans of all blocks, and rows.
 
-A class of blocks may have ``joined``, which returns that, or None, for blocks in their order.
+Returns None if the blocks must be called one by one. A block class may define ``joined``, which
+takes the blocks in order and returns such a callable or None.
 """
 Norm = Callable[[Site], nn.Module]
-"""Returns a norm of the residual stream at a site; its methods are those of ``RMSNorm``."""
+"""Builds a norm of the residual stream at a site; its methods are those of ``RMSNorm``."""
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and the final norm; ``head`` is what shares the embedding, or None.
+    """Embedding, blocks and final norm.
 
     Args:
-        embedding: that is not its own; None builds one.
+        head: site of an LM head that shares the embedding's weight, or None.
+        embedding: a table shared with another module; None builds one.
     Attributes:
-        one_by_one: a block needs nothing of a step but what the block before it returned.
-        hidden: receives the states of all tokens; None where nobody wants them.
+        can_run_block_by_block: a block needs only the previous block's output and a cache, so
+            that calibration can run one block at a time.
+        hidden: receives the hidden states of all tokens; None if no draft model reads them.
     """
 
-    one_by_one: bool = True
+    can_run_block_by_block: bool = True
     hidden: HiddenStates | None = None
 
     def __init__(
@@ -76,72 +79,87 @@ class Decoder(nn.Module):
         blocks = site.at(frame.layers)
         self.layers = nn.ModuleList(block(blocks.at(str(i)), i) for i in range(count))
         self.norm = norm(site.at(frame.norm))
-        # Most decoders rotate by the same angles everywhere; others have two kinds of layers.
-        attending = Attention, SelfAttention
-        attends = any(isinstance(module, attending) for module in self.layers.modules())
-        turns = attends and config.is_rotated and not frame.positions
-        rotations = [(config.rotary_size_at(i), *config.rotation(i)) for i in range(count) if turns]
+        # Layers with equal rotation share one table of angles.
+        # Most decoders have one rotation for all layers; some have one per layer type.
+        attention_types = Attention, SelfAttention
+        has_attention = any(isinstance(module, attention_types) for module in self.layers.modules())
+        has_angles = has_attention and config.is_rotated and not frame.positions
+        rotations = [
+            (config.rotary_size_at(i), *config.rotation(i)) for i in range(count) if has_angles
+        ]
         self.rotations = [r for i, r in enumerate(rotations) if rotations.index(r) == i]
-        self.kinds = [self.rotations.index(rotation) for rotation in rotations]
+        self.rotation_indices = [self.rotations.index(rotation) for rotation in rotations]
+        # Filled by reserve_positions, once the number of positions is known.
         self.tables: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.numbers: Sequence[int] = range(count)
+        self.block_indices: Sequence[int] = range(count)
+        # A subclass with its own forward may read a block's output before the next norm reduces it.
         is_frame = type(self).forward is Decoder.forward
-        self._left = leave_sums([*self.layers], self.norm, site) if is_frame else []
-        self._joined: tuple[Sequence[nn.Module], Sequence[int], Joined | None] = (), (), None
-        self._place_caches()
+        self._fused_sums = fuse_sums_into_norms([*self.layers], self.norm, site) if is_frame else []
+        self._joined: tuple[Sequence[nn.Module], Sequence[int], FusedBlocks | None] = (
+            (),
+            (),
+            None,
+        )
+        self._assign_caches()
 
     @contextmanager
-    def only(self, numbers: Sequence[int]) -> Iterator[None]:
-        """Leave the blocks of these numbers within a ``with`` block, in this order."""
-        every, layers, left = self.numbers, self.layers, self._left
-        self.numbers, self.layers = numbers, nn.ModuleList(layers[number] for number in numbers)
-        self._place_caches()
-        self._pause(True)
-        self._left = []
+    def only(self, block_indices: Sequence[int]) -> Iterator[None]:
+        """Run only the blocks ``block_indices``, in this order, within a ``with`` block."""
+        all_indices, layers, fused_sums = self.block_indices, self.layers, self._fused_sums
+        self.block_indices = block_indices
+        self.layers = nn.ModuleList(layers[index] for index in block_indices)
+        self._assign_caches()
+        self._pause_fused_sums(True)
+        # The blocks no longer follow each other as they were fused.
+        self._fused_sums = []
         try:
             yield
         finally:
-            self.numbers, self.layers, self._left = every, layers, left
-            self._pause(False)
-            self._place_caches()
+            self.block_indices, self.layers, self._fused_sums = all_indices, layers, fused_sums
+            self._pause_fused_sums(False)
+            self._assign_caches()
 
-    def _pause(self, is_paused: bool) -> None:
-        """Have sums taken by the blocks themselves, where others than the next norm read them."""
-        for left in self._left:
-            if left.is_paused is not is_paused:
-                left.is_paused = is_paused
+    def _pause_fused_sums(self, is_paused: bool) -> None:
+        """Move the all-reduce back into each block, or with False into the next norm again."""
+        for fused_sum in self._fused_sums:
+            if fused_sum.is_paused is not is_paused:
+                fused_sum.is_paused = is_paused
 
-    def _place_caches(self) -> None:
-        """Find the place of each block's cache.
+    def _assign_caches(self) -> None:
+        """Compute ``cache_indices``: for each block the index of its cache.
 
-        A block with several, or with none, has a list of places. Those of attention come first.
+        A block with several caches, or with none, has a list of indices. The caches of attention
+        layers come first, then those of recurrent layers.
         """
-        kept = [_kept(block) for block in self.layers]
-        states = [layer for block in kept for layer in block if isinstance(layer, RecurrentLayer)]
-        stored = [layer for block in kept for layer in block if isinstance(layer, StoredAttention)]
-        attention, state = 0, sum(map(len, kept)) - len(states) - len(stored)
-        written: dict[AttentionBackend, int] = {}
-        self.places: list[int | list[int]] = []
-        for block in kept:
-            places = []
-            for layer in block:
+        layers_by_block = [_cached_layers(block) for block in self.layers]
+        layers = [layer for block in layers_by_block for layer in block]
+        next_attention = 0
+        next_state = sum(isinstance(layer, Attention) for layer in layers)
+        # A layer that reads an earlier layer's cache reads the latest one of an equal spec, and
+        # layers with equal specs share a backend.
+        last_written: dict[AttentionBackend, int] = {}
+        self.cache_indices: list[int | list[int]] = []
+        for block_layers in layers_by_block:
+            indices = []
+            for layer in block_layers:
                 if isinstance(layer, StoredAttention):
-                    places.append(written[layer.backend])
+                    indices.append(last_written[layer.backend])
                 elif isinstance(layer, RecurrentLayer):
-                    places.append(state)
-                    state += 1
+                    indices.append(next_state)
+                    next_state += 1
                 else:
-                    written[layer.backend] = attention
-                    places.append(attention)
-                    attention += 1
-            self.places.append(places[0] if len(places) == 1 else places)
+                    last_written[layer.backend] = next_attention
+                    indices.append(next_attention)
+                    next_attention += 1
+            self.cache_indices.append(indices[0] if len(indices) == 1 else indices)
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Compute the angles of at least ``count`` positions, which no checkpoint stores.
+        """Compute the rotary angles of at least ``count`` positions.
 
-        A table of all would be the larger the longer the context that a config claims.
+        A table of every position of the config would grow with the context that a config claims.
         """
         config = self.config
+        # Twice the requested positions, so that a growing count does not rebuild the tables often.
         rows = min(config.max_position_embeddings, max(2 * count, _FIRST_POSITIONS))
         self.tables = []
         for size, base, scaling in self.rotations:
@@ -151,26 +169,26 @@ class Decoder(nn.Module):
     def angles(
         self, positions: torch.Tensor
     ) -> Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """Return cosines and sines ``[T, R / 2]`` of positions ``[T]``, for each layer.
+        """Look up cosines and sines of positions ``[T]`` for each layer, ``[T, rotary size / 2]``.
 
-        Where no layer attends, or positions are learned, there are none.
+        Decoders without attention, or with learned positions, have pairs of None.
         """
         if not self.rotations:
             return [(None, None)] * len(self.layers)
-        found = [(cos[positions], sin[positions]) for cos, sin in self.tables]
-        return [found[self.kinds[number]] for number in self.numbers]
+        angles_by_rotation = [(cos[positions], sin[positions]) for cos, sin in self.tables]
+        return [angles_by_rotation[self.rotation_indices[index]] for index in self.block_indices]
 
     def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return what the first block gets, ``[T, H]``."""
+        """Embed the tokens: the input of the first block, ``[T, H]``."""
         x: torch.Tensor = self.embed_tokens(token_ids)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions + self.config.frame.first_position)
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
-    def further_inputs(
+    def extra_block_inputs(
         self, token_ids: torch.Tensor, x: torch.Tensor
     ) -> Sequence[tuple[torch.Tensor, ...]]:
-        """Return what each block gets besides, by what the first block gets, ``[T, H]``."""
+        """Return the extra inputs of each block, given the first block's input ``[T, H]``."""
         return [()] * len(self.layers)
 
     def forward(
@@ -181,39 +199,43 @@ class Decoder(nn.Module):
         plans: Sequence[Any],
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the normalised hidden states ``[T, H]``, or ``[R, H]`` of ``rows``."""
+        """Compute the final normalised hidden states ``[T, H]``, or ``[R, H]`` of ``rows``."""
         angles = self.angles(positions)
         x = self.embed(token_ids, positions)
-        further = self.further_inputs(token_ids, x)
+        extra_inputs = self.extra_block_inputs(token_ids, x)
         hidden = self.hidden
-        self._pause(hidden is not None)
-        joined = None
-        if hidden is None and self.layers and not any(further) and not is_compiling():
-            joined = self._join(x, angles, caches, plans, rows)
-        if joined is not None:
-            found: torch.Tensor = self.norm.forward_add(*joined)[0]  # type: ignore[operator]
-            return found
+        # A draft model reads block inputs, which must be complete sums on every rank.
+        self._pause_fused_sums(hidden is not None)
+        fused_output = None
+        # torch.compile traces the blocks one by one and fuses in its own way.
+        if hidden is None and self.layers and not any(extra_inputs) and not is_compiling():
+            fused_output = self._run_fused_blocks(x, angles, caches, plans, rows)
+        if fused_output is not None:
+            out: torch.Tensor = self.norm.forward_add(*fused_output)[0]  # type: ignore[operator]
+            return out
         residual = None
+        # The last block computes only the rows in ``rows``, unless a draft model reads all tokens.
         last = len(self.layers) - 1 if hidden is None else None
         for index, block in enumerate(self.layers):
             if hidden is not None:
-                hidden.enter(index, x, residual)
-            wanted = rows if index == last else None
-            place = self.places[index]
+                hidden.record_block_input(index, x, residual)
+            output_rows = rows if index == last else None
+            cache_index = self.cache_indices[index]
             cache: Any
             plan: Any
-            if isinstance(place, int):
-                cache, plan = caches[place], plans[place]
+            if isinstance(cache_index, int):
+                cache, plan = caches[cache_index], plans[cache_index]
             else:
-                cache, plan = [caches[i] for i in place], [plans[i] for i in place]
-            x, residual = block(x, residual, *angles[index], cache, plan, wanted, *further[index])
+                cache, plan = [caches[i] for i in cache_index], [plans[i] for i in cache_index]
+            inputs = *angles[index], cache, plan, output_rows, *extra_inputs[index]
+            x, residual = block(x, residual, *inputs)
         normalised: torch.Tensor = self.norm.forward_add(x, residual)[0]  # type: ignore[operator]
         if hidden is None:
             return normalised
-        hidden.leave(normalised)
+        hidden.record_final_output(normalised)
         return normalised if rows is None else normalised[rows]
 
-    def _join(
+    def _run_fused_blocks(
         self,
         x: torch.Tensor,
         angles: Sequence[Any],
@@ -221,34 +243,35 @@ class Decoder(nn.Module):
         plans: Sequence[Any],
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return what the last block does, where one call computes all; else None."""
+        """Compute all blocks in one call; return None if the blocks must be called one by one."""
         blocks = [*self.layers]
-        known, places, call = self._joined
-        if blocks != known:
+        cached_blocks, cache_indices, call = self._joined
+        # only() swaps the blocks, so the callable is rebuilt if the list differs.
+        if blocks != cached_blocks:
             join = getattr(type(blocks[0]), "joined", None)
-            places = [place for place in self.places if isinstance(place, int)]
-            # What has to be told of each block, gets each by itself.
+            cache_indices = [index for index in self.cache_indices if isinstance(index, int)]
+            # Forward hooks run only if each block is called by itself.
             is_hooked = any(block._forward_pre_hooks for block in blocks)
-            whole = join is not None and len(places) == len(blocks) and not is_hooked
-            call = join(blocks) if whole else None  # type: ignore[misc]
-            self._joined = blocks, places, call
+            is_fusible = join is not None and len(cache_indices) == len(blocks) and not is_hooked
+            call = join(blocks) if is_fusible else None  # type: ignore[misc]
+            self._joined = blocks, cache_indices, call
         if call is None:
             return None
-        return call(
-            x, angles, [caches[place] for place in places], [plans[place] for place in places], rows
-        )
+        ordered_caches = [caches[index] for index in cache_indices]
+        return call(x, angles, ordered_caches, [plans[index] for index in cache_indices], rows)
 
 
 class CausalLM(CausalModel):
-    """A decoder with its language model head; module names are those of the checkpoints.
+    """A decoder with a language model head; module names are those of the checkpoints.
 
     Args:
-        norm: of the last block's output.
-        embedding: that others read, too; None builds one. A head that shares it is known to it.
+        norm: builds the norm after the last block.
+        embedding: a table shared with another module; None builds one. A tied LM head uses the
+            table.
     Attributes:
-        unread: what the names of tensors begin with that a checkpoint may have besides.
-        renamed: returns the name that a tensor has here, by the one in the checkpoint; None for one
-            that nothing is computed of.
+        unread: prefixes of the names of tensors that a checkpoint may have and that are not loaded.
+        renamed: maps the name of a checkpoint's tensor to the name of a parameter of this module;
+            None for a tensor that is not used.
         decoder_type: the class of ``model``.
     """
 
@@ -267,6 +290,7 @@ class CausalLM(CausalModel):
         self.config = config
         self.renamed: Callable[[str], str | None] = config.renamed
         head = site.at(config.frame.head)
+        # A quantization scheme must know that a tied embedding's weight is also the LM head's.
         tied = config.tie_word_embeddings
         self.model = self.decoder_type(
             site.at(config.frame.decoder), config, block, norm, head if tied else None, embedding
@@ -285,11 +309,11 @@ class CausalLM(CausalModel):
 
     @property
     def state_layers(self) -> list[RecurrentLayer]:
-        """Return the layers with a state in order; their caches follow those of attention."""
+        """Return the recurrent layers in order, which is that of the last caches."""
         return [module for module in self.modules() if isinstance(module, RecurrentLayer)]
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Compute the angles of at least ``count`` positions, unless that is done."""
+        """Compute the rotary angles of at least ``count`` positions, if not done yet."""
         if not self.model.tables or count > len(self.model.tables[0][0]):
             self.model.reserve_positions(count, device)
 
@@ -301,9 +325,9 @@ class CausalLM(CausalModel):
         plans: Sequence[Any],
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the logits of the tokens that ``rows`` names, or of all.
+        """Compute the logits of the tokens in ``rows``, or of all tokens.
 
-        The last block computes what follows its attention for these tokens only.
+        After the attention, the last block computes only the tokens in ``rows``.
 
         Args:
             token_ids: ``[T]`` int64.
@@ -317,7 +341,7 @@ class CausalLM(CausalModel):
         return self.lm_head(hidden)  # type: ignore[no-any-return]
 
 
-def _kept(block: nn.Module) -> list[Attention | StoredAttention | RecurrentLayer]:
-    """Return the layers of a block that have a cache or read one, in order."""
-    kinds = (*KEEPING, StoredAttention)
-    return [module for module in block.modules() if isinstance(module, kinds)]
+def _cached_layers(block: nn.Module) -> list[Attention | StoredAttention | RecurrentLayer]:
+    """List the layers of a block that own a cache or read another layer's cache, in order."""
+    rotation_indices = (*CACHED_LAYERS, StoredAttention)
+    return [module for module in block.modules() if isinstance(module, rotation_indices)]

@@ -1,11 +1,13 @@
-"""Latent attention of long prompts: keys and values of every head are made of the latent vectors.
+"""Latent attention of long prompts, with keys and values of every head expanded from the cache.
 
-Absorbed projections read C + R elements for each head and pair of tokens, and add up C; heads of
-their own take D + R and V, which is about a third of that in DeepSeek's models. But the keys and
-values of all tokens that are seen have to be made first, which pays where many tokens read them.
+With absorbed projections, a pair of tokens costs C + R multiplications per head for the score and C
+for the output. With expanded keys and values the pair costs D + R and V, about a third in
+DeepSeek's models. But the keys and values of all cached tokens must be computed first, which pays
+off only if many query tokens read the same cache.
 
-Dimensions: T tokens, U cached tokens that are read, B sequences, N heads, D plain size of a query
-and key head, R rotary size, C latent size, V size of a value head.
+Dimensions: T tokens, U cached tokens that are read, B sequences, N heads, D size of a query and key
+head without its rotary part, R rotary size, C latent size, V size of a value head, P pages, S page
+size.
 """
 
 from __future__ import annotations
@@ -26,26 +28,27 @@ from interposer_ops.attention import (
 )
 
 Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Returns keys ``[U, N, D]`` and values ``[U, N, V]`` of latent vectors ``[U, C]``."""
+"""Expands latent vectors ``[U, C]`` to keys ``[U, N, D]`` and values ``[U, N, V]``."""
 
-# Tokens of the cache whose keys and values are held at a time.
-_PIECE_TOKENS = 4096
-# Shorter queries never pay, so that nobody asks how long each of them is.
-_LEAST_TOKENS = 256
-# Products that are saved, of those that are left. On a CPU, 1.3 of DeepSeek-V2-Lite's prompts of
-# 512 tokens give 1.06 of the speed, 1.9 of 1,024 tokens 1.5.
-_LEAST_GAIN = 1.5
-# Neither a window, a cap, sinks nor slopes.
+# Cached tokens whose keys and values are in memory at a time.
+_CHUNK_TOKENS = 4096
+# Shorter queries never pay off; for them the lengths are not read at all.
+_MIN_QUERY_TOKENS = 256
+# Multiplications of the absorbed form per multiplication of the expanded form. Measured on a CPU
+# with DeepSeek-V2-Lite: a ratio of 1.3 (prompts of 512 tokens) speeds the step up by 1.06, a ratio
+# of 1.9 (1,024 tokens) by 1.5.
+_MIN_GAIN = 1.5
+# No window, softcap, sinks or ALiBi slopes.
 _MASKS = (None,) * 4
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of what the sequences have in the cache, as keys for all queries of a step.
+class CachedChunk:
+    """A range of cached positions of all sequences, as keys for all queries of a step.
 
     Attributes:
         slots: ``[U]`` int64.
-        starts: ``[B + 1]`` int64; the keys of sequence b go from entry b to before entry b + 1.
+        starts: ``[B + 1]`` int64; the keys of sequence b are ``slots[starts[b]:starts[b + 1]]``.
         longest: the most keys of a sequence.
     """
 
@@ -55,7 +58,7 @@ class Piece:
 
 
 class ExpandedAttention:
-    """Attention with a key and a value per head, of which the cache holds none.
+    """Attention with keys and values per head, which are expanded from the latent cache.
 
     Args:
         spec: of the latent attention.
@@ -66,86 +69,100 @@ class ExpandedAttention:
     def __init__(self, site: Site, spec: AttentionSpec, plain: int, value: int) -> None:
         heads, self.latent = spec.num_heads, spec.latent_size
         rotary = spec.head_size - spec.latent_size
-        sizes = {"head_size": plain + rotary, "value_size": value}
+        head_sizes = {"head_size": plain + rotary, "value_size": value}
         masks = dict.fromkeys(("windowed", "softcapped", "sinks", "alibi"), False)
-        facts = {"num_heads": heads, "num_kv_heads": heads, **sizes, **masks}
-        self._alone = site.bind(ragged_attention, **facts, causal=True)
-        self._own = site.bind(ragged_attention_with_lse, **facts, causal=True)
-        self._earlier = site.bind(ragged_attention_with_lse, **facts, causal=False)
+        properties = {"num_heads": heads, "num_kv_heads": heads, **head_sizes, **masks}
+        self._attend_prompt = site.bind(ragged_attention, **properties, causal=True)
+        self._attend_new = site.bind(ragged_attention_with_lse, **properties, causal=True)
+        self._attend_cached = site.bind(ragged_attention_with_lse, **properties, causal=False)
         self._merge = site.bind(merge_attention_states, num_heads=heads, value_size=value)
         self.scale = spec.scale
-        # Of a pair of tokens in each form, and of a token that is expanded.
-        self._costs = (
-            2 * self.latent + rotary,
-            plain + rotary + value,
-            self.latent * (plain + value),
-        )
+        # Multiplications per head.
+        self._absorbed_pair_cost = 2 * self.latent + rotary
+        self._expanded_pair_cost = plain + rotary + value
+        self._expansion_cost = self.latent * (plain + value)  # per cached token
 
     def pays(self, batch: AttentionBatch) -> bool:
-        """Say whether so long queries are worth it; the host is asked for nothing that it lacks."""
-        if batch.max_query_tokens < _LEAST_TOKENS:
+        """Say whether expansion saves enough multiplications for this batch.
+
+        Reads only lengths in host memory, so that the device is never waited for.
+        """
+        if batch.max_query_tokens < _MIN_QUERY_TOKENS:
             return False
+        # Lengths are on the device only; reading them would stall the step.
         if batch.host is None and batch.slots.device.type != "cpu":
             return False
-        absorbed, expanded, each = self._costs
         pairs = tokens = 0
-        for count, seen in _lengths(batch):
-            pairs += count * (seen - count) + count * (count + 1) // 2
-            tokens += seen
-        return pairs * absorbed >= _LEAST_GAIN * (pairs * expanded + tokens * each)
+        for count, seq_tokens in _lengths(batch):
+            # New tokens attend to all cached tokens and, causally, to each other.
+            pairs += count * (seq_tokens - count) + count * (count + 1) // 2
+            tokens += seq_tokens
+        absorbed = pairs * self._absorbed_pair_cost
+        expanded = pairs * self._expanded_pair_cost + tokens * self._expansion_cost
+        return absorbed >= _MIN_GAIN * expanded
 
     def __call__(
         self, query: Tensor, vectors: Tensor, expand: Expand, cache: Tensor, batch: AttentionBatch
     ) -> Tensor:
-        """Return ``[T, N, V]``.
+        """Attend to the new and the cached tokens: ``[T, N, V]``.
 
         Args:
             query: ``[T, N, D + R]``.
-            vectors: ``[T, 1, C + R]`` of the same tokens, which are in the cache already.
+            vectors: ``[T, 1, C + R]`` of the same tokens, already written to the cache.
             cache: ``[P, S, C + R]``.
         """
         starts, longest = batch.query_starts, batch.max_query_tokens
 
-        def attend(op: Any, vectors: Tensor, key_starts: Tensor, most: int, causal: bool) -> Any:
-            lengths = starts, key_starts, longest, most
+        def attend(
+            op: Any, vectors: Tensor, key_starts: Tensor, longest_key: int, causal: bool
+        ) -> Any:
+            lengths = starts, key_starts, longest, longest_key
             return op(query, *self._keys(vectors, expand), *lengths, self.scale, causal, *_MASKS)
 
-        pieces = pieces_of(batch, cache.shape[1])
-        if not pieces:
-            return attend(self._alone, vectors[:, 0], starts, longest, True)  # type: ignore[no-any-return]
-        out, lse = attend(self._own, vectors[:, 0], starts, longest, True)
-        held = cache.flatten(0, 1)
-        for piece in pieces:
-            further = attend(self._earlier, held[piece.slots], piece.starts, piece.longest, False)
-            out, lse = self._merge(out, lse, *further)
+        # New tokens first, causally; then cached tokens, chunk by chunk, without a mask. Partial
+        # results are merged by their log-sum-exp.
+        chunks = cached_chunks(batch, cache.shape[1])
+        if not chunks:
+            return attend(self._attend_prompt, vectors[:, 0], starts, longest, True)  # type: ignore[no-any-return]
+        out, lse = attend(self._attend_new, vectors[:, 0], starts, longest, True)
+        flat_cache = cache.flatten(0, 1)
+        for chunk in chunks:
+            partial = attend(
+                self._attend_cached, flat_cache[chunk.slots], chunk.starts, chunk.longest, False
+            )
+            out, lse = self._merge(out, lse, *partial)
         return out  # type: ignore[no-any-return]
 
     def _keys(self, vectors: Tensor, expand: Expand) -> tuple[Tensor, Tensor]:
-        """Return keys ``[U, N, D + R]`` and values ``[U, N, V]`` of vectors ``[U, C + R]``."""
+        """Expand vectors ``[U, C + R]`` to keys ``[U, N, D + R]`` and values ``[U, N, V]``."""
         keys, values = expand(vectors[:, : self.latent].contiguous())
         rotated = vectors[:, None, self.latent :].expand(-1, keys.shape[1], -1)
         return torch.cat((keys, rotated), -1), values
 
 
-def pieces_of(batch: AttentionBatch, page_size: int) -> list[Piece]:
-    """Return what was in the cache before the step, a range of positions after the other."""
-    before = [seen - count for count, seen in _lengths(batch)]
+def cached_chunks(batch: AttentionBatch, page_size: int) -> list[CachedChunk]:
+    """Split the tokens that were cached before the step into chunks of consecutive positions."""
+    cached_counts = [seq_tokens - count for count, seq_tokens in _lengths(batch)]
     table, device = batch.on_host().page_table, batch.slots.device
-    width = max(page_size, _PIECE_TOKENS // len(before))
-    pieces = []
-    for first in range(0, max(before), width):
+    # All sequences together have about _CHUNK_TOKENS keys at a time.
+    chunk_tokens = max(page_size, _CHUNK_TOKENS // len(cached_counts))
+    chunks = []
+    for chunk_start in range(0, max(cached_counts), chunk_tokens):
         slots, starts = [], [0]
-        for pages, count in zip(table, before, strict=True):
-            places = torch.arange(first, max(first, min(count, first + width)))
-            slots.append(pages[places // page_size] * page_size + places % page_size)
-            starts.append(starts[-1] + len(places))
+        for pages, count in zip(table, cached_counts, strict=True):
+            # Empty for a sequence that ends before this chunk.
+            positions = torch.arange(
+                chunk_start, max(chunk_start, min(count, chunk_start + chunk_tokens))
+            )
+            slots.append(pages[positions // page_size] * page_size + positions % page_size)
+            starts.append(starts[-1] + len(positions))
         longest = max(stop - start for start, stop in pairwise(starts))
-        there = torch.cat(slots).to(device), torch.tensor(starts, device=device)
-        pieces.append(Piece(*there, longest))
-    return pieces
+        slot_tensor = torch.cat(slots).to(device)
+        chunks.append(CachedChunk(slot_tensor, torch.tensor(starts, device=device), longest))
+    return chunks
 
 
 def _lengths(batch: AttentionBatch) -> list[tuple[int, int]]:
-    """Return new tokens and all tokens of each sequence."""
+    """Return the number of new tokens and of all tokens of each sequence."""
     host = batch.on_host()
     return list(zip(host.query_starts.diff().tolist(), host.seq_lens.tolist(), strict=True))

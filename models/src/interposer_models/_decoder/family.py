@@ -1,4 +1,4 @@
-"""The parts of a decoder, each of which a family may build in another way."""
+"""A model family: settings of config.json that also build the decoder, part by part."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 class DecoderFamily(DecoderSettings):
-    """A decoder with RMS norms, rotary embedding, grouped queries and a gated MLP.
+    """A decoder with RMSNorm, rotary embedding, grouped-query attention and a gated MLP.
 
-    A family adds fields, gives others their defaults, and overrides the part that differs.
+    A family adds fields, changes the defaults of others, and overrides the methods of the parts
+    that differ.
     """
 
     attention_name: ClassVar[str] = "self_attn"
@@ -33,9 +34,9 @@ class DecoderFamily(DecoderSettings):
         return True
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Return what the attention of layer ``index`` at a site has to do.
+        """Describe the attention of layer ``index`` at a site for the selection of a backend.
 
-        Its cache is as the user or the quantization scheme has it.
+        The cache dtype follows the user's config or the quantization scheme.
         """
         cache_dtype, head_scales = stored_as(site)
         return AttentionSpec(
@@ -51,21 +52,21 @@ class DecoderFamily(DecoderSettings):
         )
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return the attention of layer ``index`` at a site, its projections included."""
+        """Build the attention of layer ``index`` at a site, with the projections."""
         bias = self.attention_bias
         return SelfAttention(site, spec, self.hidden_size, self.rotary_size, None, bias, bias)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the MLP of layer ``index``, or what stands in its place, below a block's site."""
+        """Build the MLP of layer ``index``, or an MoE layer, below a block's site."""
         sizes = self.hidden_size, self.intermediate_size
         return GatedMLP(block.at("mlp"), *sizes, self.hidden_act, self.mlp_bias)
 
     def norm(self, site: Site) -> nn.Module:
-        """Return the norm of the residual stream at a site."""
+        """Build the norm of the residual stream at a site."""
         return RMSNorm(site, self.hidden_size, self.rms_norm_eps)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return block ``index`` at a site; its forward is that of ``DecoderBlock``."""
+        """Build block ``index`` at a site, with the forward signature of ``DecoderBlock``."""
         return DecoderBlock(
             site,
             self.hidden_size,
@@ -75,30 +76,33 @@ class DecoderFamily(DecoderSettings):
         )
 
     def normed_block(self, site: Site, index: int, page_size: int, names: Names) -> nn.Module:
-        """Return a block whose norms stand where ``names`` of ``NormedBlock`` says."""
-        at = site.at("self_attn")
-        attention = self.self_attention(at, index, self.attention_spec(at, index, page_size))
+        """Build a block with norms in the positions of ``names``, see ``NormedBlock``."""
+        attention_site = site.at("self_attn")
+        attention = self.self_attention(
+            attention_site, index, self.attention_spec(attention_site, index, page_size)
+        )
         return NormedBlock(site, self.norm, names, attention, self.mlp(site, index))
 
     def attention(self, site: Site) -> Iterator[tuple[AttentionSpec, Site]]:
         """Yield spec and site of the attention of each block, in pages of one token."""
         for index in filter(self.attends, range(self.num_hidden_layers)):
-            place = site.at(
+            attention_site = site.at(
                 f"{self.frame.decoder}.{self.frame.layers}.{index}.{self.attention_name}"
             )
             yield (
-                local_spec(place, self.attention_spec(place, index, page_size=1)),
-                place.at("attn"),
+                # The spec of this rank's shard of the heads.
+                local_spec(attention_site, self.attention_spec(attention_site, index, page_size=1)),
+                attention_site.at("attn"),
             )
 
     def prediction_head(self, site: Site, model: CausalLM, page_size: int) -> PredictionHead | None:
-        """Return the head by which checkpoints of the family predict further tokens, if any does.
+        """Build the MTP head of the family's checkpoints; None if there is none.
 
         Args:
-            model: of ``build``, with which it shares what it has no weights for.
+            model: the result of ``build``; the head shares modules with it.
         """
         return None
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Return the decoder with its head."""
+        """Build the decoder with an LM head."""
         return CausalLM(site, self, lambda at, index: self.block(at, index, page_size), self.norm)

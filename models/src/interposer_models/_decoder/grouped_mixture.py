@@ -1,4 +1,4 @@
-"""Experts that are chosen by groups, and a further one that every token visits.
+"""MoE layers with group-limited routing and a shared expert.
 
 Dimensions: T tokens, H hidden size, E experts, K chosen experts.
 """
@@ -31,14 +31,14 @@ _BIAS = "gate.e_score_correction_bias"
 
 
 def count_of_routed_experts(default: int | None) -> Any:
-    """Return the field ``num_local_experts`` of families that have shared experts besides."""
+    """Return the field ``num_local_experts`` for configs that count routed experts."""
     names = AliasChoices("n_routed_experts", "num_local_experts", "num_experts")
     return Field(default=default, validation_alias=names)
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """The choice that a ``GroupedRouter`` makes, see the op ``grouped_topk``."""
+    """Parameters of the op ``grouped_topk`` that chooses the experts."""
 
     num_groups: int = 1
     top_groups: int = 1
@@ -48,10 +48,10 @@ class Grouping:
 
 
 class GroupedRouter(Router):
-    """Choose experts by scores, with a bias or without, groups of them first.
+    """Choose experts by scores, limited to the best groups; a correction bias is optional.
 
     Args:
-        stored_as: the name of the bias in checkpoints; empty where there is none.
+        stored_as: the name of the bias in checkpoints; empty if there is no bias.
     """
 
     def __init__(self, site: Site, spec: ExpertsSpec, grouping: Grouping, stored_as: str) -> None:
@@ -59,47 +59,54 @@ class GroupedRouter(Router):
         super().__init__(site, spec.hidden_size, spec.num_experts, spec.top_k, grouping.renormalize)
         bias = None
         if stored_as:
-            offsets = torch.empty(spec.num_experts, dtype=self.dtype)
-            bias = nn.Parameter(offsets, requires_grad=False)
+            bias_values = torch.empty(spec.num_experts, dtype=self.dtype)
+            bias = nn.Parameter(bias_values, requires_grad=False)
+            # The checkpoint's name is not the parameter's path in this module tree.
             bias.stored_as = stored_as  # type: ignore[attr-defined]
         self.e_score_correction_bias = bias
-        self.balance: Tensor | None = None
+        self.prepared_bias: Tensor | None = None
 
     def bind_choice(self, site: Site, sizes: Mapping[str, int]) -> None:
-        """Bind the op that chooses."""
-        how = self.grouping
+        """Bind the op ``grouped_topk``."""
+        grouping = self.grouping
         self.grouped = site.bind_kernel(
             grouped_topk,
             **sizes,
-            num_groups=how.num_groups,
-            top_groups=how.top_groups,
-            scoring=how.scoring,
+            num_groups=grouping.num_groups,
+            top_groups=grouping.top_groups,
+            scoring=grouping.scoring,
             biased=self.is_biased,
-            renormalize=how.renormalize,
+            renormalize=grouping.renormalize,
         )
 
     def finalize(self) -> None:
-        """Prepare the projection's weights and the bias."""
+        """Prepare the router's weight and the bias for the kernels."""
         super().finalize()
         bias = self.e_score_correction_bias
-        flat = None if bias is None else bias.data.flatten()  # some are stored as one row
-        self.balance = self.grouped.prepared(bias=flat)["bias"]
+        flat = None if bias is None else bias.data.flatten()  # some checkpoints store [1, E]
+        self.prepared_bias = self.grouped.prepared(bias=flat)["bias"]
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights and ids of the experts for the logits ``[T, E]``."""
-        how = self.grouping
-        first = how.num_groups, how.top_groups, self.top_k
+        """Choose experts for the logits ``[T, E]``; return weights and ids ``[T, K]``."""
+        grouping = self.grouping
+        group_limits = grouping.num_groups, grouping.top_groups, self.top_k
         return self.grouped.function(
-            logits, self.balance, *first, how.scoring, how.renormalize, how.scale
+            logits,
+            self.prepared_bias,
+            *group_limits,
+            grouping.scoring,
+            grouping.renormalize,
+            grouping.scale,
         )
 
 
-class BalancedMixture(nn.Module):
-    """Experts whose load a bias balances, and a further one that every token visits.
+class GroupedMoE(nn.Module):
+    """An MoE layer with a ``GroupedRouter`` and, optionally, a shared expert for all tokens.
 
     Args:
-        shared_size: intermediate size of that one; 0 where there is none.
-        bias_name: of the bias in checkpoints, below the mixture; empty where nothing balances.
+        shared_size: intermediate size of the shared expert; 0 without one.
+        bias_name: name of the score correction bias in checkpoints, below this layer; empty without
+            one.
     """
 
     def __init__(
@@ -115,16 +122,16 @@ class BalancedMixture(nn.Module):
             self.shared = GatedMLP(site.at("shared_experts"), *sizes, spec.activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[T, H]``."""
-        mixed: Tensor = self.experts(x, *self.router(x))
-        return mixed if self.shared is None else mixed + self.shared(x)
+        """Return the weighted sum of the chosen experts plus the shared expert, ``[T, H]``."""
+        routed: Tensor = self.experts(x, *self.router(x))
+        return routed if self.shared is None else routed + self.shared(x)
 
 
 class GroupedFamily(MixtureFamily):
-    """The settings of a decoder whose first layers have one MLP, and the others groups of experts.
+    """Settings of a decoder with dense first layers and group-limited MoE layers after them.
 
-    ``is_balanced`` says that a bias per expert takes part in the choice. Layers that predict
-    further tokens, which checkpoints may have behind the others, are no part of the decoder.
+    ``is_balanced`` says that a score correction bias per expert joins the choice. The MTP layers
+    that checkpoints may have after the last layer are not part of the decoder.
     """
 
     is_balanced: ClassVar[bool] = True
@@ -143,32 +150,34 @@ class GroupedFamily(MixtureFamily):
 
     @property
     def expert_size(self) -> int:
-        """Intermediate size of an expert; layers without experts have ``intermediate_size``."""
+        """Intermediate size of an expert; dense layers have ``intermediate_size``."""
         return self.moe_intermediate_size
 
     @property
     def grouping(self) -> Grouping:
-        """Return the choice of experts that the routers make."""
+        """Return the routing parameters of all MoE layers."""
         groups = self.n_group, self.topk_group
         return Grouping(*groups, self.norm_topk_prob, self.routed_scaling_factor)
 
     def has_experts(self, index: int) -> bool:
-        """Say whether layer ``index`` has experts, not one MLP as the first layers do."""
+        """Say whether layer ``index`` is an MoE layer; the first layers are dense."""
         return index >= self.first_k_dense_replace
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the experts of layer ``index``, or its MLP."""
+        """Build the MoE layer of layer ``index``, or a dense MLP."""
         if not self.has_experts(index):
             return super().mlp(block, index)
         experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))
+        # Several shared experts are stored as one MLP with their sizes added up.
         shared = self.n_shared_experts * self.moe_intermediate_size
         bias = _BIAS if self.is_balanced else ""
-        return BalancedMixture(block.at("mlp"), experts, self.grouping, shared, bias)
+        return GroupedMoE(block.at("mlp"), experts, self.grouping, shared, bias)
 
     def prediction_head(self, site: Site, model: CausalLM, page_size: int) -> PredictionHead | None:
-        """Return the first of the layers behind the others, which is like the last of these."""
+        """Build the checkpoint's first MTP layer, with a block like the decoder's last one."""
         if not self.num_nextn_predict_layers:
             return None
+        # The MTP layer is stored as one more decoder layer.
         names = HeadNames(
             f"model.layers.{self.num_hidden_layers}",
             "enorm",
@@ -176,7 +185,7 @@ class GroupedFamily(MixtureFamily):
             "eh_proj",
             "",
             "shared_head.norm",
-            # They are the model's, arXiv:2412.19437.
+            # Checkpoints repeat the model's embedding and LM head here, arXiv:2412.19437.
             unread=("embed_tokens.", "shared_head.head."),
         )
         last = self.num_hidden_layers - 1
@@ -185,24 +194,26 @@ class GroupedFamily(MixtureFamily):
         )
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Return the decoder, which has no place for layers behind its own."""
+        """Build the decoder; the checkpoint's MTP layers are not read."""
         model = super().build(site, page_size)
-        further = range(self.num_nextn_predict_layers)
-        model.unread = tuple(f"model.layers.{self.num_hidden_layers + i}." for i in further)
+        mtp_layers = range(self.num_nextn_predict_layers)
+        model.unread = tuple(f"model.layers.{self.num_hidden_layers + i}." for i in mtp_layers)
         return model
 
     @model_validator(mode="after")
     def _sound_groups(self) -> Self:
-        experts, how = self.num_local_experts or 0, self.grouping
-        groups, chosen, least = how.num_groups, how.top_groups, 2 if self.is_balanced else 1
-        if experts % groups or experts < least * groups:
+        num_experts, grouping = self.num_local_experts or 0, self.grouping
+        num_groups, top_groups = grouping.num_groups, grouping.top_groups
+        # With a bias, a group's score is the sum of its two best experts.
+        min_group_size = 2 if self.is_balanced else 1
+        if num_experts % num_groups or num_experts < min_group_size * num_groups:
             size = "at least two" if self.is_balanced else "one size"
-            raise ValueError(f"{experts} experts are not {groups} groups of {size}")
-        if chosen > groups:
-            raise ValueError(f"topk_group {chosen} exceeds n_group {groups}")
-        if (self.num_experts_per_tok or 0) > chosen * (experts // groups):
+            raise ValueError(f"{num_experts} experts are not {num_groups} groups of {size}")
+        if top_groups > num_groups:
+            raise ValueError(f"topk_group {top_groups} exceeds n_group {num_groups}")
+        if (self.num_experts_per_tok or 0) > top_groups * (num_experts // num_groups):
             raise ValueError(
                 f"num_experts_per_tok {self.num_experts_per_tok} exceeds the experts of "
-                f"{chosen} groups of {experts // groups}"
+                f"{top_groups} groups of {num_experts // num_groups}"
             )
         return self

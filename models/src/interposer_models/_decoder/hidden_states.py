@@ -1,4 +1,4 @@
-"""Hidden states of a step, for whoever predicts further tokens by them.
+"""Hidden states of a step, for draft models that read hidden states.
 
 Dimensions: T tokens of the step, H hidden size, L layers.
 """
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 class HiddenStates:
-    """Receives the states of all tokens of each step of a ``Decoder``.
+    """Receives the hidden states of all tokens in each step of a ``Decoder``.
 
     Attributes:
-        layers: blocks whose inputs are wanted, in order; none of them wants what the final norm
-            returns.
-        latest: ``[T, L * H]`` of these blocks, or ``[T, H]``, of the last step that was computed.
+        layers: indices of the blocks whose inputs are recorded, in order; an empty tuple records
+            the output of the final norm.
+        latest: ``[T, L * H]`` of ``layers``, or ``[T, H]`` of the final norm, of the latest step.
     """
 
     def __init__(self, layers: tuple[int, ...] = ()) -> None:
@@ -23,14 +23,15 @@ class HiddenStates:
         self.latest: Tensor | None = None
         self._inputs: list[Tensor] = []
 
-    def enter(self, index: int, x: Tensor, residual: Tensor | None) -> None:
-        """Take the input of a block: what is to be added to the stream, and the stream."""
+    def record_block_input(self, index: int, x: Tensor, residual: Tensor | None) -> None:
+        """Record the input of block ``index``: the residual stream plus ``x``."""
+        # The first block begins a new step; an earlier step may have failed halfway.
         if index == 0:
             self._inputs = []
         if index in self.layers:
             self._inputs.append(x if residual is None else (residual + x).to(x.dtype))
 
-    def leave(self, normalised: Tensor) -> None:
-        """Take what the final norm returns."""
+    def record_final_output(self, normalised: Tensor) -> None:
+        """Record the output of the final norm, which ends the step."""
         inputs, self._inputs = self._inputs, []
         self.latest = torch.cat(inputs, -1) if self.layers else normalised

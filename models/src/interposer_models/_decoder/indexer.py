@@ -1,10 +1,11 @@
-"""The indexer of sparse attention, which names the tokens that each token attends to.
+"""The indexer of sparse attention, which selects the tokens that each token attends to.
 
-Dimensions: T tokens, H hidden size, Q size of a query's latent vector, I heads, D size of a head,
-R rotary size, X named tokens.
+Dimensions: T tokens, H hidden size, Q latent size of queries, I heads, D head size, R rotary size,
+X selected tokens.
 
-Source: DeepSeek-V3.2-Exp technical report. Its program multiplies queries and keys by a Hadamard
-matrix, which leaves their products as they are, and rounds both to 8 bits; neither is done here.
+Source: DeepSeek-V3.2-Exp technical report. The published program multiplies queries and keys by a
+Hadamard matrix, which does not change the dot products, and rounds both to 8 bits. This module
+does neither.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _EPS = 1e-6
 
 
 class Indexer(PluggableLayer):
-    """The projections of an indexer, around the backend that keeps its keys.
+    """The projections of an indexer, and the backend that caches the indexer's keys.
 
     Args:
         spec: of type ``indexer``.
-        rotary_size: R; the first elements of queries and keys are rotated, by halves.
+        rotary_size: R; the first R elements of queries and keys are rotated, by halves.
     """
 
     def __init__(
@@ -46,16 +47,18 @@ class Indexer(PluggableLayer):
     def forward(
         self, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, plan: object
     ) -> Tensor:
-        """Return positions ``[T, X]`` int32 within each token's sequence; -1 names nothing.
+        """Select positions ``[T, X]`` int32 within each token's sequence; -1 is padding.
 
         Args:
             x: ``[T, H]``.
-            latent: ``[T, Q]``, of the queries of the attention that is told.
+            latent: ``[T, Q]``, the latent queries of the attention that uses the selection.
             cos, sin: ``[T, R / 2]``.
         """
+        # The indexer shares the latent queries with attention, but has its own up-projection.
         query = self.wq_b(latent).unflatten(-1, (self.num_heads, -1))
         key = self.k_norm(self.wk(x)).unsqueeze(1)
         query, key = self.rotary(query, key, cos, sin)
-        # Scales of at least 0 may be taken out of the sum over heads.
+        # The score is a weighted sum of ReLUs over heads: a positive scale can be applied to the
+        # weights instead of to every dot product.
         weights = self.weights_proj(x) * self.scale
         return self.attn(query, key, weights, cache, plan)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""Multi-head latent attention (MLA), whose cache holds one vector per token.
+"""Multi-head latent attention (MLA), which caches one vector per token for all heads.
 
-Dimensions: T tokens, H hidden size, N heads, D plain size of a query and key head, R rotary size,
-C latent size, V size of a value head.
+Dimensions: T tokens, U cached tokens, H hidden size, N heads, D size of a query and key head
+without its rotary part, R rotary size, C latent size, V size of a value head, X selected tokens.
 
 Source: arXiv:2405.04434, section 2.1.
 """
@@ -29,7 +29,7 @@ from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.self_attention import SelfAttention
 from interposer_ops.linear import batched_linear, linear
 
-# Of the norms of latent vectors, whatever the config says of the others.
+# Epsilon of the norms of latent vectors; the reference fixes it, independent of the config.
 _EPS = 1e-6
 
 
@@ -38,7 +38,7 @@ class LatentSizes:
     """The sizes of latent attention.
 
     Attributes:
-        query_latent: size of the latent vector of queries; None where they have none.
+        query_latent: size of the latent vector of queries; None if queries are projected directly.
         plain: elements of a query and key head that are not rotated, D.
         value: elements of a value head, V.
     """
@@ -50,18 +50,21 @@ class LatentSizes:
 
 
 class LatentProjection(PluggableLayer):
-    """The projection ``kv_b_proj`` from latent vectors to keys and values, taken apart.
+    """The projection ``kv_b_proj`` from latent vectors to keys and values, split for absorption.
 
-    Its weight ``[N (D + V), C]`` is held in the model's dtype, however a checkpoint stores it: what
-    it multiplies are queries and outputs of the attention, head by head.
+    The weight ``[N (D + V), C]`` is kept in the model's dtype, also if the checkpoint stores
+    quantized values, because queries and attention outputs are multiplied by the weight head by
+    head.
 
     Args:
-        expands: keys and values are asked for as well.
+        expands: also prepare the weights that ``expanded`` needs.
     Attributes:
         parts: the outputs by the name that checkpoints use, as those of ``Linear``.
-        slices: what this rank reads of its tensors; empty where that is all.
-        of_queries, of_values: ``[N, D, C]`` and ``[N, C, V]``, as the kernels want them.
-        to_heads: ``[N D, C]`` and ``[N V, C]``, the same for ``linear``, if it ``expands``.
+        slices: the part of each tensor that this rank reads; empty for whole tensors.
+        query_weight, value_weight: ``[N, D, C]`` and ``[N, C, V]``, prepared for
+            ``batched_linear``.
+        expansion_weights: ``[N D, C]`` and ``[N V, C]``, prepared for ``linear``; empty without
+            ``expands``.
     """
 
     def __init__(
@@ -86,72 +89,85 @@ class LatentProjection(PluggableLayer):
             self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
         else:
             self.method.create_weights(self, site, latent_size, rows, bias=False)
-        inner, sides = {"num_heads": num_heads}, (sizes.plain, latent_size, sizes.value)
-        self._bound = tuple(
-            site.bind_kernel(batched_linear, **inner, in_features=taken, out_features=given)
-            for taken, given in pairwise(sides)
+        sides = sizes.plain, latent_size, sizes.value
+        self._absorbed_kernels = tuple(
+            site.bind_kernel(
+                batched_linear, num_heads=num_heads, in_features=inputs, out_features=outputs
+            )
+            for inputs, outputs in pairwise(sides)  # D -> C for queries, C -> V for values
         )
         rows_of = (num_heads * size for size in self.sizes)
-        self._linear = tuple(
+        self._expansion_kernels = tuple(
             site.bind_kernel(linear, in_features=latent_size, out_features=out, biased=False)
             for out in rows_of
             if expands
         )
         self.slices: Slices = {}
-        self.of_queries = self.of_values = torch.empty(0)
-        self.to_heads: tuple[Tensor, ...] = ()
+        self.query_weight = self.value_weight = torch.empty(0)
+        self.expansion_weights: tuple[Tensor, ...] = ()
 
     def finalize(self) -> None:
-        """Split the weight, dequantized if it has to be, and free it."""
+        """Split the weight, dequantized if needed, into keys and values, and prepare both."""
         weight = self._weight()
         for name in list(self._parameters):
             self.register_parameter(name, None)
         keys, values = weight.view(self.heads, -1, self.latent_size).split(self.sizes, dim=1)
-        self.to_heads = tuple(
-            bound.prepared(weight=part.flatten(0, 1), bias=None)["weight"]
-            for bound, part in zip(self._linear, (keys, values), strict=False)
+        self.expansion_weights = tuple(
+            kernel.prepared(weight=part.flatten(0, 1), bias=None)["weight"]
+            for kernel, part in zip(self._expansion_kernels, (keys, values), strict=False)
         )
-        to_latent, to_values = self._bound
-        self.of_queries = to_latent.prepared(weight=keys.contiguous())["weight"]
+        query_kernel, value_kernel = self._absorbed_kernels
+        self.query_weight = query_kernel.prepared(weight=keys.contiguous())["weight"]
+        # [N, V, C] to [N, C, V], the layout of batched_linear.
         values = values.transpose(1, 2).contiguous()
-        self.of_values = to_values.prepared(weight=values)["weight"]
+        self.value_weight = value_kernel.prepared(weight=values)["weight"]
 
     def absorbed(self, query: Tensor) -> Tensor:
-        """Return ``[T, N, C]``, what latent vectors answer, of plain queries ``[T, N, D]``."""
-        return self._bound[0].function(query.transpose(0, 1), self.of_queries).transpose(0, 1)
+        """Project queries ``[T, N, D]`` into the latent space, ``[T, N, C]``."""
+        return (
+            self._absorbed_kernels[0]
+            .function(query.transpose(0, 1), self.query_weight)
+            .transpose(0, 1)
+        )
 
     def values(self, mixed: Tensor) -> Tensor:
-        """Return ``[T, N, V]`` of means of latent vectors ``[T, N, C]``."""
-        return self._bound[1].function(mixed.transpose(0, 1), self.of_values).transpose(0, 1)
+        """Project attention outputs in the latent space ``[T, N, C]`` to values ``[T, N, V]``."""
+        return (
+            self._absorbed_kernels[1]
+            .function(mixed.transpose(0, 1), self.value_weight)
+            .transpose(0, 1)
+        )
 
     def expanded(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys ``[U, N, D]`` and values ``[U, N, V]`` of latent vectors ``[U, C]``."""
+        """Expand latent vectors ``[U, C]`` to keys ``[U, N, D]`` and values ``[U, N, V]``."""
         keys, values = (
-            bound.function(latent, weight, None).unflatten(-1, (self.heads, -1))
-            for bound, weight in zip(self._linear, self.to_heads, strict=True)
+            kernel.function(latent, weight, None).unflatten(-1, (self.heads, -1))
+            for kernel, weight in zip(self._expansion_kernels, self.expansion_weights, strict=True)
         )
         return keys, values
 
     def _weight(self) -> Tensor:
         if self.method is None:
             return self.get_parameter("weight").data
+        # Per-head matmuls have no quantized kernels.
         weight = self.method.dequantized(self)
-        kernel, operands = self.method.finalize(self)  # checks what it was given
+        kernel, operands = self.method.finalize(self)  # checks the weights
         if weight is None:
             device = next((x.device for x in operands if isinstance(x, Tensor)), None)
-            unit = torch.eye(self.latent_size, dtype=self.dtype, device=device)
-            weight = kernel(unit, *operands).T
+            # A scheme without a dequantizer: the product with the identity matrix is the weight.
+            identity = torch.eye(self.latent_size, dtype=self.dtype, device=device)
+            weight = kernel(identity, *operands).T
         return weight.to(self.dtype)
 
 
 @dataclass(frozen=True)
-class LatentShares:
-    """The projections of a latent attention that have outputs or inputs of each head.
+class LatentShards:
+    """The per-head projections of latent attention on this rank: all heads, or a shard of them.
 
     Attributes:
-        spec: of the heads that this rank has.
-        projections: of queries, of keys and values, and the last one.
-        slices: what this rank reads of each of them; None where it has all heads.
+        spec: of the heads that this rank computes.
+        projections: of queries, of keys and values, and of the output.
+        slices: the parts of the tensors that this rank reads; None if this rank has all heads.
     """
 
     spec: AttentionSpec
@@ -159,28 +175,30 @@ class LatentShares:
     slices: tuple[Slices, ...] | None
 
     @classmethod
-    def of(cls, site: Site, spec: AttentionSpec, sizes: LatentSizes, bias: bool) -> LatentShares:
-        """Return those of the attention at ``site``, cut by heads if they can be."""
+    def of(cls, site: Site, spec: AttentionSpec, sizes: LatentSizes, bias: bool) -> LatentShards:
+        """Shard the projections of the attention at ``site`` by heads, or replicate them."""
+        # None on a single rank, or if the heads do not divide among the ranks.
         local = heads_cut(site, spec)
         if local is not None:
             projections = _projections(spec, sizes, bias, local[1])
-            if (slices := divides(site, *projections)) is not None:
+            slices = divides(site, *projections)
+            if slices is not None:
                 return cls(local[0], projections, slices)
         return cls(spec, _projections(spec, sizes, bias, None), None)
 
     @property
-    def slices_of_values(self) -> Slices:
-        """Return what this rank reads of the projection to keys and values."""
+    def value_slices(self) -> Slices:
+        """Return the part of ``kv_b_proj`` that this rank reads; empty for all of it."""
         return {} if self.slices is None else self.slices[1]
 
     def query(self, site: Site) -> Linear:
-        """Return the projection of queries."""
+        """Build the projection of queries."""
         if self.slices is None:
             return self.projections[0].whole(site)
         return ColumnLinear(site, self.projections[0], self.slices[0])
 
-    def last(self, site: Site) -> Linear:
-        """Return the last projection."""
+    def output(self, site: Site) -> Linear:
+        """Build the output projection."""
         if self.slices is None:
             return self.projections[2].whole(site)
         return RowLinear(site, self.projections[2], self.slices[2])
@@ -189,35 +207,38 @@ class LatentShares:
 def _projections(
     spec: AttentionSpec, sizes: LatentSizes, bias: bool, cut: Cut | None
 ) -> tuple[Projection, Projection, Projection]:
-    """Return the projections of all heads, with their cut if there is one."""
+    """Describe the projections of all heads, sharded if ``cut`` is given."""
     heads, latent = spec.num_heads, spec.latent_size
     name, inputs = "q_proj", sizes.hidden
     if sizes.query_latent is not None:
         name, inputs = "q_b_proj", sizes.query_latent
-    wide, both = sizes.plain + spec.head_size - latent, sizes.plain + sizes.value
+    query_width, key_value_width = sizes.plain + spec.head_size - latent, sizes.plain + sizes.value
     columns = [
         None if cut is None else {part: cut.times(size)}
-        for part, size in ((name, wide), ("kv_b_proj", both))
+        for part, size in ((name, query_width), ("kv_b_proj", key_value_width))
     ]
     row = None if cut is None else replace(cut.times(sizes.value), kind="row")
     return (
-        Projection(name, inputs, {name: heads * wide}, False, columns=columns[0]),
-        Projection("kv_b_proj", latent, {"kv_b_proj": heads * both}, False, columns=columns[1]),
+        Projection(name, inputs, {name: heads * query_width}, False, columns=columns[0]),
+        Projection(
+            "kv_b_proj", latent, {"kv_b_proj": heads * key_value_width}, False, columns=columns[1]
+        ),
         Projection("o_proj", heads * sizes.value, {"o_proj": sizes.hidden}, bias, row=row),
     )
 
 
 class LatentAttention(SelfAttention):
-    """Attention of all heads to one latent vector per token, and its projections.
+    """Attention of all heads to one latent vector per token, with all projections.
 
-    The projection from latent vectors to keys is applied to queries instead, and that to values to
-    what the attention returns, so that neither keys nor values are made of what is cached. Where
-    long prompts meet the backend of the standard ops, they are made: see ``ExpandedAttention``.
+    The projections are absorbed: the one from latent vectors to keys is applied to queries instead,
+    and the one to values is applied to the attention's output, so that cached tokens are never
+    expanded.
+    For long prompts on the standard backend expansion is cheaper: see ``ExpandedAttention``.
 
     Args:
         spec: of heads of C + R elements, with one kv head and ``latent_size`` C.
-        interleaved: neighbours are rotated, not the halves of the rotary part.
-        bias: of the projections of ``x`` to latent vectors, and of the last one.
+        interleaved: rotate adjacent elements, not the halves of the rotary part.
+        bias: of the projections of ``x`` to latent vectors, and of the output projection.
     """
 
     def __init__(
@@ -230,33 +251,35 @@ class LatentAttention(SelfAttention):
     ) -> None:
         PluggableLayer.__init__(self, site)
         hidden, latent = sizes.hidden, spec.latent_size
-        shares = LatentShares.of(site, spec, sizes, bias)
-        self.spec = spec = shares.spec
+        shards = LatentShards.of(site, spec, sizes, bias)
+        self.spec = spec = shards.spec
         self.plain_size, heads = sizes.plain, spec.num_heads
         rotary = self.rotary_size = spec.head_size - latent
-        self.query_latent = sizes.query_latent is not None
+        self.has_latent_queries = sizes.query_latent is not None
         if sizes.query_latent is None:
-            self.q_proj = shares.query(site.at("q_proj"))
+            self.q_proj = shards.query(site.at("q_proj"))
         else:
             self.q_a_proj = Linear(site.at("q_a_proj"), hidden, sizes.query_latent, bias)
             self.q_a_layernorm = RMSNorm(site.at("q_a_layernorm"), sizes.query_latent, _EPS)
-            self.q_b_proj = shares.query(site.at("q_b_proj"))
+            self.q_b_proj = shards.query(site.at("q_b_proj"))
         at = site.at("kv_a_proj_with_mqa")
         self.kv_a_proj_with_mqa = Linear(at, hidden, spec.head_size, bias)
         self.kv_a_layernorm = RMSNorm(site.at("kv_a_layernorm"), latent, _EPS)
         at = site.at("kv_b_proj")
         self.kv_b_proj = LatentProjection(at, heads, sizes, latent, expands=not spec.sparse)
-        self.kv_b_proj.slices = shares.slices_of_values
-        kind = InterleavedRotary if interleaved else RotaryEmbedding
-        self.rotary = kind(site.at("rotary"), rotary, rotary)
+        # The loader slices the tensor; LatentProjection itself knows only this rank's heads.
+        self.kv_b_proj.slices = shards.value_slices
+        rotary_class = InterleavedRotary if interleaved else RotaryEmbedding
+        self.rotary = rotary_class(site.at("rotary"), rotary, rotary)
         self.attn = Attention(site.at("attn"), spec)
-        self.o_proj = shares.last(site.at("o_proj"))
+        self.o_proj = shards.output(site.at("o_proj"))
+        # Built even where it never pays off, as that depends on the batch.
         self.expanded = ExpandedAttention(site.at("attn"), spec, sizes.plain, sizes.value)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, plan: Any, rows: Tensor | None
     ) -> Tensor:
-        """Return the output projection, as ``SelfAttention`` does.
+        """Compute the output projection ``[T, H]``, or ``[rows, H]``, as ``SelfAttention`` does.
 
         Args:
             x: ``[T, H]``.
@@ -264,8 +287,9 @@ class LatentAttention(SelfAttention):
             cache, plan: of the attention backend.
             rows: int64, indices into T.
         """
-        plain, rotated, vectors = self.parts(x, self.query_source(x), cos, sin)
+        plain, rotated, vectors = self.parts(x, self.query_input(x), cos, sin)
         backend, is_batch = self.attn.backend, isinstance(plan, AttentionBatch)
+        # Expansion bypasses the backend's attention, so the cache must have the standard layout.
         if is_batch and isinstance(backend, LatentBackend) and self.expanded.pays(plan):
             backend.write(vectors, cache, plan.slots)
             query = torch.cat((plain, rotated), dim=-1)
@@ -276,27 +300,27 @@ class LatentAttention(SelfAttention):
         return self.projected(self.attn(query, vectors, value, cache, plan), rows)
 
     def projected(self, mixed: Tensor, rows: Tensor | None) -> Tensor:
-        """Return ``[T, H]`` of means of latent vectors ``[T, N, C]``, or ``[rows, H]``."""
+        """Project attention outputs ``[T, N, C]`` to ``[T, H]``, or to ``[rows, H]``."""
         if rows is not None:
             mixed = mixed[rows]
         return self.o_proj(self.kv_b_proj.values(mixed).flatten(1))  # type: ignore[no-any-return]
 
-    def query_source(self, x: Tensor) -> Tensor:
-        """Return what queries are projected from: their latent vectors, or ``x`` itself."""
-        return self.q_a_layernorm(self.q_a_proj(x)) if self.query_latent else x
+    def query_input(self, x: Tensor) -> Tensor:
+        """Return the input of the query projection: the latent queries, or ``x`` itself."""
+        return self.q_a_layernorm(self.q_a_proj(x)) if self.has_latent_queries else x
 
     def parts(
-        self, x: Tensor, source: Tensor, cos: Tensor, sin: Tensor
+        self, x: Tensor, query_input: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries ``[T, N, D]`` and ``[T, N, R]``, and vectors to be cached.
-
-        The latter are ``[T, 1, C + R]``.
+        """Compute queries ``[T, N, D]`` and ``[T, N, R]``, and vectors to cache ``[T, 1, C + R]``.
 
         Args:
-            source: of ``query_source``.
+            query_input: the result of the method ``query_input``.
         """
         latent_size, rotary_size = self.spec.latent_size, self.rotary_size
-        projected = self.q_b_proj(source) if self.query_latent else self.q_proj(source)
+        projected = (
+            self.q_b_proj(query_input) if self.has_latent_queries else self.q_proj(query_input)
+        )
         query = projected.unflatten(-1, (self.spec.num_heads, -1))  # [T, N, D + R]
         plain, rotated = query.split((self.plain_size, rotary_size), dim=-1)
         latent, key = self.kv_a_proj_with_mqa(x).split((latent_size, rotary_size), dim=-1)
@@ -305,15 +329,15 @@ class LatentAttention(SelfAttention):
         return plain, rotated, torch.cat((latent.unsqueeze(1), key), dim=-1)
 
     def absorbed(self, plain: Tensor, rotated: Tensor) -> Tensor:
-        """Return the queries ``[T, N, C + R]`` of both parts of them."""
+        """Build the latent queries ``[T, N, C + R]`` from the plain and the rotated part."""
         return torch.cat((self.kv_b_proj.absorbed(plain), rotated), dim=-1)
 
 
 class SparseLatentAttention(LatentAttention):
-    """Attention to those latent vectors that an indexer names.
+    """Latent attention to the tokens that an indexer selects.
 
     Args:
-        indexer: the spec of one, of type ``indexer``.
+        indexer: the indexer's spec, of type ``indexer``.
     """
 
     def __init__(
@@ -339,13 +363,13 @@ class SparseLatentAttention(LatentAttention):
         plan: Sequence[object],
         rows: Tensor | None,
     ) -> Tensor:
-        """Return the output projection, as ``LatentAttention`` does.
+        """Compute the output projection, as ``LatentAttention`` does.
 
         Args:
-            cache, plan: of the attention backend, and of the indexer's.
+            cache, plan: two of each: of the attention backend and of the indexer's.
         """
-        source = self.query_source(x)
-        named = self.indexer(x, source, cos, sin, cache[1], plan[1])  # [T, X]
-        plain, rotated, vectors = self.parts(x, source, cos, sin)
+        query_input = self.query_input(x)
+        selected = self.indexer(x, query_input, cos, sin, cache[1], plan[1])  # [T, X]
+        plain, rotated, vectors = self.parts(x, query_input, cos, sin)
         query = self.absorbed(plain, rotated)
-        return self.projected(self.attn(query, vectors, named, cache[0], plan[0]), rows)
+        return self.projected(self.attn(query, vectors, selected, cache[0], plan[0]), rows)

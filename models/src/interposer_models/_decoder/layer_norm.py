@@ -1,4 +1,7 @@
-"""Layer normalisation of the residual stream. T tokens, H hidden size."""
+"""Layer normalisation of the residual stream.
+
+Dimensions: T tokens, H hidden size.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from interposer_ops.norms import layer_norm
 
 
 class LayerNorm(PluggableLayer):
-    """Normalise over the last dimension; see the op ``layer_norm``.
+    """Layer norm over the last dimension; see the op ``layer_norm``.
 
     Args:
-        bias: there is one.
+        bias: whether there is one.
     """
 
     def __init__(self, site: Site, hidden_size: int, eps: float, bias: bool = True) -> None:
@@ -33,14 +36,15 @@ class LayerNorm(PluggableLayer):
         self.operands = prepared["weight"], prepared["bias"]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` normalised, ``[..., H]``."""
+        """Normalise ``x`` ``[..., H]``."""
         return self.bound.function(x, *self.operands, self.eps)
 
     def forward_add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return ``(normalised sum, sum)``; a missing residual counts as zero.
+        """Add ``x`` to the residual stream; return the normalised sum and the sum.
 
-        The sum stays in float32 or wider, as that of ``RMSNorm``.
+        A missing residual counts as zero. The sum stays in float32 or wider, as that of
+        ``RMSNorm``.
         """
-        wide = torch.promote_types(x.dtype, torch.float32)
-        stream = x.to(wide) if residual is None else residual + x
+        stream_dtype = torch.promote_types(x.dtype, torch.float32)
+        stream = x.to(stream_dtype) if residual is None else residual + x
         return self(stream.to(x.dtype)), stream

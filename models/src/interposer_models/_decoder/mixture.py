@@ -1,4 +1,4 @@
-"""The mixture of experts that some decoders have in place of one MLP.
+"""The MoE layer that some decoders have instead of a dense MLP.
 
 Dimensions: T tokens, H hidden size.
 """
@@ -17,22 +17,22 @@ from interposer_ops.layers.divided_experts import share_experts
 from interposer_ops.layers.experts import Router
 
 LARGEST_TENSOR = 2**48
-# Each has tensors of its own in most checkpoints, whose names are known beforehand.
+# A sanity limit: names of all experts' tensors are computed before the checkpoint is read.
 MOST_EXPERTS = 2**14
 
 
 def count_of_experts(default: int | None) -> Any:
-    """Return the field ``num_local_experts`` with a default; older configs name it otherwise."""
+    """Return the field ``num_local_experts`` with a default, and the alias of older configs."""
     names = AliasChoices("num_local_experts", "num_experts")
     return Field(default=default, validation_alias=names)
 
 
 class MixtureMLP(nn.Module):
-    """An MoE layer: a router and its experts.
+    """An MoE layer: a router and experts.
 
     Args:
-        router: what checkpoints call it.
-        renormalize: the weights of the chosen experts add up to 1.
+        router: the router's name in checkpoints.
+        renormalize: scale the weights of the chosen experts to a sum of 1.
     """
 
     def __init__(self, site: Site, spec: ExpertsSpec, router: str, renormalize: bool) -> None:
@@ -42,13 +42,13 @@ class MixtureMLP(nn.Module):
         self.experts = share_experts(site.at("experts"), spec)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[T, H]``."""
+        """Return the weighted sum of the chosen experts, ``[T, H]``."""
         weights, expert_ids = self.router(x)
         return self.experts(x, weights, expert_ids)  # type: ignore[no-any-return]
 
 
 class MixtureFamily(DecoderFamily):
-    """The settings of a decoder with experts."""
+    """Settings of a decoder with MoE layers."""
 
     num_local_experts: Positive | None = count_of_experts(None)
     num_experts_per_tok: Positive | None = None
@@ -59,7 +59,7 @@ class MixtureFamily(DecoderFamily):
         return self.intermediate_size
 
     def experts(self, activation: str = "silu", **form: Any) -> ExpertsSpec:
-        """Return the facts of a layer's experts; ``form`` are further fields of it."""
+        """Describe a layer's experts; ``form`` are further fields of ``ExpertsSpec``."""
         assert self.num_local_experts is not None
         assert self.num_experts_per_tok is not None
         return ExpertsSpec(
@@ -79,19 +79,18 @@ class MixtureFamily(DecoderFamily):
         if top_k > num_experts:
             raise ValueError(f"num_experts_per_tok {top_k} exceeds num_local_experts {num_experts}")
         if num_experts > MOST_EXPERTS:
-            raise ValueError(
-                f"num_local_experts is {num_experts}, more than {MOST_EXPERTS} are not read"
-            )
+            raise ValueError(f"num_local_experts is {num_experts}, must be at most {MOST_EXPERTS}")
         if num_experts * self.hidden_size * self.expert_size > LARGEST_TENSOR:
             sizes = f"{self.hidden_size} x {self.expert_size}"
             raise ValueError(f"{num_experts} experts of {sizes} are more than a model can have")
+        # The expert kernels of these families implement SwiGLU with SiLU only.
         if self.hidden_act not in ("silu", "swish"):
             raise ValueError(f"hidden_act is {self.hidden_act!r}, experts compute with 'silu'")
         return self
 
 
 class SparseFamily(MixtureFamily):
-    """The settings of a decoder with many small experts, in all layers or some."""
+    """Settings of a decoder with many small experts, in all layers or some."""
 
     moe_intermediate_size: Positive = 768
     norm_topk_prob: bool = False
@@ -100,19 +99,19 @@ class SparseFamily(MixtureFamily):
 
     @property
     def expert_size(self) -> int:
-        """Intermediate size of an expert; layers without experts have ``intermediate_size``."""
+        """Intermediate size of an expert; dense layers have ``intermediate_size``."""
         return self.moe_intermediate_size
 
     def has_experts(self, index: int) -> bool:
-        """Say whether layer ``index`` has experts, not one MLP."""
+        """Say whether layer ``index`` is an MoE layer, not a dense MLP."""
         return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
 
     def mixture(self, site: Site, experts: ExpertsSpec) -> nn.Module:
-        """Return the mixture at a site; checkpoints store every expert by itself."""
+        """Build the MoE layer at a site; checkpoints store every expert separately."""
         return MixtureMLP(site, experts, "gate", self.norm_topk_prob)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the MoE layer of layer ``index``, or its dense MLP."""
+        """Build the MoE layer of layer ``index``, or a dense MLP."""
         if not self.has_experts(index):
             return super().mlp(block, index)
         experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))

@@ -1,4 +1,4 @@
-"""The MLP without a gate: a projection, an activation, and a projection back.
+"""The MLP without a gate: up projection, activation, down projection.
 
 Dimensions: T tokens, H hidden size.
 """
@@ -17,20 +17,21 @@ from interposer_ops.layers.divided_pairs import PairNames, share_inner
 from interposer_ops.layers.linear import Linear
 
 Names = tuple[str, str]
-"""Of the two projections, as checkpoints have them."""
+"""The names of the up and the down projection in checkpoints."""
 
+# GELU spellings of transformers, by the op's ``approximate`` argument.
 _FORMS = {"gelu_pytorch_tanh": "tanh", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu": "none"}
 _OPS = {"quick_gelu": quick_gelu, "relu2": relu2}
 _RELU = "relu"
 
 
 class PlainMLP(nn.Module):
-    """A projection, GELU, ReLU or the square of the latter, and a projection back.
+    """Two linear layers with GELU, ReLU or squared ReLU in between.
 
     Args:
-        sizes: H, and the size between the projections.
+        sizes: H and the intermediate size.
         names: of the projections below the site.
-        linear: the class of both.
+        linear: the layer class of both projections.
     """
 
     def __init__(
@@ -43,23 +44,27 @@ class PlainMLP(nn.Module):
         linear: type[Linear] = Linear,
     ) -> None:
         super().__init__()
-        if activation not in (known := (*_FORMS, *_OPS, _RELU)):
-            raise UnknownNameError("activation", activation, known)
-        hidden, inner = sizes
+        if activation not in (known_activations := (*_FORMS, *_OPS, _RELU)):
+            raise UnknownNameError("activation", activation, known_activations)
+        hidden, intermediate = sizes
         outputs = {names[0].rpartition(".")[2]: 1}
-        shares = share_inner(site, hidden, inner, PairNames(*names, bias, bias), outputs, linear)
-        inner = shares.size
-        self.first = shares.first()
+        shards = share_inner(
+            site, hidden, intermediate, PairNames(*names, bias, bias), outputs, linear
+        )
+        intermediate = shards.size
+        self.first = shards.first()
         self.activate: Callable[..., Tensor] = torch.relu
         self.options: tuple[str, ...] = ()
-        at = site.at("act")
+        activation_site = site.at("act")
         if activation in _OPS:
-            self.activate = at.bind(_OPS[activation], intermediate_size=inner)
+            self.activate = activation_site.bind(_OPS[activation], intermediate_size=intermediate)
         elif activation in _FORMS:
             self.options = (_FORMS[activation],)
-            self.activate = at.bind(gelu, intermediate_size=inner, approximate=_FORMS[activation])
-        self.second = shares.last()
+            self.activate = activation_site.bind(
+                gelu, intermediate_size=intermediate, approximate=_FORMS[activation]
+            )
+        self.second = shards.last()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[T, H]`` of ``x`` ``[T, H]``."""
+        """Compute ``[T, H]`` from ``x`` ``[T, H]``."""
         return self.second(self.activate(self.first(x), *self.options))  # type: ignore[no-any-return]

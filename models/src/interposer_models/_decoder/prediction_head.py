@@ -1,7 +1,7 @@
-"""Heads that predict a further token, by a hidden state and the token that follows it.
+"""MTP heads: predict a further token from a hidden state and the token that follows.
 
-Dimensions: T tokens, R tokens whose predictions are wanted, H hidden size of the head, F size of
-what it reads of the model, V vocabulary of the model.
+Dimensions: T tokens, R tokens that need predictions, H hidden size of the head, F size of
+the model's states that the head reads, V vocabulary of the model.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ Cosines = tuple[Tensor | None, Tensor | None]
 
 
 class PredictionHead(nn.Module, ABC):
-    """A decoder of one block, with a paged cache of its own.
+    """A decoder of one block with a paged cache of the head, which drafts tokens.
 
-    Its token of a position is the next one of the model: from the model's state of token i and from
-    token i + 1 it predicts token i + 2. Its own state stands for the model's to predict further.
+    The head's input at a position is the model's state of token i and the embedding of token i + 1,
+    and the head predicts token i + 2. To draft more tokens, the head's own state replaces the
+    model's.
 
     Attributes:
-        config: sizes of the model.
-        layers: of the model, whose inputs it reads; none stands for what the final norm returns.
-        renamed: as that of ``CausalLM``.
-        unread: as that of ``CausalLM``.
+        config: settings of the model.
+        layers: the head reads the inputs of these blocks; an empty tuple means the output of
+            the final norm.
+        renamed, unread: as those of ``CausalLM``.
     """
 
     config: DecoderSettings
@@ -43,7 +44,7 @@ class PredictionHead(nn.Module, ABC):
 
     @abstractmethod
     def renamed(self, name: str) -> str | None:
-        """Return the name of a checkpoint's tensor here, None for one that is none of the head."""
+        """Map the name of a checkpoint's tensor to this module's; None if it is not the head's."""
 
     @property
     def attention_layers(self) -> list[Attention]:
@@ -52,11 +53,11 @@ class PredictionHead(nn.Module, ABC):
 
     @abstractmethod
     def reserve_positions(self, count: int, device: str) -> None:
-        """Prepare for ``count`` positions at least."""
+        """Compute the rotary angles of at least ``count`` positions."""
 
     @abstractmethod
     def fused(self, states: Tensor) -> Tensor:
-        """Return ``[T, H]`` of the model's states ``[T, F]``."""
+        """Reduce the model's states ``[T, F]`` to the head's input ``[T, H]``."""
 
     @abstractmethod
     def forward(
@@ -68,23 +69,23 @@ class PredictionHead(nn.Module, ABC):
         plans: Sequence[Any],
         rows: Tensor,
     ) -> Tensor:
-        """Return the head's states ``[R, H]`` of the tokens that ``rows`` names.
+        """Compute the head's states ``[R, H]`` of the tokens in ``rows``.
 
         Args:
-            token_ids: ``[T]`` int64, of each state the token that follows.
-            states: ``[T, H]``, those of ``fused`` or the head's own.
+            token_ids: ``[T]`` int64, for each state the token that follows.
+            states: ``[T, H]``, the results of ``fused`` or the head's own states.
         """
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
-        """Return the logits ``[R, V]`` of the head's states."""
+        """Compute the logits ``[R, V]`` of the head's states."""
 
 
 class HeadNames(NamedTuple):
-    """The names of a head's parts in checkpoints, below one prefix.
+    """The names of an MTP head's parts in checkpoints, below one prefix.
 
     Attributes:
-        unread: what is the model's again.
+        unread: the names of parts that repeat tensors of the model.
     """
 
     prefix: str
@@ -97,13 +98,14 @@ class HeadNames(NamedTuple):
 
 
 class NextTokenHead(PredictionHead):
-    """A block of the model's family behind a projection of state and embedding, each normalised.
+    """An MTP head: a projection of normalised state and embedding, then one block of the family.
 
-    It shares embedding, angles and lm_head with the model. Its state is what its last norm returns.
+    The head shares embedding, rotary angles and LM head with the model. The head's state is the
+    output of the last norm.
 
     Args:
-        block: returns the block at a site.
-        index: of the layer of the model whose angles the block has.
+        block: builds the block at a site.
+        index: the layer of the model with the same rotary angles as the block.
     Source: arXiv:2412.19437, section 2.2.
     """
 
@@ -113,28 +115,29 @@ class NextTokenHead(PredictionHead):
         super().__init__()
         self._prefix = f"{names.prefix}."
         self.unread = tuple(self._prefix + name for name in names.unread)
+        # A family's mapping of tensor names applies to the tensors of the head as well.
         self._renamed = model.renamed
-        self._model = (model,)  # in a tuple, so that it is no module of the head
+        self._model = (model,)  # in a tuple, so that torch does not register it as a submodule
         self.config = model.model.config
-        size, own = self.config.hidden_size, site.at(names.prefix)
-        self.token_norm: Any = norm(own.at(names.token_norm))
-        self.state_norm: Any = norm(own.at(names.state_norm))
-        self.projection = Linear(own.at(names.projection), 2 * size, size, bias=False)
-        self.block: Any = block(own.at(names.block) if names.block else own)
-        self.norm: Any = norm(own.at(names.norm))
+        size, head_site = self.config.hidden_size, site.at(names.prefix)
+        self.token_norm: Any = norm(head_site.at(names.token_norm))
+        self.state_norm: Any = norm(head_site.at(names.state_norm))
+        self.projection = Linear(head_site.at(names.projection), 2 * size, size, bias=False)
+        self.block: Any = block(head_site.at(names.block) if names.block else head_site)
+        self.norm: Any = norm(head_site.at(names.norm))
         self._index = index
 
     def renamed(self, name: str) -> str | None:
-        """Return the name of a tensor below the prefix, None for others."""
-        found = self._renamed(name)
-        return found if found is not None and found.startswith(self._prefix) else None
+        """Return the new name of a tensor below the head's prefix, None for other tensors."""
+        new_name = self._renamed(name)
+        return new_name if new_name is not None and new_name.startswith(self._prefix) else None
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Prepare for ``count`` positions at least."""
+        """Compute the rotary angles of at least ``count`` positions."""
         self._model[0].reserve_positions(count, device)
 
     def fused(self, states: Tensor) -> Tensor:
-        """Return the states, which the projection takes as they are."""
+        """Return the states unchanged; ``forward`` projects them."""
         return states
 
     def forward(
@@ -146,17 +149,17 @@ class NextTokenHead(PredictionHead):
         plans: Sequence[Any],
         rows: Tensor,
     ) -> Tensor:
-        """Return the head's states of the tokens that ``rows`` names; see ``PredictionHead``."""
+        """Compute the head's states of the tokens in ``rows``; see ``PredictionHead``."""
         decoder = self._model[0].model
         token = self.token_norm(decoder.embed(token_ids, positions))
         x = self.projection(torch.cat([token, self.state_norm(states)], dim=-1))
         angles = decoder.angles(positions)[self._index]
-        several = len(caches) > 1
-        cache, plan = (caches, plans) if several else (caches[0], plans[0])
+        has_several_caches = len(caches) > 1  # with an indexer
+        cache, plan = (caches, plans) if has_several_caches else (caches[0], plans[0])
         x, residual = self.block(x, None, *angles, cache, plan, rows)
         normalised: Tensor = self.norm.forward_add(x, residual)[0]
         return normalised
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return what the model's lm_head makes of the states."""
+        """Apply the model's LM head to the states."""
         return self._model[0].lm_head(states)  # type: ignore[no-any-return]

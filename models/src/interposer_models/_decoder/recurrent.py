@@ -1,6 +1,6 @@
-"""Layers that keep a state of each sequence, and what most of them begin and end with.
+"""Layers with a fixed-size state per sequence, and a convolution and a norm for such layers.
 
-Dimensions: T tokens, C channels, W window, H size of what is normalised.
+Dimensions: T tokens, C channels, W window of the convolution, H hidden size.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from interposer_ops.recurrence import causal_convolution
 
 
 class RecurrentLayer(nn.Module, ABC):
-    """A layer whose cache is a state of fixed size for each sequence."""
+    """A layer with one state of fixed size per sequence as its cache, instead of pages."""
 
     @abstractmethod
     def state_layout(self) -> StateLayout:
-        """Return the tensors of one sequence's state."""
+        """Return the shapes and dtypes of one sequence's state."""
 
 
 class RecurrentMixer(RecurrentLayer):
-    """A recurrent layer that stands where attention does, and ends in a gate and a projection."""
+    """A recurrent layer in the position of attention, which ends with a gate and a projection."""
 
     @abstractmethod
     def mixed(
         self, x: Tensor, cache: tuple[Tensor, ...], plan: StateBatch
     ) -> tuple[Tensor, Tensor]:
-        """Return what ``x`` ``[T, H]`` and the states make of each token, and its gate."""
+        """Update the states with ``x`` ``[T, H]``; return the mixer's output and the gate."""
 
     @abstractmethod
     def ended(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Return ``[T, H]`` of what ``mixed`` returned, or of some rows of it."""
+        """Apply the gate and the output projection to results of ``mixed``: ``[T, H]``."""
 
     def forward(
         self,
@@ -46,21 +46,26 @@ class RecurrentMixer(RecurrentLayer):
         plan: StateBatch,
         rows: Tensor | None,
     ) -> Tensor:
-        """Return ``[T, H]`` of ``x`` ``[T, H]``, or ``[rows, H]`` of the tokens they name."""
+        """Compute ``[T, H]`` from ``x`` ``[T, H]``, or ``[rows, H]``.
+
+        Every token updates the state; the output is projected only for the tokens in ``rows``.
+        """
+        # All tokens must update the state, so rows are dropped only after the mixer.
         y, gate = self.mixed(x, cache, plan)
         return self.ended(y, gate) if rows is None else self.ended(y[rows], gate[rows])
 
 
 class Convolution(PluggableLayer):
-    """A causal convolution of each channel by itself; see the op ``causal_convolution``.
+    """A causal depthwise convolution; see the op ``causal_convolution``.
 
     Args:
-        silu: what it returns goes through SiLU.
+        silu: apply SiLU to the output.
     """
 
     def __init__(self, site: Site, channels: int, window: int, bias: bool, silu: bool) -> None:
         super().__init__(site)
         self.silu, self.dtype = silu, site.dtype
+        # A sequence's state: the previous inputs that the next token's window still covers.
         self.shape = channels, window - 1
         shapes = {"weight": (channels, 1, window), "bias": (channels,)}
         for name in ("weight", "bias") if bias else ("weight",):
@@ -71,7 +76,7 @@ class Convolution(PluggableLayer):
         self.operands: tuple[Tensor, Tensor | None] = torch.empty(0), None
 
     def finalize(self) -> None:
-        """Prepare weight and bias for the kernel, which has the weight as ``[C, W]``."""
+        """Prepare the weight, reshaped to ``[C, W]``, and the bias for the kernel."""
         weight, bias = self.get_parameter("weight").data, self._parameters.get("bias")
         prepared = self.bound.prepared(
             weight=weight.squeeze(1).contiguous(), bias=None if bias is None else bias.data
@@ -80,17 +85,17 @@ class Convolution(PluggableLayer):
 
     @property
     def state(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """The shape and dtype of a sequence's last inputs."""
+        """Shape and dtype of a sequence's last inputs."""
         return self.shape, self.dtype
 
     def forward(self, x: Tensor, windows: Tensor, plan: StateBatch) -> Tensor:
-        """Return ``[T, C]`` of ``x`` ``[T, C]``, and keep the last inputs in ``windows``."""
-        places = plan.query_starts, plan.slots, plan.num_cached
-        return self.bound.function(x, *self.operands, windows, *places, self.silu)
+        """Convolve ``x`` ``[T, C]``, and store each sequence's last inputs in ``windows``."""
+        cache_arguments = plan.query_starts, plan.slots, plan.num_cached
+        return self.bound.function(x, *self.operands, windows, *cache_arguments, self.silu)
 
 
 class GatedNorm(PluggableLayer):
-    """Normalise groups of a row, with a gate before or after; see the op ``gated_rms_norm``."""
+    """RMSNorm over groups of a row, gated before or after; see the op ``gated_rms_norm``."""
 
     def __init__(
         self, site: Site, hidden_size: int, group_size: int, eps: float, norm_first: bool
@@ -105,7 +110,7 @@ class GatedNorm(PluggableLayer):
             group_size=group_size,
             norm_before_gate=norm_first,
         )
-        # In a tuple, so that it is no parameter of its own.
+        # In a tuple, so that torch does not register it as a second parameter.
         self.operands: tuple[Tensor] = (self.weight,)
 
     def finalize(self) -> None:
@@ -113,6 +118,6 @@ class GatedNorm(PluggableLayer):
         self.operands = (self.bound.prepared(weight=self.weight)["weight"],)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Return ``[..., H]`` of ``x`` and ``gate``, both ``[..., H]``."""
+        """Normalise ``x`` and multiply by the gate's SiLU; all ``[..., H]``."""
         (weight,) = self.operands
         return self.bound.function(x, gate, weight, self.eps, self.group_size, self.norm_first)

@@ -1,8 +1,8 @@
-"""The rotary fields of config.json, whose old and new spellings become one ``rope_parameters``.
+"""Merge the spellings of the rotary fields of config.json into one ``rope_parameters``.
 
-Old configs have ``rope_scaling`` beside ``rope_theta``; those that transformers 5 writes have both
-in ``rope_parameters``, which some families nest by the types of layers. The rules of precedence are
-those of transformers; where it would drop a stated value without a word, the config is refused.
+Old configs have ``rope_scaling`` and ``rope_theta``. transformers 5 writes both into
+``rope_parameters``, which some families nest by layer type. The rules of precedence are those of
+transformers. Where transformers would silently drop a stated value, the config is refused.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from interposer_models._decoder.field_error import FieldError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = (FULL, SLIDING)
-# Fields that rope_parameters may hold, and that may stand beside it.
+# Fields that may be inside of rope_parameters or at the top level of config.json.
 LIFTED = ("rope_theta", "partial_rotary_factor")
 
 
 class LayerTypeBases(NamedTuple):
-    """The rotary bases of a family whose layers with and without a window differ in angles.
+    """The rotary bases of a family with different angles in sliding-window and full layers.
 
     Attributes:
-        full: of layers that see everything, unless ``rope_theta`` states it.
-        sliding: of layers with a window, unless ``sliding_field`` states it.
-        sliding_field: a field of config.json; empty where no field states it.
+        full: base of full-attention layers, unless ``rope_theta`` states it.
+        sliding: base of sliding-window layers, unless ``sliding_field`` states it.
+        sliding_field: name of a field of config.json; empty if there is no such field.
     """
 
     full: float
@@ -33,14 +33,14 @@ class LayerTypeBases(NamedTuple):
 
 
 def one_rotation(fields: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_parameters`` of a family whose layers all have the same angles.
+    """Merge the rotary fields of a family with the same angles in all layers.
 
-    A ``rope_scaling`` that is not empty replaces ``rope_parameters``, ``rope_theta`` included.
+    A non-empty ``rope_scaling`` replaces ``rope_parameters``, ``rope_theta`` included.
 
     Args:
         fields: of config.json.
-        base: the value of each of ``LIFTED`` without ``rope_parameters``.
-    Raises: FieldError: that would change a value that only ``rope_parameters`` states.
+        base: the value that each of ``LIFTED`` has without ``rope_parameters``.
+    Raises: FieldError: the replacement would change a value that only ``rope_parameters`` states.
     """
     parameters, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling")
     if not scaling:
@@ -50,6 +50,7 @@ def one_rotation(fields: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str
             f"rope_scaling stands beside rope_parameters, which is nested by {', '.join(nested)}",
             "move the content of rope_scaling into rope_parameters, and remove rope_scaling",
         )
+    # rope_scaling wins; refuse values that only rope_parameters states and that would be lost.
     for name in LIFTED if parameters else ():
         value = parameters.get(name, base[name])
         if scaling.get(name, base[name]) != value:
@@ -63,11 +64,11 @@ def one_rotation(fields: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str
 
 
 def rotation_by_layer_type(fields: Mapping[str, Any], bases: LayerTypeBases) -> dict[str, Any]:
-    """Return ``rope_parameters``, nested by layer types, of a family whose layer types differ.
+    """Merge the rotary fields of a family with angles per layer type, nested by type.
 
-    ``rope_scaling`` is for the layers that see everything.
+    ``rope_scaling`` applies to full-attention layers.
 
-    Raises: FieldError: a value is stated where transformers does not look for it.
+    Raises: FieldError: a value is stated where transformers does not look.
     """
     parameters, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
     nested = {kind: dict(parameters.get(kind) or {}) for kind in LAYER_TYPES}
@@ -93,6 +94,7 @@ def rotation_by_layer_type(fields: Mapping[str, Any], bases: LayerTypeBases) -> 
             f"take it for layers of {SLIDING}, others {bases.sliding!r}",
             f"state rope_theta within {FULL} and within {SLIDING} of rope_parameters",
         )
+    # A base inside of a nested entry wins over the fields at the top level.
     full.setdefault("rope_theta", base)
     local = fields.get(bases.sliding_field) if bases.sliding_field else None
     sliding.setdefault("rope_theta", bases.sliding if local is None else local)
@@ -100,9 +102,9 @@ def rotation_by_layer_type(fields: Mapping[str, Any], bases: LayerTypeBases) -> 
 
 
 def nested_rotation(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_parameters`` of a family that reads no other spelling than the nested one.
+    """Check that ``rope_parameters`` is nested by layer type, the only spelling this family reads.
 
-    Raises: FieldError: there is another one.
+    Raises: FieldError: another spelling is used.
     """
     parameters, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling")
     flat = [name for name, value in parameters.items() if not isinstance(value, Mapping)]
@@ -116,8 +118,9 @@ def nested_rotation(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_flat(parameters: Mapping[str, Any], base: Any) -> None:
-    """Raise FieldError for a flat ``rope_parameters`` that differs from the defaults."""
+    """Raise FieldError if a flat ``rope_parameters`` differs from the defaults."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    # A flat field that states only defaults is harmless.
     other_fields = parameters.keys() - {"rope_type", "type", "rope_theta"}
     if kind == "default" and parameters.get("rope_theta", base) == base and not other_fields:
         return
@@ -130,9 +133,10 @@ def _refuse_flat(parameters: Mapping[str, Any], base: Any) -> None:
 
 
 def long_factors_note(scaling: Mapping[str, Any]) -> str:
-    """Return a note that all sequences have ``longrope``'s long factors, or "" if none is due."""
+    """Return a note that ``longrope`` uses the long factors for all sequences, or ""."""
     if scaling.get("rope_type", scaling.get("type")) != "longrope":
         return ""
+    # transformers chooses the factors per sequence; here one table of angles serves all sequences.
     longest = scaling["max_position_embeddings"]
     original = scaling["original_max_position_embeddings"]
     if longest <= original or scaling.get("long_factor") == scaling.get("short_factor"):

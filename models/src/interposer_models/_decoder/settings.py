@@ -1,4 +1,4 @@
-"""The settings of a decoder, read from a checkpoint's config.json and checked."""
+"""The settings of a decoder, read from a checkpoint's config.json and validated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from interposer_models._decoder.rotary_fields import (
 )
 from interposer_ops.rotary import rotary_frequencies
 
-# Far above any model; a product of two still fits a tensor.
+# Far above any model, and small enough that the product of two such sizes fits a tensor.
 Positive = Annotated[int, Field(gt=0, le=2**24)]
 Epsilon = Annotated[float, Field(gt=0, lt=1)]
 RopeBase = Annotated[float, Field(gt=1)]
@@ -31,12 +31,12 @@ WindowTokens = Annotated[int, Field(gt=0, lt=2**31)]
 
 
 class FrameNames(NamedTuple):
-    """The names that a checkpoint gives to the modules of a decoder outside of its blocks.
+    """The names that a checkpoint gives to the modules of a decoder outside of the blocks.
 
     Attributes:
-        positions: a table of learned positions, which stand in place of angles; empty where there
-            is none.
-        first_position: row of that table which the first token has.
+        positions: the table of learned positions, which replaces rotary angles; empty if there is
+            none.
+        first_position: the row of that table for the first token.
     """
 
     decoder: str = "model"
@@ -49,13 +49,17 @@ class FrameNames(NamedTuple):
 
 
 class DecoderSettings(BaseModel, ModelFamily):
-    """The fields of config.json that shape a decoder, by their Hugging Face names.
+    """The fields of config.json that shape a decoder, by Hugging Face name.
 
-    Others are ignored; one that is null has its default. Properties state what follows from them.
-    Without ``is_rotated`` there are no angles, nor are there with a table of positions. A family
-    whose layers with and without a window differ in angles has ``layer_type_bases``. One whose
-    ``layer_types`` or ``partial_rotary_factor`` transformers ignores refuses them. One that
-    ``switches_windows`` has them only where ``use_sliding_window`` is true.
+    Unknown fields are ignored; a null field gets the default. Properties derive further values.
+
+    Attributes:
+        is_rotated: queries and keys are rotated, unless the decoder has a table of positions.
+        layer_type_bases: set if sliding-window layers have other angles than full layers.
+        reads_layer_types: the architecture reads ``layer_types``; otherwise a field that differs
+            from ``slides`` is refused.
+        switches_windows: windows apply only if ``use_sliding_window`` is true.
+        reads_partial_rotary_factor: the same as ``reads_layer_types``, for that field.
     """
 
     frame: ClassVar[FrameNames] = FrameNames()
@@ -92,7 +96,7 @@ class DecoderSettings(BaseModel, ModelFamily):
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads that keys and values have."""
+        """Number of key and value heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
@@ -102,12 +106,12 @@ class DecoderSettings(BaseModel, ModelFamily):
 
     @property
     def rotary_size(self) -> int:
-        """Elements of each head that are rotated."""
+        """Rotated elements of each head."""
         return int(self.head_size * self.partial_rotary_factor)
 
     @property
     def embedding_scale(self) -> float:
-        """The factor of embeddings."""
+        """The factor that embeddings are multiplied by."""
         return 1.0
 
     @property
@@ -119,15 +123,15 @@ class DecoderSettings(BaseModel, ModelFamily):
 
     @property
     def _lengths(self) -> dict[str, Any]:
-        """Defaults of parameters that ``rope_parameters`` may state."""
-        # A yarn config without it means that max_position_embeddings is the original length.
+        """Default context lengths of the rotary scaling, which ``rope_parameters`` may override."""
+        # In a YaRN config without it, max_position_embeddings is the original length.
         longest = self.max_position_embeddings
         return {"original_max_position_embeddings": longest, "max_position_embeddings": longest}
 
     def rotation(self, index: int) -> tuple[float, dict[str, Any]]:
-        """Return base and scaling of the angles of layer ``index``.
+        """Return rotary base and scaling of layer ``index``.
 
-        ``rope_parameters`` may state them by the names of layer types.
+        ``rope_parameters`` may be nested by the names of layer types.
         """
         kind = "full_attention" if self.windows[index] is None else "sliding_attention"
         parameters = self.rope_parameters.get(kind)
@@ -136,35 +140,36 @@ class DecoderSettings(BaseModel, ModelFamily):
         return parameters.get("rope_theta", self.rope_theta), {**self._lengths, **parameters}
 
     def rotation_notes(self) -> list[str]:
-        """Return notes about the rotary embedding for users."""
+        """Return notes for the user about the rotary embedding."""
         rotations = (self.rotation(index) for index in range(self.num_hidden_layers))
         notes = [long_factors_note(scaling) for _, scaling in rotations]
         return [note for note in dict.fromkeys(notes) if note]
 
     def rotary_size_at(self, index: int) -> int:
-        """Return how many elements of a head are rotated in layer ``index``."""
+        """Return the number of rotated elements of a head in layer ``index``."""
         return self.rotary_size
 
     def renamed(self, name: str) -> str | None:
-        """Return the name of a checkpoint's tensor here, None for one that is not needed."""
+        """Map the name of a checkpoint's tensor to this model's; None for an unused tensor."""
         return name
 
     def slides(self, index: int) -> bool:
-        """Say whether layer ``index`` has a window, where ``layer_types`` does not."""
+        """Say whether layer ``index`` has a sliding window if ``layer_types`` is not stated."""
         return False
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer in tokens, None where a layer sees everything."""
+        """The window of each layer in tokens; None for a layer with full attention."""
         sliding = [self.slides(index) for index in range(self.num_hidden_layers)]
         if self.layer_types is not None:
             sliding = [kind == "sliding_attention" for kind in self.layer_types]
-        return tuple(self.sliding_window if slid else None for slid in sliding)
+        return tuple(self.sliding_window if has_window else None for has_window in sliding)
 
     @model_validator(mode="before")
     @classmethod
     def _stated(cls, fields: Any) -> Any:
-        """Leave out what is null and cannot be; merge the spellings of the rotary embedding."""
+        """Drop null fields that have a non-null default; merge the rotary fields."""
+        # A null stands for the default, unless null itself is a value of the field.
         nullable = {n for n, f in cls.model_fields.items() if type(None) in get_args(f.annotation)}
         present = {n: v for n, v in fields.items() if v is not None or n in nullable}
         spellings = [n for n in ("rope_parameters", "rope_scaling") if n in fields]
@@ -173,18 +178,21 @@ class DecoderSettings(BaseModel, ModelFamily):
             present.pop("rope_scaling", None)
             if rope or "rope_parameters" in fields:  # a null one says that there is none
                 present["rope_parameters"] = rope
+            # rope_parameters overrides fields at the top level, as in transformers.
             present |= {n: rope[n] for n in LIFTED if n in rope}
         return present
 
     @classmethod
     def merged_rotation(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what ``rope_parameters`` and ``rope_scaling`` of config.json mean together.
+        """Merge ``rope_parameters`` and ``rope_scaling`` of config.json.
 
-        Raises: FieldError: they contradict each other, or one is not read.
+        Raises: FieldError: the two contradict each other, or one is not read.
         """
         if cls.layer_type_bases is not None:
             return rotation_by_layer_type(fields, cls.layer_type_bases)
-        return one_rotation(fields, {n: _beside(cls.model_fields[n], n, fields) for n in LIFTED})
+        return one_rotation(
+            fields, {n: _value_or_default(cls.model_fields[n], n, fields) for n in LIFTED}
+        )
 
     @model_validator(mode="after")
     def _coherent(self) -> Self:
@@ -200,8 +208,10 @@ class DecoderSettings(BaseModel, ModelFamily):
             if type(base) not in (int, float) or base <= 1:
                 raise ValueError(f"rope_theta of {kind} is {base!r}, must be above 1")
             self._check_share(kind)
+        # A corrupt config must fail here, not by allocating an absurd weight.
         if heads * self.head_size > 2**24:
             raise ValueError(f"{heads} heads of {self.head_size} are more than a model can have")
+        # Rotary embedding rotates pairs of elements.
         if self.rotary_size <= 0 or self.rotary_size % 2:
             raise ValueError(
                 f"the rotated part of a head is {self.rotary_size}, must be positive and even"
@@ -210,8 +220,8 @@ class DecoderSettings(BaseModel, ModelFamily):
             raise ValueError(f"layer_types has {len(types)} of {self.num_hidden_layers} layers")
         if types is not None and "sliding_attention" in types and self.sliding_window is None:
             raise ValueError("layer_types has sliding layers, but sliding_window is missing")
-        switch = getattr(self, "use_sliding_window", True) or not self.switches_windows
-        if types is not None and "sliding_attention" in types and not switch:
+        windows_are_on = getattr(self, "use_sliding_window", True) or not self.switches_windows
+        if types is not None and "sliding_attention" in types and not windows_are_on:
             raise FieldError(
                 "layer_types has sliding layers, but use_sliding_window is false",
                 "set it to true, or make these layers full_attention",
@@ -220,14 +230,16 @@ class DecoderSettings(BaseModel, ModelFamily):
         return self
 
     def _check_ignored(self) -> None:
-        """Refuse fields that change the result, but that this architecture does not have."""
-        kinds = ["full_attention", "sliding_attention"]
-        slides = [self.slides(index) for index in range(self.num_hidden_layers)]
-        usual = tuple(kinds[slid and self.sliding_window is not None] for slid in slides)
-        if self.layer_types not in (None, usual) and not self.reads_layer_types:
+        """Refuse fields that would change the result, but that this architecture does not read."""
+        layer_types = ["full_attention", "sliding_attention"]
+        sliding = [self.slides(index) for index in range(self.num_hidden_layers)]
+        has_size = self.sliding_window is not None
+        default_types = tuple(layer_types[has_window and has_size] for has_window in sliding)
+        # A field that repeats the architecture's layer types is harmless.
+        if self.layer_types not in (None, default_types) and not self.reads_layer_types:
             raise FieldError(
                 "layer_types is stated, and this architecture does not read it; its layers are "
-                f"{', '.join(usual)}",
+                f"{', '.join(default_types)}",
                 "remove the field, or correct the architecture",
             )
         default = type(self).model_fields["partial_rotary_factor"].default
@@ -239,9 +251,10 @@ class DecoderSettings(BaseModel, ModelFamily):
             )
 
     def _check_share(self, kind: str) -> None:
-        """Refuse a share of heads that layers of a type rotate, unless all rotate the same."""
+        """Refuse a ``partial_rotary_factor`` of one layer type that differs from the model's."""
         parameters = self.rope_parameters[kind]
         share = parameters.get("partial_rotary_factor", self.partial_rotary_factor)
+        # "proportional" is the only type that applies the factor per layer type.
         is_read = parameters.get("rope_type", parameters.get("type")) == "proportional"
         if share != self.partial_rotary_factor and not is_read:
             raise FieldError(
@@ -251,21 +264,24 @@ class DecoderSettings(BaseModel, ModelFamily):
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Return the settings that the content of config.json describes.
+        """Validate the content of config.json and return the settings.
 
         Raises: CheckpointError: a field is missing, mistyped or contradictory.
         """
         try:
             parsed = cls.model_validate(config)
+            # Compute each layer's frequencies now, so that bad fields fail before weights load.
             for index in range(parsed.num_hidden_layers):
                 size, rotation = parsed.rotary_size_at(index), parsed.rotation(index)
-                for longest in (None, parsed.max_position_embeddings):  # of longrope's two sets
+                # longrope has two sets of factors; the longest position chooses which is checked.
+                for longest in (None, parsed.max_position_embeddings):
                     rotary_frequencies(size, *rotation, longest)
             return parsed
+        # An unknown rope_type: name the field that contains it.
         except UnknownNameError as error:
             spellings = ("rope_parameters", "rope_scaling")
-            named = [n for n in spellings if error.name in str(config.get(n))]
-            where = f"in {(named or spellings)[0]} of {source}"
+            stated_spellings = [n for n in spellings if error.name in str(config.get(n))]
+            where = f"in {(stated_spellings or spellings)[0]} of {source}"
             raise UnknownNameError(
                 error.kind, error.name, error.known, UNKNOWN_MEND, where
             ) from error
@@ -275,14 +291,16 @@ class DecoderSettings(BaseModel, ModelFamily):
             first = error.errors()[0]
             if isinstance(refused := first.get("ctx", {}).get("error"), FieldError):
                 raise CheckpointError(source, str(refused), refused.mend) from error
-            place = ".".join(str(part) for part in first["loc"])
-            value = f" (got {first['input']!r})" if place and first["type"] != "missing" else ""
-            reason = f"{place or 'config'}: {first['msg']}{value}"
+            field_path = ".".join(str(part) for part in first["loc"])
+            value = (
+                f" (got {first['input']!r})" if field_path and first["type"] != "missing" else ""
+            )
+            reason = f"{field_path or 'config'}: {first['msg']}{value}"
             raise CheckpointError(source, reason, "mend the field") from error
 
 
-def _beside(field: FieldInfo, name: str, fields: Mapping[str, Any]) -> Any:
-    """Return the value of a field under any of its names, or its default."""
+def _value_or_default(field: FieldInfo, name: str, fields: Mapping[str, Any]) -> Any:
+    """Return the value of a field under any of its names, or the default."""
     alias = field.validation_alias
     names = alias.choices if isinstance(alias, AliasChoices) else [alias or name]
     return next((fields[n] for n in names if isinstance(n, str) and n in fields), field.default)

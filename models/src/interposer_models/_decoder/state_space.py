@@ -1,6 +1,7 @@
-"""The mixer of Mamba-2: a state space whose decay and input depend on the token.
+"""The Mamba-2 mixer: a state space model with token-dependent decay and input.
 
-Dimensions: T tokens, H hidden size, N heads, P head size, G groups, S state size, I = N P.
+Dimensions: T tokens, H hidden size, N heads, P head size, G groups, S state size, R rows of the
+state cache, I = N P.
 
 Source: arXiv:2405.21060.
 """
@@ -22,15 +23,15 @@ from interposer_ops.recurrence import state_space_scan
 
 @dataclass(frozen=True)
 class StateSpaceSizes:
-    """The sizes of a mixer, and what it does besides.
+    """Sizes and variants of a Mamba-2 mixer.
 
     Attributes:
-        window: of the convolution.
-        steps: the least and the largest step.
+        window: tokens that the convolution reads.
+        steps: the smallest and the largest step.
         normed: outputs are normalised.
-        norm_first: before they are multiplied by the gate, not after.
-        out_bias: of the last projection; None is that of the first one.
-        factors: of gate, input, both projections of the scan and steps; none where all are 1.
+        norm_first: the norm comes before the multiplication by the gate, not after.
+        out_bias: the output projection has a bias; None means the same as ``bias``.
+        factors: of gate, input, B, C and steps; empty if all are 1.
     """
 
     hidden: int
@@ -54,17 +55,18 @@ class StateSpaceSizes:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: the input of the scan, and both of its projections."""
+        """Channels of the convolution: the input of the scan, and the projections B and C."""
         return self.inner + 2 * self.groups * self.state
 
 
 class Scan(PluggableLayer):
-    """The op ``state_space_scan`` with its parameters for each head."""
+    """The op ``state_space_scan`` with per-head parameters."""
 
     def __init__(self, site: Site, sizes: StateSpaceSizes) -> None:
         super().__init__(site)
         self.sizes = sizes
         for name in ("A_log", "D", "dt_bias"):
+            # Decay parameters are exponentiated; float32 keeps small decay rates apart.
             empty = torch.empty(sizes.heads, dtype=torch.float32)
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.bound = site.bind_kernel(
@@ -77,16 +79,16 @@ class Scan(PluggableLayer):
         self.constants: tuple[Tensor, ...] = ()
 
     def finalize(self) -> None:
-        """Compute the decay of each head, and prepare it for the kernel."""
+        """Compute each head's decay rate, -exp(A_log), for the kernel."""
         decay, skip, bias = (self.get_parameter(n).data for n in ("A_log", "D", "dt_bias"))
         prepared = self.bound.prepared(decay=-decay.exp(), skip=skip)
         self.constants = prepared["decay"], prepared["skip"], bias
 
     def forward(self, x: Tensor, steps: Tensor, states: Tensor, plan: StateBatch) -> Tensor:
-        """Return ``[T, I]``.
+        """Run the scan and update the states: ``[T, I]``.
 
         Args:
-            x: ``[T, I + 2 G S]``.
+            x: ``[T, I + 2 G S]``, the convolution's output.
             steps: ``[T, N]``, before softplus.
             states: ``[R, N, P, S]`` float32.
         """
@@ -97,12 +99,14 @@ class Scan(PluggableLayer):
         x, b, c = x.split((sizes.inner, width, width), dim=-1)
         heads = x.unflatten(-1, (sizes.heads, sizes.head))
         b, c = (part.unflatten(-1, (sizes.groups, sizes.state)) for part in (b, c))
-        places = plan.query_starts, plan.slots, plan.num_cached
-        return self.bound.function(heads, steps, decay, b, c, skip, states, *places).flatten(1)
+        cache_arguments = plan.query_starts, plan.slots, plan.num_cached
+        return self.bound.function(
+            heads, steps, decay, b, c, skip, states, *cache_arguments
+        ).flatten(1)
 
 
 class StateSpaceMixer(RecurrentMixer):
-    """Projections, convolution, scan and gated norm; it stands where attention does."""
+    """Projections, convolution, scan and gated norm, in the position of attention."""
 
     def __init__(self, site: Site, sizes: StateSpaceSizes, eps: float) -> None:
         super().__init__()
@@ -120,7 +124,7 @@ class StateSpaceMixer(RecurrentMixer):
         self.out_proj = Linear(site.at("out_proj"), sizes.inner, sizes.hidden, out_bias)
 
     def state_layout(self) -> StateLayout:
-        """Return the last inputs of the convolution, and the state of each head."""
+        """Return a sequence's state: the convolution's last inputs, and each head's state."""
         sizes = self.sizes
         return StateLayout(
             (self.conv1d.state, ((sizes.heads, sizes.head, sizes.state), torch.float32))
@@ -129,20 +133,21 @@ class StateSpaceMixer(RecurrentMixer):
     def mixed(
         self, x: Tensor, cache: tuple[Tensor, ...], plan: StateBatch
     ) -> tuple[Tensor, Tensor]:
-        """Return ``[T, I]`` of the scan, and gates of that shape."""
+        """Run projection, convolution and scan; return the output and the gate, both ``[T, I]``."""
         windows, states = cache
         gate, x, steps = self._projected(x)
         return self.scan(self.conv1d(x, windows, plan), steps, states, plan), gate
 
     def ended(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Return ``[T, H]`` behind the gate, and the norm if there is one."""
+        """Apply the gate, the norm if there is one, and the output projection: ``[T, H]``."""
         y = self.norm(y, gate) if self.sizes.normed else y * functional.silu(gate)
         return self.out_proj(y)  # type: ignore[no-any-return]
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the gate ``[T, I]``, what is convolved and the raw steps ``[T, N]``."""
+        """Return the gate ``[T, I]``, the convolution's input and the raw steps ``[T, N]``."""
         sizes = self.sizes
         projected = self.in_proj(x)
+        # Falcon-H1 scales each part; all other families split without copying.
         if not sizes.factors:
             return projected.split((sizes.inner, sizes.channels, sizes.heads), dim=-1)  # type: ignore[no-any-return]
         width = sizes.groups * sizes.state

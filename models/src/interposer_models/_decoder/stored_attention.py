@@ -1,4 +1,4 @@
-"""Attention to the keys and values that an earlier layer stored.
+"""Attention to the keys and values that an earlier layer cached.
 
 Dimensions: T tokens, N heads, D head size.
 """
@@ -14,29 +14,33 @@ from interposer_ops.layers.attention import Attention
 
 
 class StoredAttention(PluggableLayer):
-    """Attend to the cache of the last layer before with an equal spec, and write nothing."""
+    """Attend to the cache of the latest earlier layer with an equal spec; write nothing."""
 
     def __init__(self, site: Site, spec: AttentionSpec) -> None:
         super().__init__(site)
         self.spec = spec
         self.backend: AttentionBackend = site.resolver.attention(spec, site)
-        # In a tuple, so that it is no module of its own.
-        self.source: tuple[Attention, ...] = ()
+        # In a tuple, so that torch does not register it as a submodule.
+        self.cache_writer: tuple[Attention, ...] = ()
 
     def forward(self, query: Tensor, cache: Tensor, plan: object) -> Tensor:
-        """Return ``[T, N, D]``; ``plan`` is the backend's for this step."""
-        return self.backend.forward_stored(query, cache, plan, self.source[0].scales)
+        """Attend to the earlier layer's cache: ``[T, N, D]``.
+
+        Args:
+            plan: of the backend, for this step.
+        """
+        return self.backend.forward_stored(query, cache, plan, self.cache_writer[0].scales)
 
 
-def find_sources(modules: Iterable[nn.Module]) -> None:
-    """Tell each layer that attends to a stored cache whose it is.
+def connect_cache_readers(modules: Iterable[nn.Module]) -> None:
+    """Connect each layer that reads another layer's cache to the layer that writes the cache.
 
     Args:
-        modules: of a decoder, in the order of their layers.
+        modules: of a decoder, in layer order.
     """
-    written: dict[AttentionBackend, Attention] = {}
+    last_writers: dict[AttentionBackend, Attention] = {}
     for module in modules:
         if isinstance(module, Attention):
-            written[module.backend] = module
+            last_writers[module.backend] = module
         elif isinstance(module, StoredAttention):
-            module.source = (written[module.backend],)
+            module.cache_writer = (last_writers[module.backend],)

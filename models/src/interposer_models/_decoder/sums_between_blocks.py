@@ -1,4 +1,4 @@
-"""Sums over ranks at the end of decoder blocks, which the norm behind each block takes."""
+"""Fuse the all-reduce at the end of each decoder block with the RMSNorm that follows."""
 
 from __future__ import annotations
 
@@ -16,29 +16,33 @@ from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.norm import RMSNorm
 
 
-def leave_sums(blocks: Sequence[nn.Module], last: nn.Module, site: Site) -> list[LeftSum]:
-    """Leave the sum of each block to the norm of the next one, or to the last norm.
+def fuse_sums_into_norms(blocks: Sequence[nn.Module], last: nn.Module, site: Site) -> list[LeftSum]:
+    """Move the all-reduce after each block into the next block's first norm, or the last norm.
 
     Args:
-        blocks: that follow each other.
-        last: behind the last block.
+        blocks: in order.
+        last: the norm after the last block.
         site: of the decoder.
-    Returns: the sums that were left.
+    Returns: the fused sums.
     """
     if alone(site):
         return []
-    found = []
-    readers: list[list[nn.Module]] = [*([block] for block in blocks[1:]), []]
-    for block, behind in zip(blocks, readers, strict=True):
-        norm = _first_norm(behind[0]) if behind else last
+    fused_sums = []
+    # A list with the following block, empty for the last one.
+    next_blocks: list[list[nn.Module]] = [*([block] for block in blocks[1:]), []]
+    for block, next_block in zip(blocks, next_blocks, strict=True):
+        norm = _first_norm(next_block[0]) if next_block else last
+        # A subclass may use the MLP's output in another way than adding it to the stream.
         if type(block) is not DecoderBlock or not isinstance(norm, RMSNorm):
             continue
         mlp: Any = block.mlp
         if not ends_in_projection(mlp, GatedMLP):
             continue
-        if leave_sum(replace(site, prefix=norm.prefix), mlp.down_proj, norm, (mlp, block), behind):
-            found.append(norm.left[0])
-    return found
+        if leave_sum(
+            replace(site, prefix=norm.prefix), mlp.down_proj, norm, (mlp, block), next_block
+        ):
+            fused_sums.append(norm.left[0])
+    return fused_sums
 
 
 def _first_norm(block: nn.Module) -> nn.Module | None:

@@ -1,4 +1,4 @@
-"""A projection whose plain weight is stored as inputs by outputs."""
+"""A linear layer with an unquantized weight that checkpoints store as ``[inputs, outputs]``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _PLAIN = ("float64", "float32", "float16", "bfloat16")
 
 
 class TransposedLinear(Linear):
-    """One projection; checkpoints have its weight as ``[I, O]``, and it is held as any other.
+    """A linear layer with a weight ``[O, I]`` in memory and ``[I, O]`` in checkpoints.
 
-    What a scheme stores in a form of its own is read as it is.
+    Weights that a quantization scheme stores in another form are read unchanged.
     """
 
     def __init__(self, site: Site, in_features: int, out_features: int, bias: bool = False) -> None:
@@ -20,7 +20,8 @@ class TransposedLinear(Linear):
 
     @staticmethod
     def mark(layer: Linear) -> None:
-        """Mark a plain weight of ``layer``."""
+        """Mark an unquantized weight of ``layer`` as transposed in the checkpoint."""
         weight = layer._parameters.get("weight")
         if weight is not None and str(weight.dtype).removeprefix("torch.") in _PLAIN:
+            # The loader transposes a marked weight.
             weight.stored_transposed = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Decoders of the years before grouped queries."""
+"""Decoders with multi-head attention: as many key and value heads as query heads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pydantic import model_validator
 from interposer_models._decoder.family import DecoderFamily
 
 
-class WholeHeads(DecoderFamily):
-    """A decoder with as many heads of keys and values as of queries, all of one hidden size."""
+class MultiHeadFamily(DecoderFamily):
+    """A decoder with multi-head attention: the heads together have the hidden size."""
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads that keys and values have."""
+        """Number of key and value heads."""
         return self.num_attention_heads
 
     @property
@@ -23,7 +23,7 @@ class WholeHeads(DecoderFamily):
         return self.hidden_size // self.num_attention_heads
 
     @model_validator(mode="after")
-    def _whole_heads(self) -> Self:
+    def _sound_heads(self) -> Self:
         hidden, heads = self.hidden_size, self.num_attention_heads
         if hidden % heads:
             raise ValueError(f"the hidden size {hidden} is not a multiple of {heads} heads")

@@ -1,1 +1,1 @@
-"""Models whose decoder attends to what an encoder made of another text."""
+"""Models with an encoder and a decoder that attends to the encoder's output."""

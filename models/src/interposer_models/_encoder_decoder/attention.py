@@ -1,7 +1,7 @@
-"""The attention of an encoder, and that of a decoder to what the encoder returned.
+"""The self-attention of an encoder, and the cross-attention of a decoder to the encoder's output.
 
-Dimensions: T tokens of a step, E tokens of sources, B sources, N heads, K kv heads, D head size,
-H hidden size, R rotated size.
+Dimensions: T tokens of a step, E tokens of encoder inputs, B encoder inputs, N heads, K kv heads,
+D head size, H hidden size, R rotary size.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 @dataclass(frozen=True, slots=True)
-class SourceStarts:
-    """The starts of sources, ``[B + 1]`` int64, and the most tokens of one."""
+class EncoderBatch:
+    """The start of each encoder input, ``[B + 1]`` int64, and the length of the longest one."""
 
     starts: Tensor
     longest: int
 
 
 class EncoderAttention(SelfAttention):
-    """Attention of every token of a source to all of them, or to its window on either side.
+    """Attention of every token to all tokens of the encoder input, or to a window on either side.
 
     Nothing is cached.
 
     Args:
-        spec: its window counts the token itself and those before it, or behind it, in it.
-        rotary_size: R; 0 where nothing is rotated.
+        spec: the window counts the query token and the tokens on one side.
+        rotary_size: R; 0 without rotary embedding.
         bias: of all projections.
     """
 
@@ -43,11 +43,11 @@ class EncoderAttention(SelfAttention):
     ) -> None:
         PluggableLayer.__init__(self, site)
         names = PairNames("qkv_proj", self.part_names[0], bias, bias)
-        shares = share_heads(site, spec, hidden_size, names)
-        self.spec = spec = shares.spec
+        shards = share_heads(site, spec, hidden_size, names)
+        self.spec = spec = shards.spec
         self.head_size = size = spec.head_size
-        self.sizes = shares.sizes
-        self.qkv_proj, self.o_proj = shares.first(), shares.last()
+        self.sizes = shards.sizes
+        self.qkv_proj, self.o_proj = shards.first(), shards.last()
         self.q_norm = self.k_norm = None
         self.rotary = self.rotary_type(site.at("rotary"), size, rotary_size)
         self.attend = site.at("attn").bind(
@@ -66,14 +66,14 @@ class EncoderAttention(SelfAttention):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, plan: Any, rows: Tensor | None
     ) -> Tensor:
-        """Return the output projection ``[E, H]``.
+        """Compute the output projection ``[E, H]``.
 
         Args:
             x: ``[E, H]``.
             cos, sin: ``[E, R / 2]``, float32 or wider.
-            cache: nothing is read of it.
-            plan: ``SourceStarts``.
-            rows: None, as all tokens of a source matter.
+            cache: ignored.
+            plan: an ``EncoderBatch``.
+            rows: ignored; all tokens are computed.
         """
         query, key, value = self.heads(x, cos, sin)
         starts, longest, spec = plan.starts, plan.longest, self.spec
@@ -84,12 +84,12 @@ class EncoderAttention(SelfAttention):
 
 
 class CrossAttention(PluggableLayer):
-    """Attention of a decoder's tokens to a source, whose keys and values are stored once.
+    """Attention of a decoder's tokens to the cached keys and values of an encoder input.
 
     Args:
         spec: of the type ``encoder_decoder``.
-        source_size: elements of what the encoder returns of a token.
-        out: name of the last projection.
+        source_size: hidden size of the encoder.
+        out: name of the output projection.
         bias: of all projections.
     """
 
@@ -112,17 +112,18 @@ class CrossAttention(PluggableLayer):
         self.attn = Attention(site.at("attn"), spec)
 
     def store(self, source: Tensor, cache: Any, plan: Any) -> None:
-        """Store keys and values of what the encoder returned, ``[E, source_size]``.
+        """Cache keys and values of an encoder's output ``[E, source_size]``.
 
         Args:
-            plan: with the slots ``[E]`` that they go to.
+            plan: has the slots ``[E]`` to write to.
         """
         key, value = self.kv_proj(source).unflatten(-1, (-1, self.head_size)).chunk(2, -2)
+        # Without queries the backend only writes.
         query = source.new_empty(0, self.attn.spec.num_heads, self.head_size)
         self.attn(query, key, value, cache, plan)
 
     def forward(self, x: Tensor, cache: Any, plan: Any, rows: Tensor | None) -> Tensor:
-        """Return the output projection ``[T, H]``, or ``[rows, H]`` of the tokens they name."""
+        """Compute the output projection ``[T, H]``, or ``[rows, H]`` of the tokens in ``rows``."""
         query = self.q_proj(x).unflatten(-1, (-1, self.head_size))
         mixed = self.attn.backend.forward_stored(query, cache, plan)
         if rows is not None:

@@ -1,6 +1,6 @@
-"""Blocks of decoders that attend to a source.
+"""Decoder blocks with cross-attention.
 
-Dimensions: T tokens, R tokens that matter, H hidden size.
+Dimensions: T tokens, R tokens to output, H hidden size.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from interposer_models._decoder.decoder import Norm
 
 
 class CrossedBlock(NormedBlock):
-    """A ``NormedBlock`` with attention to a source between its attention and its MLP.
+    """A ``NormedBlock`` with cross-attention between self-attention and MLP.
 
     Args:
-        crossing: the names of the norms before and behind that attention; empty where there is
-            none.
-        cross: the attention.
-        cross_name: of its module.
+        crossing: the names of the norms before and after the cross-attention; an empty name means
+            no norm.
+        cross: the cross-attention.
+        cross_name: the module name of the cross-attention.
     """
 
     def __init__(
@@ -54,14 +54,17 @@ class CrossedBlock(NormedBlock):
         """Return the block's output, not yet added, and the stream, as ``DecoderBlock``.
 
         Args:
-            cache, plan: two of each, of its own tokens and of the source.
+            cache, plan: two of each: for self-attention and for cross-attention.
         """
         cross: Any = self._modules[self.cross_name]
-        x, stream = self._entered(self.names[0], x, residual)
-        x = self._left(self.names[1], self.self_attn(x, cos, sin, cache[0], plan[0], None))
-        x, stream = self._entered(self.crossing[0], x, stream)
-        x = self._left(self.crossing[1], cross(x, cache[1], plan[1], rows))
+        x, stream = self._sublayer_input(self.names[0], x, residual)
+        # The plan of the cross-attention counts all T tokens, so rows are dropped only after it.
+        x = self._sublayer_output(
+            self.names[1], self.self_attn(x, cos, sin, cache[0], plan[0], None)
+        )
+        x, stream = self._sublayer_input(self.crossing[0], x, stream)
+        x = self._sublayer_output(self.crossing[1], cross(x, cache[1], plan[1], rows))
         if rows is not None:
             stream = stream[rows]
-        x, stream = self._entered(self.names[2], x, stream)
-        return self._left(self.names[3], self.mlp(x)), stream
+        x, stream = self._sublayer_input(self.names[2], x, stream)
+        return self._sublayer_output(self.names[3], self.mlp(x)), stream

@@ -1,4 +1,4 @@
-"""The parts of an encoder-decoder that families share."""
+"""Settings that all encoder-decoder families share."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from interposer_models._decoder.family import DecoderFamily
 
 
 class EncoderDecoderFamily(DecoderFamily):
-    """A decoder whose blocks attend to themselves, then to a source.
+    """A decoder with self-attention and cross-attention in each block.
 
-    A family adds the settings of the encoder, and builds both.
+    A family adds the settings of the encoder, and builds encoder and decoder.
     """
 
     cross_name: ClassVar[str] = "cross_attn"
 
     def cross_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Return what the attention of layer ``index`` to a source has to do.
+        """Describe the cross-attention of layer ``index``.
 
-        It sees all of the source, and its cache is of the model's dtype.
+        Cross-attention has no window, and a cache of the model's dtype.
         """
-        own = self.attention_spec(site, index, page_size)
+        self_spec = self.attention_spec(site, index, page_size)
+        # Everything else, such as heads and scale, is as in self-attention.
         return replace(
-            own,
+            self_spec,
             type="encoder_decoder",
             window_tokens=None,
-            cache_dtype=own.dtype,
+            cache_dtype=self_spec.dtype,
             head_scales=False,
         )
 
@@ -36,5 +37,7 @@ class EncoderDecoderFamily(DecoderFamily):
         """Yield spec and site of both attentions of each block, in pages of one token."""
         yield from super().attention(site)
         for index in range(self.num_hidden_layers):
-            place = site.at(f"{self.frame.decoder}.{self.frame.layers}.{index}.{self.cross_name}")
-            yield self.cross_spec(place, index, page_size=1), place.at("attn")
+            cross_site = site.at(
+                f"{self.frame.decoder}.{self.frame.layers}.{index}.{self.cross_name}"
+            )
+            yield self.cross_spec(cross_site, index, page_size=1), cross_site.at("attn")

@@ -1,6 +1,6 @@
-"""The frame of an encoder-decoder: a decoder with its head, and an encoder beside it.
+"""An encoder-decoder model: a decoder with an LM head, and an encoder.
 
-Dimensions: E tokens of sources, H hidden size of the encoder.
+Dimensions: E tokens of encoder inputs, H hidden size of the encoder.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any, ClassVar
 import torch
 
 from interposer_models._decoder.decoder import CausalLM, Decoder
-from interposer_models._encoder_decoder.attention import CrossAttention, SourceStarts
+from interposer_models._encoder_decoder.attention import CrossAttention, EncoderBatch
 from interposer_models._engine.sources import SourceBatch
 
 
 class SourceEncoder(Decoder):
-    """Embedding, blocks and the final norm of a text of which every token sees every other."""
+    """An encoder: embedding, blocks with bidirectional attention, and the final norm."""
 
     def encode(self, sources: SourceBatch) -> torch.Tensor:
-        """Return the normalised hidden states ``[E, H]``."""
+        """Compute the normalised hidden states ``[E, H]``."""
         x = self.embed(sources.token_ids, sources.positions)
-        plan, residual = SourceStarts(sources.starts, sources.longest), None
+        plan, residual = EncoderBatch(sources.starts, sources.longest), None
         for block, angles in zip(self.layers, self.angles(sources.positions), strict=True):
             x, residual = block(x, residual, *angles, None, plan, None)
         normalised: torch.Tensor = self.norm.forward_add(x, residual)[0]  # type: ignore[operator]
@@ -29,16 +29,16 @@ class SourceEncoder(Decoder):
 
 
 class CrossDecoder(Decoder):
-    """A decoder whose blocks attend to a source, without which none of them can be run."""
+    """A decoder with cross-attention; no block can run without an encoder's output."""
 
-    one_by_one = False
+    can_run_block_by_block = False
 
 
 class EncoderDecoderLM(CausalLM):
-    """A decoder with its head, whose layers store what they read of an encoder's output.
+    """A decoder with an LM head and an encoder; cross-attention caches the encoder's output.
 
     Attributes:
-        encoder: given by whoever builds it.
+        encoder: set by the subclass or the family that builds the model.
     """
 
     decoder_type: ClassVar[type[Decoder]] = CrossDecoder
@@ -46,20 +46,24 @@ class EncoderDecoderLM(CausalLM):
 
     @property
     def max_source_tokens(self) -> int:
-        """The longest source."""
+        """The most tokens of an encoder input."""
         return self.encoder.config.max_position_embeddings
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Compute the angles of at least ``count`` positions of both, unless that is done."""
+        """Compute the angles of at least ``count`` positions for encoder and decoder."""
         super().reserve_positions(count, device)
         if not self.encoder.tables or count > len(self.encoder.tables[0][0]):
             self.encoder.reserve_positions(count, device)
 
     def encode(self, sources: SourceBatch, caches: Sequence[Any], plans: Sequence[Any]) -> None:
-        """Compute sources and store what each layer reads of them; see ``SourceModel``."""
+        """Encode inputs, and cache each cross-attention's keys and values; see ``SourceModel``."""
         hidden = self.encoder.encode(sources)
-        places = {layer: place for place, layer in enumerate(self.attention_layers)}
+        cache_indices = {
+            # Caches follow the order of attention layers, self-attention and cross-attention alike.
+            layer: cache_index
+            for cache_index, layer in enumerate(self.attention_layers)
+        }
         for module in self.model.modules():
             if isinstance(module, CrossAttention):
-                place = places[module.attn]
-                module.store(hidden, caches[place], plans[place])
+                cache_index = cache_indices[module.attn]
+                module.store(hidden, caches[cache_index], plans[cache_index])

@@ -1,1 +1,1 @@
-"""The model families, each in a module of its own."""
+"""The model families, one module each."""

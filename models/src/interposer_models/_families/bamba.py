@@ -1,6 +1,6 @@
-"""Bamba: state spaces with MLPs, and attention in a few layers.
+"""Bamba: Mamba-2 mixers and MLPs, with attention in a few layers.
 
-Source: huggingface.co/blog/bamba; arXiv:2405.21060 for the state space.
+Source: huggingface.co/blog/bamba; arXiv:2405.21060 for the state space model.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from interposer_models._decoder.state_settings import Steps, Window, check_convo
 from interposer_models._decoder.state_space import StateSpaceMixer, StateSpaceSizes
 from interposer_ops.layers.mlp import GatedMLP
 
+# Before and after the mixer, before and after the MLP, as in ``NormedBlock``.
 NORMS = ("input_layernorm", "", "pre_ff_layernorm", "")
 
 
 class Bamba(DecoderFamily):
-    """Bamba."""
+    """Settings of Bamba, which also build the decoder."""
 
     reads_partial_rotary_factor: ClassVar[bool] = True
     frame: ClassVar[FrameNames] = FrameNames(norm="final_layernorm")
@@ -42,15 +43,15 @@ class Bamba(DecoderFamily):
 
     @property
     def state_width(self) -> int:
-        """Elements of all heads of a state space."""
+        """Elements of all heads of a Mamba-2 mixer."""
         return self.mamba_expand * self.hidden_size
 
     def attends(self, index: int) -> bool:
-        """Say whether block ``index`` has attention, not a state space."""
+        """Say whether block ``index`` has attention, not a Mamba-2 mixer."""
         return index in (self.attn_layer_indices or ())
 
     def mixer_sizes(self) -> StateSpaceSizes:
-        """Return the sizes of a state space."""
+        """Return the sizes of the Mamba-2 mixers."""
         return StateSpaceSizes(
             self.hidden_size,
             self.mamba_n_heads,
@@ -64,12 +65,12 @@ class Bamba(DecoderFamily):
         )
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the MLP below a block's site."""
+        """Build the MLP below a block's site."""
         sizes = self.hidden_size, self.intermediate_size
         return GatedMLP(block.at("feed_forward"), *sizes, self.hidden_act, self.mlp_bias)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return a block with a state space or attention."""
+        """Build a block with a Mamba-2 mixer or attention."""
         if self.attends(index):
             return self.normed_block(site, index, page_size, NORMS)
         mixer = StateSpaceMixer(site.at("mamba"), self.mixer_sizes(), self.rms_norm_eps)

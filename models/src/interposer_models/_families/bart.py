@@ -1,4 +1,4 @@
-"""BART: an encoder and a decoder of learned positions, with a layer norm behind every sum.
+"""BART: an encoder-decoder with learned positions and a layer norm after every residual sum.
 
 Source: arXiv:1910.13461.
 """
@@ -17,14 +17,15 @@ from interposer.errors import UnsupportedModelError
 from interposer_models._decoder.layer_norm import LayerNorm
 from interposer_models._decoder.plain_mlp import PlainMLP
 from interposer_models._decoder.settings import FrameNames, Positive
-from interposer_models._decoder.whole_heads import WholeHeads
+from interposer_models._decoder.whole_heads import MultiHeadFamily
 from interposer_models._encoder_decoder.attention import CrossAttention
 from interposer_models._encoder_decoder.family import EncoderDecoderFamily
-from interposer_models._families.bart_layers import BartBlock, BartEncoderAttention, Unnormed
+from interposer_models._families.bart_layers import BartBlock, BartEncoderAttention, NoNorm
 from interposer_models._families.bart_model import BartLM
 from interposer_models._families.opt import OPTAttention
 from interposer_ops.layers.self_attention import SelfAttention
 
+# The config of BART does not state it.
 _EPS = 1e-5
 _MLP = ("fc1", "fc2")
 
@@ -33,8 +34,8 @@ def _either(*names: str) -> Any:
     return Field(validation_alias=AliasChoices(*names))
 
 
-class Bart(WholeHeads, EncoderDecoderFamily):
-    """BART; as settings, those of the decoder."""
+class Bart(MultiHeadFamily, EncoderDecoderFamily):
+    """The settings of BART's decoder."""
 
     cross_name = "encoder_attn"
     frame = FrameNames("model.decoder", positions="embed_positions", first_position=2)
@@ -55,10 +56,11 @@ class Bart(WholeHeads, EncoderDecoderFamily):
     @cached_property
     def encoder(self) -> Bart:
         """The settings of the encoder."""
-        return BartSource.model_construct(**self.encoder_fields())
+        # Without validation: the fields were validated as part of the decoder's settings.
+        return BartEncoderSettings.model_construct(**self.encoder_fields())
 
     def encoder_fields(self) -> dict[str, Any]:
-        """Return the fields of the encoder's settings."""
+        """Return the fields of the encoder's settings, with the decoder's names."""
         sizes = {
             "num_hidden_layers": self.encoder_layers,
             "num_attention_heads": self.encoder_attention_heads,
@@ -68,12 +70,12 @@ class Bart(WholeHeads, EncoderDecoderFamily):
 
     @property
     def embedding_scale(self) -> float:
-        """The factor of embeddings, before positions are added."""
+        """The factor of embeddings, applied before positions are added."""
         return float(self.hidden_size**0.5) if self.scale_embedding else 1.0
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Return the settings of config.json; three tables of embeddings are refused."""
+        """Validate config.json; untied embeddings are refused."""
         parsed = super().parse(config, source)
         if not parsed.tie_word_embeddings:
             reason = "tie_word_embeddings is False, which is not computed"
@@ -81,47 +83,47 @@ class Bart(WholeHeads, EncoderDecoderFamily):
         return parsed
 
     def renamed(self, name: str) -> str | None:
-        """Return the name; of the copies of the shared table that first checkpoints have, None."""
+        """Return the name; None for copies of the shared embedding, as in early checkpoints."""
         return None if name.endswith(".embed_tokens.weight") else name
 
     def norm(self, site: Site) -> LayerNorm:
-        """Return the norm at a site."""
+        """Build the norm at a site."""
         return LayerNorm(site, self.hidden_size, _EPS)
 
     def mlp(self, block: Site, index: int) -> PlainMLP:
-        """Return the MLP of layer ``index``, which has no name."""
+        """Build the MLP of layer ``index``, with tensors directly below the block."""
         return PlainMLP(
             block, (self.hidden_size, self.intermediate_size), _MLP, self.hidden_act, True
         )
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return the attention of the decoder's layer ``index`` at a site."""
+        """Build the decoder's self-attention of layer ``index`` at a site."""
         return OPTAttention(site, spec, self.hidden_size, 0, None, True, True)
 
     def cross_attention(self, block: Site, index: int, page_size: int) -> CrossAttention:
-        """Return the attention to a source of layer ``index``, below a block's site."""
-        at, size = block.at(self.cross_name), self.hidden_size
+        """Build the cross-attention of layer ``index``, below a block's site."""
+        cross_site, size = block.at(self.cross_name), self.hidden_size
         return CrossAttention(
-            at, self.cross_spec(at, index, page_size), size, size, "out_proj", True
+            cross_site, self.cross_spec(cross_site, index, page_size), size, size, "out_proj", True
         )
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return block ``index`` of the decoder at a site."""
+        """Build block ``index`` of the decoder at a site."""
         at = site.at("self_attn")
         attention = self.self_attention(at, index, self.attention_spec(at, index, page_size))
         cross = self.cross_attention(site, index, page_size)
         return BartBlock(site, self.norm, attention, self.mlp(site, index), cross)
 
     def last_norm(self, site: Site) -> nn.Module:
-        """Return what follows the last block of either side."""
-        return Unnormed()
+        """Build the module after the last block of encoder or decoder; BART has no norm there."""
+        return NoNorm()
 
     def build(self, site: Site, page_size: int) -> BartLM:
-        """Return both sides with the head."""
+        """Build encoder, decoder and LM head."""
         return BartLM(site, self, self.encoder, page_size)
 
     @model_validator(mode="after")
-    def _whole_encoder_heads(self) -> Self:
+    def _sound_encoder_heads(self) -> Self:
         hidden, heads = self.hidden_size, self.encoder_attention_heads
         if hidden % heads:
             raise ValueError(
@@ -130,17 +132,17 @@ class Bart(WholeHeads, EncoderDecoderFamily):
         return self
 
 
-class BartSource(Bart):
+class BartEncoderSettings(Bart):
     """The settings of BART's encoder."""
 
     frame = FrameNames("model.encoder", positions="embed_positions", first_position=2)
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return the attention of layer ``index`` at a site."""
+        """Build the encoder's self-attention at a site."""
         return BartEncoderAttention(site, spec, self.hidden_size, 0, True)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return block ``index`` at a site."""
+        """Build block ``index`` of the encoder at a site."""
         at = site.at("self_attn")
         attention = self.self_attention(at, index, self.attention_spec(at, index, page_size))
         return BartBlock(site, self.norm, attention, self.mlp(site, index), None)

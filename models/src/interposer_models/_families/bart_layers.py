@@ -1,6 +1,6 @@
-"""The layers of BART: attention of a source, and blocks with a norm behind every sum.
+"""The layers of BART: encoder attention, and blocks with a norm after every residual sum.
 
-Dimensions: T tokens, R tokens that matter, H hidden size.
+Dimensions: T tokens, R tokens to output, H hidden size.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from interposer_models._encoder_decoder.attention import CrossAttention, Encoder
 
 
 class BartEncoderAttention(EncoderAttention):
-    """Attention of a source to itself that knows no positions."""
+    """Encoder self-attention without rotary embedding, under BART's parameter names."""
 
     rotary_type = Unrotated
     part_names = ("out_proj", "q_norm", "k_norm")
 
 
 class BartBlock(nn.Module):
-    """Attention, in a decoder attention to a source, and an MLP; a norm follows every sum.
+    """Self-attention, cross-attention in a decoder, and an MLP; a norm follows every residual sum.
 
-    So there is no stream besides what a block returns. Sums are in float32 or wider.
+    So there is no residual stream apart from the block's output. Sums are in float32 or wider.
 
     Args:
-        norm: returns the norm at a site.
-        cross: the attention to a source; None in an encoder.
+        norm: builds the norm at a site.
+        cross: the cross-attention; None in an encoder.
     """
 
     def __init__(
@@ -60,31 +60,33 @@ class BartBlock(nn.Module):
         plan: Any,
         rows: Tensor | None,
     ) -> tuple[Tensor, None]:
-        """Return the block's output, ``[T, H]`` or ``[R, H]``, and no stream.
+        """Return the block's output, ``[T, H]`` or ``[R, H]``, and None as residual stream.
 
         Args:
-            cache, plan: in a decoder two of each, of its own tokens and of the source.
+            cache, plan: in a decoder two of each: for self-attention and for cross-attention.
         """
+        # The plan of the cross-attention counts all T tokens, so rows are dropped only after it.
         if self.encoder_attn is None:
-            own = self.self_attn(x, cos, sin, cache, plan, None)
+            self_attended = self.self_attn(x, cos, sin, cache, plan, None)
         else:
-            own = self.self_attn(x, cos, sin, cache[0], plan[0], None)
-        x = _summed(self.self_attn_layer_norm, own, x)
+            self_attended = self.self_attn(x, cos, sin, cache[0], plan[0], None)
+        x = _add_and_norm(self.self_attn_layer_norm, self_attended, x)
         if self.encoder_attn is not None:
-            read = self.encoder_attn(x, cache[1], plan[1], rows)
-            x = _summed(self.encoder_attn_layer_norm, read, x if rows is None else x[rows])
-        return _summed(self.final_layer_norm, self.mlp(x), x), None
+            cross_attended = self.encoder_attn(x, cache[1], plan[1], rows)
+            x = _add_and_norm(
+                self.encoder_attn_layer_norm, cross_attended, x if rows is None else x[rows]
+            )
+        return _add_and_norm(self.final_layer_norm, self.mlp(x), x), None
 
 
-class Unnormed(nn.Module):
-    """Stands where other decoders have a last norm."""
+class NoNorm(nn.Module):
+    """Stands in for the final norm of other decoders, and does nothing."""
 
     def forward_add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return ``x`` twice."""
         return x, x
 
 
-def _summed(norm: nn.Module, x: Tensor, stream: Tensor) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    normalised: Tensor = norm.forward_add(x, stream.to(wide))[0]  # type: ignore[operator]
+def _add_and_norm(norm: nn.Module, x: Tensor, stream: Tensor) -> Tensor:
+    stream_dtype = torch.promote_types(x.dtype, torch.float32)
+    normalised: Tensor = norm.forward_add(x, stream.to(stream_dtype))[0]  # type: ignore[operator]
     return normalised

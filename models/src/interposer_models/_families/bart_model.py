@@ -1,6 +1,6 @@
-"""The frame of BART: both sides begin alike, and the head has a bias.
+"""BART's encoder, decoder and LM head, which share one embedding table.
 
-Dimensions: T tokens, R tokens whose logits are wanted, H hidden size, V vocabulary.
+Dimensions: T tokens, R tokens that need logits, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from interposer_ops.layers.embedding import Embedding
 
 
 class _NormedEmbeddings(Decoder):
-    """Normalises embeddings, scaled, with learned positions added."""
+    """Adds learned positions to scaled embeddings and normalises the sum."""
 
     def __init__(self, site: Site, config: Any, *parts: Any) -> None:
         super().__init__(site, config, *parts)
         self.layernorm_embedding = config.norm(site.at("layernorm_embedding"))
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return what the first block gets, ``[T, H]``."""
+        """Compute the first block's input ``[T, H]``."""
         x: Tensor = self.embed_tokens(token_ids)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
@@ -34,37 +34,38 @@ class _NormedEmbeddings(Decoder):
 
 
 class BartDecoder(_NormedEmbeddings, CrossDecoder):
-    """The decoder."""
+    """BART's decoder."""
 
 
 class BartEncoder(_NormedEmbeddings, SourceEncoder):
-    """The encoder."""
+    """BART's encoder."""
 
 
 class LogitsBias(PluggableLayer):
-    """Add what the checkpoint has for each token, mostly zeros, which are left out."""
+    """Add a bias per token to the logits, unless all biases of the checkpoint are zero."""
 
     def __init__(self, site: Site, vocab_size: int) -> None:
         super().__init__(site)
         bias = nn.Parameter(torch.empty(1, vocab_size, dtype=site.dtype), requires_grad=False)
         bias.stored_as = site.prefix  # type: ignore[attr-defined]
+        # Checkpoints without the tensor get zeros.
         bias.default = 0.0  # type: ignore[attr-defined]
         self.register_parameter("bias", bias)
-        # In a tuple, so that it is no parameter of its own.
+        # In a tuple, so that torch does not register it as a second parameter.
         self.operands: tuple[Tensor, ...] = ()
 
     def finalize(self) -> None:
-        """Keep the bias if it is one."""
+        """Keep the bias if it has a nonzero element."""
         bias = self.get_parameter("bias")
         self.operands = (bias,) if bias.any() else ()
 
     def forward(self, logits: Tensor) -> Tensor:
-        """Return ``[R, V]`` of ``logits`` ``[R, V]``."""
+        """Add the bias to ``logits`` ``[R, V]``."""
         return logits + self.operands[0] if self.operands else logits
 
 
 class BartLM(EncoderDecoderLM):
-    """Both sides, which share a table of embeddings with the head.
+    """Encoder, decoder and LM head, which share one embedding table.
 
     Args:
         config, source: settings of the decoder and of the encoder.
@@ -74,6 +75,7 @@ class BartLM(EncoderDecoderLM):
 
     def __init__(self, site: Site, config: Any, source: Any, page_size: int) -> None:
         head = site.at(config.frame.head)
+        # Both sides and the head use this table; without it each would build its own.
         shared = Embedding(site.at("model.shared"), config.vocab_size, config.hidden_size, head)
         super().__init__(
             site, config, lambda at, i: config.block(at, i, page_size), config.last_norm, shared
@@ -89,5 +91,5 @@ class BartLM(EncoderDecoderLM):
         self.final_logits_bias = LogitsBias(site.at("final_logits_bias"), config.vocab_size)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits, see ``CausalModel``."""
+        """Compute the logits; see ``CausalModel``."""
         return self.final_logits_bias(super().forward(*args, **kwargs))  # type: ignore[no-any-return]

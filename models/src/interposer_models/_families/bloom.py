@@ -1,4 +1,4 @@
-"""BLOOM: scores lowered by the distance of tokens, in place of positions.
+"""BLOOM: ALiBi (scores lowered by distance) instead of position embeddings.
 
 Source: arXiv:2211.05100.
 """
@@ -19,7 +19,7 @@ from interposer_models._decoder.fused_attention import FusedAttention, FusedForm
 from interposer_models._decoder.layer_norm import LayerNorm
 from interposer_models._decoder.plain_mlp import PlainMLP
 from interposer_models._decoder.settings import Epsilon, FrameNames, Positive
-from interposer_models._decoder.whole_heads import WholeHeads
+from interposer_models._decoder.whole_heads import MultiHeadFamily
 
 _NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
 _ROOT = "transformer."
@@ -27,24 +27,27 @@ _PARTS = ("word_embeddings.", "word_embeddings_layernorm.", "h.", "ln_f.")
 
 
 class FirstBlock(nn.Module):
-    """The first block, behind the norm of embeddings."""
+    """The first block, preceded by the norm of the embeddings."""
 
     def __init__(self, norm: LayerNorm, block: NormedBlock) -> None:
         super().__init__()
         self.norm, self.block = norm, block
 
-    def forward(self, x: Tensor, residual: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
-        """Return what the block does; there is no residual before it."""
-        return self.block(self.norm(x), residual, *given)  # type: ignore[no-any-return]
+    def forward(
+        self, x: Tensor, residual: Tensor | None, *attention_inputs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise the embeddings and run the block."""
+        return self.block(self.norm(x), residual, *attention_inputs)  # type: ignore[no-any-return]
 
 
-class Bloom(WholeHeads):
-    """BLOOM and BLOOMZ; as positions have no table, 1,048,576 tokens are taken for the context."""
+class Bloom(MultiHeadFamily):
+    """BLOOM and BLOOMZ. Positions have no table, so the context is limited to 1,048,576 tokens."""
 
     frame = FrameNames(_ROOT[:-1], "word_embeddings", "ln_f", layers="h")
     attention_name = "self_attention"
     is_rotated = False
 
+    # Replaced by _add_intermediate_size.
     intermediate_size: Positive = 1
     num_hidden_layers: int = Field(
         validation_alias=AliasChoices("n_layer", "num_hidden_layers"), gt=0, le=10_000
@@ -58,41 +61,44 @@ class Bloom(WholeHeads):
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Return the settings of config.json; residuals behind the norms are refused."""
+        """Validate config.json; residuals taken after the norms are refused."""
         if config.get("apply_residual_connection_post_layernorm"):
             reason = "apply_residual_connection_post_layernorm is not computed"
             raise UnsupportedModelError(source, reason)
         return super().parse(config, source)
 
     def renamed(self, name: str) -> str | None:
-        """Return the name with the part in front that the first checkpoints leave out."""
+        """Add the prefix that early checkpoints omit from the name."""
         return _ROOT + name if name.startswith(_PARTS) else name
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Return what attention has to do."""
+        """Describe the attention, with ALiBi."""
         return replace(super().attention_spec(site, index, page_size), alibi=True)
 
     def norm(self, site: Site) -> LayerNorm:
-        """Return the norm at a site."""
+        """Build the norm at a site."""
         return LayerNorm(site, self.hidden_size, self.layer_norm_epsilon)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return the block with layer norms before its parts."""
-        at, hidden = site.at("self_attention"), self.hidden_size
+        """Build a block with layer norms before attention and MLP."""
+        attention_site, hidden = site.at("self_attention"), self.hidden_size
         form = FusedForm(("query_key_value", "dense"), bias=True, by_head=True)
-        attention = FusedAttention(at, self.attention_spec(at, index, page_size), hidden, form)
+        attention = FusedAttention(
+            attention_site, self.attention_spec(attention_site, index, page_size), hidden, form
+        )
         names = ("dense_h_to_4h", "dense_4h_to_h")
         sizes = hidden, self.intermediate_size
         mlp = PlainMLP(site.at("mlp"), sizes, names, "gelu_pytorch_tanh", bias=True)
         block = NormedBlock(site, self.norm, _NORMS, attention, mlp)
+        # Only the first block normalises the embeddings; the norm is stored outside of the blocks.
         if index:
             return block
-        place = replace(site, prefix=f"{_ROOT}word_embeddings_layernorm")
-        return FirstBlock(self.norm(place), block)
+        norm_site = replace(site, prefix=f"{_ROOT}word_embeddings_layernorm")
+        return FirstBlock(self.norm(norm_site), block)
 
     @model_validator(mode="before")
     @classmethod
-    def _with_inner(cls, fields: Any) -> Any:
-        """Add the inner size, which no config states."""
+    def _add_intermediate_size(cls, fields: Any) -> Any:
+        """Add the intermediate size, which no config states."""
         hidden = fields.get("hidden_size")
         return {**fields, "intermediate_size": 4 * hidden} if type(hidden) is int else fields

@@ -1,4 +1,4 @@
-"""Cohere 2: attention and MLP side by side behind one norm; no rotation where there is no window.
+"""Cohere 2: parallel attention and MLP after one norm; full-attention layers are not rotated.
 
 Source: arXiv:2504.00698.
 """
@@ -20,7 +20,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 class ParallelBlock(nn.Module):
-    """Attention and MLP of the same normalised rows, on a residual stream."""
+    """Attention and MLP that read the same normalised input, on a residual stream."""
 
     def __init__(self, norm: nn.Module, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -38,21 +38,21 @@ class ParallelBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the block's output, not yet added, and the stream, as ``DecoderBlock``."""
         x, stream = self.input_layernorm.forward_add(x, residual)  # type: ignore[operator]
-        mixed = self.self_attn(x, cos, sin, cache, plan, rows)
+        attended = self.self_attn(x, cos, sin, cache, plan, rows)
         if rows is not None:
             x, stream = x[rows], stream[rows]
-        return mixed + self.mlp(x), stream
+        return attended + self.mlp(x), stream
 
 
 class Cohere2LM(CausalLM):
-    """A decoder that scales its logits."""
+    """A decoder with scaled logits."""
 
     def __init__(self, site: Site, config: Cohere2, page_size: int) -> None:
         super().__init__(site, config, lambda at, i: config.block(at, i, page_size), config.norm)
         self.factor = config.logit_scale
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits, see ``CausalModel``."""
+        """Compute the logits; see ``CausalModel``."""
         return super().forward(*args, **kwargs) * self.factor
 
 
@@ -67,25 +67,25 @@ class Cohere2(DecoderFamily):
     sliding_window_pattern: Positive = 4
 
     def slides(self, index: int) -> bool:
-        """Say that all layers but every fourth have the window."""
+        """Return True for all layers but every fourth."""
         return (index + 1) % self.sliding_window_pattern != 0
 
     def norm(self, site: Site) -> LayerNorm:
-        """Return the norm at a site."""
+        """Build the norm at a site."""
         return LayerNorm(site, self.hidden_size, self.layer_norm_eps, bias=False)
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return attention with rotated neighbours, or without rotation."""
-        kind = UnrotatedAttention if spec.window_tokens is None else InterleavedAttention
+        """Build attention, with interleaved rotation if the layer has a window."""
+        attention_class = UnrotatedAttention if spec.window_tokens is None else InterleavedAttention
         bias = self.attention_bias
-        return kind(site, spec, self.hidden_size, self.rotary_size, None, bias, bias)
+        return attention_class(site, spec, self.hidden_size, self.rotary_size, None, bias, bias)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return a block with parallel attention and MLP after one norm."""
+        """Build a block with parallel attention and MLP after one norm."""
         at, norm = site.at("self_attn"), self.norm(site.at("input_layernorm"))
         attention = self.self_attention(at, index, self.attention_spec(at, index, page_size))
         return ParallelBlock(norm, attention, self.mlp(site, index))
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Return the decoder with its LM head."""
+        """Build the decoder with an LM head."""
         return Cohere2LM(site, self, page_size)

@@ -1,4 +1,4 @@
-"""DeepSeek-V2: latent attention, and experts of which a softmax chooses, groups of them first.
+"""DeepSeek-V2: latent attention, and experts chosen by a softmax, group by group.
 
 Source: arXiv:2405.04434.
 """
@@ -15,10 +15,10 @@ from interposer_models._decoder.settings import Positive
 
 
 class DeepseekV2(LatentFamily):
-    """DeepSeek-V2, its Lite and Coder models, and V2.5.
+    """DeepSeek-V2, including the Lite and Coder models, and V2.5.
 
-    No checkpoint has ``norm_topk_prob``: for transformers it means nothing, and for the program
-    that was published with the weights, sums of 1 that are not scaled.
+    No checkpoint sets ``norm_topk_prob``. transformers ignores the field; the program published
+    with the weights would renormalize without scaling.
     """
 
     is_balanced: ClassVar[bool] = False
@@ -28,19 +28,20 @@ class DeepseekV2(LatentFamily):
     n_shared_experts: Annotated[int, Field(gt=0, lt=2**16)] = 2
     n_group: Positive | None = None  # type: ignore[assignment]
     topk_group: Positive | None = None  # type: ignore[assignment]
+    # Other values are refused, as transformers and the published program disagree about them.
     norm_topk_prob: Literal[False] = False
     topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
     scoring_func: Literal["softmax"] = "softmax"
 
     @property
     def grouping(self) -> Grouping:
-        """Return the choice of experts: the best of all, or of the best groups."""
-        groups, chosen = 1, 1
+        """Return the routing parameters: the best experts of all, or of the best groups."""
+        num_groups, top_groups = 1, 1
         if self.topk_method == "group_limited_greedy":
             if self.n_group is None or self.topk_group is None:
                 raise ValueError(
                     "topk_method is 'group_limited_greedy', so that n_group and "
                     "topk_group must be numbers"
                 )
-            groups, chosen = self.n_group, self.topk_group
-        return Grouping(groups, chosen, False, self.routed_scaling_factor, "softmax")
+            num_groups, top_groups = self.n_group, self.topk_group
+        return Grouping(num_groups, top_groups, False, self.routed_scaling_factor, "softmax")

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: DeepSeek-V3 whose attention reads the tokens that an indexer names.
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention to the tokens that an indexer selects.
 
 Source: DeepSeek-V3.2-Exp technical report.
 """
@@ -21,30 +21,31 @@ _LARGEST_WIDTH = 2**24
 
 
 class DeepseekV32(DeepseekV3):
-    """DeepSeek-V3.2 and V3.2-Exp; layers that predict further tokens are not computed."""
+    """DeepSeek-V3.2 and V3.2-Exp; the decoder does not run the MTP layers."""
 
     reads_layer_types: ClassVar[bool] = True
     layer_types: tuple[Literal["indexed_attention"], ...] | None = None  # type: ignore[assignment]
     mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None
     q_lora_rank: Positive = 1536
+    # SparseLatentAttention supports no other rotation.
     rope_interleave: Literal[True] = True
     index_topk: Annotated[int, Field(gt=0, lt=2**24)] = 2048
     index_n_heads: Positive = 64
     index_head_dim: Annotated[int, Field(gt=1, lt=2**16)] = 128
 
     def has_experts(self, index: int) -> bool:
-        """Say whether layer ``index`` has experts, not one MLP."""
+        """Say whether layer ``index`` is an MoE layer, not a dense MLP."""
         if self.mlp_layer_types is not None:
             return self.mlp_layer_types[index] == "sparse"
         return super().has_experts(index)
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Return what the attention of layer ``index`` at a site has to do."""
+        """Describe the sparse attention of layer ``index`` at a site."""
         spec = super().attention_spec(site, index, page_size)
         return replace(spec, sparse=True, top_k=self.index_topk)
 
     def indexer_spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """Return what the indexer of an attention has to do."""
+        """Describe the indexer of an attention layer."""
         return AttentionSpec(
             num_heads=self.index_n_heads,
             num_kv_heads=1,
@@ -58,17 +59,18 @@ class DeepseekV32(DeepseekV3):
         )
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return the attention of layer ``index`` at a site, its indexer included."""
-        own = self.q_lora_rank, self.qk_nope_head_dim, self.v_head_dim
-        sizes, indexer = LatentSizes(self.hidden_size, *own), self.indexer_spec(spec)
+        """Build the attention of layer ``index`` at a site, with an indexer."""
+        head_sizes = self.q_lora_rank, self.qk_nope_head_dim, self.v_head_dim
+        sizes, indexer = LatentSizes(self.hidden_size, *head_sizes), self.indexer_spec(spec)
         return SparseLatentAttention(site, spec, sizes, indexer, self.attention_bias)
 
     def attention(self, site: Site) -> Iterator[tuple[AttentionSpec, Site]]:
-        """Yield spec and site of the attention of each block, and of its indexer."""
-        for spec, place in super().attention(site):
-            yield spec, place
-            parent = place.prefix.rpartition(".")[0]
-            yield self.indexer_spec(spec), replace(place, prefix=f"{parent}.indexer.attn")
+        """Yield spec and site of the attention of each block, and of the indexer."""
+        for spec, attention_site in super().attention(site):
+            yield spec, attention_site
+            # The indexer is a sibling of the attention backend's site.
+            parent = attention_site.prefix.rpartition(".")[0]
+            yield self.indexer_spec(spec), replace(attention_site, prefix=f"{parent}.indexer.attn")
 
     @model_validator(mode="after")
     def _sound_indexer(self) -> Self:
@@ -76,7 +78,7 @@ class DeepseekV32(DeepseekV3):
         if size < self.qk_rope_head_dim:
             raise ValueError(
                 f"index_head_dim {size} is less than qk_rope_head_dim {self.qk_rope_head_dim}, "
-                "which is what of it is rotated"
+                "the number of its rotated elements"
             )
         if heads * size > _LARGEST_WIDTH:
             raise ValueError(f"{heads} index heads of {size} are more than a model can have")

@@ -1,4 +1,4 @@
-"""ERNIE 4.5: Llama with rotated neighbours.
+"""ERNIE 4.5: Llama with interleaved rotary embedding.
 
 Source: ERNIE 4.5 Technical Report, Baidu, 2025.
 """
@@ -17,7 +17,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 class Ernie4_5(DecoderFamily):
-    """ERNIE 4.5 without experts."""
+    """ERNIE 4.5, the dense models."""
 
     rms_norm_eps: Epsilon = 1e-5
     rope_theta: RopeBase = 500000.0
@@ -28,11 +28,12 @@ class Ernie4_5(DecoderFamily):
     )
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return attention with rotated neighbours."""
+        """Build attention with interleaved rotation."""
         sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
         return InterleavedAttention(site, spec, *sizes, None, bias, bias)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the MLP below a block's site."""
+        """Build the MLP below a block's site."""
         sizes = self.hidden_size, self.intermediate_size
+        # One field, use_bias, is for attention and MLP alike.
         return GatedMLP(block.at("mlp"), *sizes, self.hidden_act, self.attention_bias)

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 MoE: ERNIE 4.5 with experts behind the first layers, whose load a bias balances.
+"""ERNIE 4.5 MoE: ERNIE 4.5 with bias-balanced MoE layers after the first layers.
 
 Source: ERNIE 4.5 Technical Report, Baidu, 2025.
 """
@@ -12,7 +12,7 @@ from torch import nn
 
 from interposer import Site
 from interposer_models._decoder.decoder import CausalLM
-from interposer_models._decoder.grouped_mixture import BalancedMixture, Grouping
+from interposer_models._decoder.grouped_mixture import GroupedMoE, Grouping
 from interposer_models._decoder.mixture import MixtureFamily
 from interposer_models._decoder.settings import Epsilon, Positive, RopeBase
 from interposer_models._families.ernie4_5 import Ernie4_5
@@ -21,7 +21,7 @@ _BIAS = "moe_statics.e_score_correction_bias"
 
 
 class Ernie4_5_Moe(MixtureFamily, Ernie4_5):
-    """ERNIE 4.5 with experts; checkpoints store every expert by itself."""
+    """ERNIE 4.5 with experts; checkpoints store every expert separately."""
 
     rms_norm_eps: Epsilon = 1e-5
     rope_theta: RopeBase = 500000.0
@@ -45,31 +45,32 @@ class Ernie4_5_Moe(MixtureFamily, Ernie4_5):
 
     @property
     def expert_size(self) -> int:
-        """Intermediate size of an expert; layers without experts have ``intermediate_size``."""
+        """Intermediate size of an expert; dense layers have ``intermediate_size``."""
         return self.moe_intermediate_size
 
     def has_experts(self, index: int) -> bool:
-        """Say whether layer ``index`` has experts, not one MLP."""
+        """Say whether layer ``index`` is an MoE layer, not a dense MLP."""
+        # -1 means the last layer.
         last = self.moe_layer_end_index
         last = self.num_hidden_layers - 1 if last == -1 else last
         regular = (index + 1) % self.moe_layer_interval == 0
         return regular and self.moe_layer_start_index <= index <= last
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the MoE layer of layer ``index``, or its dense MLP."""
+        """Build the MoE layer of layer ``index``, or a dense MLP."""
         if not self.has_experts(index):
             return super().mlp(block, index)
         experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))
         shared = self.moe_num_shared_experts * self.moe_intermediate_size
-        how = Grouping(scoring="softmax")
-        mixture = BalancedMixture(block.at("mlp"), experts, how, shared, _BIAS)
-        bias = mixture.router.e_score_correction_bias
+        grouping = Grouping(scoring="softmax")
+        moe = GroupedMoE(block.at("mlp"), experts, grouping, shared, _BIAS)
+        bias = moe.router.e_score_correction_bias
         assert bias is not None
-        bias.data = bias.data[None]  # as it is stored
-        return mixture
+        bias.data = bias.data[None]  # checkpoints store [1, E]
+        return moe
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Return the decoder, which computes nothing of the layers that predict further tokens."""
+        """Build the decoder; the checkpoint's MTP layers are not read."""
         model = super().build(site, page_size)
         model.unread = ("model.mtp_", "mtp_")
         return model

@@ -1,4 +1,4 @@
-"""Sizes that the small models of all families have in common."""
+"""Config fields that the small test models of all families share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 128,
     "max_position_embeddings": 256,
+    # Larger than in real configs, so that random small models have clearly different logits.
     "initializer_range": 0.1,
+    # No special tokens: generation then ends only at the token limit.
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
@@ -23,7 +25,7 @@ WINDOW = {"sliding_window": 24}
 
 
 def configs(architecture: str, **changes: dict[str, Any]) -> Examples:
-    """Return contents of config.json of an architecture, by label, with these fields."""
+    """Build contents of config.json of an architecture, one per label with the label's changes."""
     return {
         label: {"architectures": [architecture], **SIZES, **fields}
         for label, fields in changes.items()

@@ -1,4 +1,4 @@
-"""Small models of each family, as config.json describes them, for the conformance suite."""
+"""Small models of each family, as contents of config.json, for the conformance suite."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from interposer_models._families.state_examples import qwen3_next as qwen3_next
 
 
 def llama() -> Examples:
-    """Return grouped queries, and a tied head with the angles of long contexts and biases."""
+    """Configs: one with grouped queries, and one with llama3 angles, biases and a tied LM head."""
     rope = {
         "rope_type": "llama3",
         "rope_theta": 500000.0,
@@ -47,45 +47,50 @@ def llama() -> Examples:
 
 
 def mistral() -> Examples:
-    """Return one with a window, and one without."""
+    """Configs: one with a window, and one with full attention."""
     return configs("MistralForCausalLM", windowed=WINDOW, whole={"sliding_window": None})
 
 
 def qwen2() -> Examples:
-    """Return one without windows, and one with windows in the upper layers."""
+    """Configs: one with full attention, and one with windows in the upper layers."""
     upper = {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}
     return configs("Qwen2ForCausalLM", whole={}, upper=upper)
 
 
 def qwen3() -> Examples:
-    """Return one with a head size of its own and biases, and one with windows."""
+    """Configs: one with another head size and biases, and one with windows."""
     upper = {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 16, **WINDOW}
     biased = {"head_dim": 32, "attention_bias": True, "tie_word_embeddings": True}
     return configs("Qwen3ForCausalLM", biased=biased, upper=upper)
 
 
 def mixtral() -> Examples:
-    """Return one with a window, and one without."""
-    few = {"num_local_experts": 5, "num_experts_per_tok": 2}
-    return configs("MixtralForCausalLM", windowed={**few, **WINDOW}, whole=few)
+    """Configs: one with a window, and one with full attention."""
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2}
+    return configs("MixtralForCausalLM", windowed={**experts, **WINDOW}, whole=experts)
 
 
 def qwen3_moe() -> Examples:
-    """Return one with experts everywhere, and one with windows and a layer without experts."""
-    few = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-    some = {"mlp_only_layers": [1], "norm_topk_prob": True, "use_sliding_window": True, **WINDOW}
-    return configs("Qwen3MoeForCausalLM", sparse=few, some={**few, **some})
+    """Configs: one with only MoE layers, and one with windows and a dense layer."""
+    experts = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+    windowed = {
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+        "use_sliding_window": True,
+        **WINDOW,
+    }
+    return configs("Qwen3MoeForCausalLM", sparse=experts, some={**experts, **windowed})
 
 
 def gpt_oss() -> Examples:
-    """Return one with the angles of the releases, and one with plain angles."""
-    few = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, **WINDOW}
+    """Configs: one with the YaRN angles of the release, and one with unscaled angles."""
+    experts = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, **WINDOW}
     plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    return configs("GptOssForCausalLM", yarn=few, plain={**few, **plain})
+    return configs("GptOssForCausalLM", yarn=experts, plain={**experts, **plain})
 
 
 def smollm3() -> Examples:
-    """Return one with the usual layers without rotation, and one that lists them, with windows."""
+    """Configs: one with the default unrotated layers, and one with a list of layers and windows."""
     listed = {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, **WINDOW}
     biases = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
     usual = {"num_hidden_layers": 5}
@@ -93,13 +98,13 @@ def smollm3() -> Examples:
 
 
 def olmo2() -> Examples:
-    """Return one as released, and one with biases and a tied head."""
+    """Configs: one as released, and one with biases and a tied LM head."""
     biases = {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}
     return configs("Olmo2ForCausalLM", grouped={}, biases=biases)
 
 
 def granite() -> Examples:
-    """Return one with all multipliers, and one with none."""
+    """Configs: one with all multipliers, and one with none."""
     multipliers = {
         "attention_multiplier": 0.3,
         "embedding_multiplier": 3.0,
@@ -111,20 +116,21 @@ def granite() -> Examples:
 
 
 def granite_moe() -> Examples:
-    """Return one with all multipliers, and one with none."""
-    few = {"num_local_experts": 5, "num_experts_per_tok": 2}
-    scaled = {**granite()["scaled"], **few}
+    """Configs: one with all multipliers, and one with none."""
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2}
+    scaled = {**granite()["scaled"], **experts}
     return {
         label: {**fields, "architectures": ["GraniteMoeForCausalLM"]}
-        for label, fields in {"scaled": scaled, "plain": {**SIZES, **few}}.items()
+        for label, fields in {"scaled": scaled, "plain": {**SIZES, **experts}}.items()
     }
 
 
 def phi3() -> Examples:
-    """Return a part of heads rotated, a window, and both sets of factors of long contexts.
+    """Return partly rotated heads, a window, and both sets of longrope factors.
 
-    transformers takes the short factors for sequences up to the original context. In one of a
-    single token nothing is turned by either.
+    transformers uses the short factors for sequences up to the original context. The model "long"
+    has an original context of one token, whose position is 0, so that no angle shows the
+    difference.
     """
     part = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     factors = {
@@ -144,14 +150,14 @@ def phi3() -> Examples:
 
 
 def ministral() -> Examples:
-    """Return one with windows everywhere, and one with windows in some layers."""
+    """Configs: one with windows in all layers, and one with windows in some."""
     types = ["sliding_attention", "full_attention", "sliding_attention"]
-    some = {"layer_types": types, "head_dim": 32, **WINDOW}
-    return configs("MinistralForCausalLM", windowed={"head_dim": 16, **WINDOW}, some=some)
+    mixed = {"layer_types": types, "head_dim": 32, **WINDOW}
+    return configs("MinistralForCausalLM", windowed={"head_dim": 16, **WINDOW}, some=mixed)
 
 
 def olmo3() -> Examples:
-    """Return one with windows, and one whose layers without them have long angles."""
+    """Configs: one with windows, and one with YaRN angles in full-attention layers."""
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 500000.0,
@@ -165,35 +171,41 @@ def olmo3() -> Examples:
 
 
 def exaone4() -> Examples:
-    """Return one with windows in most layers, and one without."""
+    """Configs: one with windows in most layers, and one with full attention."""
     mixed = {"num_hidden_layers": 5, **WINDOW}
-    whole = {"sliding_window": None, "layer_types": ["full_attention"] * 3}
-    return configs("Exaone4ForCausalLM", mixed=mixed, whole=whole)
+    full_attention = {"sliding_window": None, "layer_types": ["full_attention"] * 3}
+    return configs("Exaone4ForCausalLM", mixed=mixed, whole=full_attention)
 
 
 def glm4() -> Examples:
-    """Return one as released, and one that rotates whole heads, without biases."""
+    """Configs: one as released, and one without biases that rotates heads as a whole."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-    whole = {"rope_parameters": rope, "attention_bias": False, "tie_word_embeddings": True}
-    return configs("Glm4ForCausalLM", half={"head_dim": 16}, whole={"head_dim": 32, **whole})
+    fully_rotated = {"rope_parameters": rope, "attention_bias": False, "tie_word_embeddings": True}
+    return configs(
+        "Glm4ForCausalLM", half={"head_dim": 16}, whole={"head_dim": 32, **fully_rotated}
+    )
 
 
 def ernie4_5() -> Examples:
-    """Return one as released, and one with biases and a head of its own."""
+    """Configs: one as released, and one with biases and an untied LM head."""
     biased = {"use_bias": True, "tie_word_embeddings": False, "head_dim": 16}
     return configs("Ernie4_5ForCausalLM", tied={"head_dim": 32}, biased=biased)
 
 
 def ernie4_5_moe() -> Examples:
-    """Return one with experts in all layers but the first, and one with experts in every second."""
-    few = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32}
-    some = {"moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_layer_interval": 2}
-    some |= {"num_hidden_layers": 4, "moe_num_shared_experts": 0, "tie_word_embeddings": False}
-    return configs("Ernie4_5_MoeForCausalLM", usual=few, some={**few, **some})
+    """Configs: one with a dense first layer, and one with an MoE layer at every second index."""
+    experts = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32}
+    every_second = {"moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_layer_interval": 2}
+    every_second |= {
+        "num_hidden_layers": 4,
+        "moe_num_shared_experts": 0,
+        "tie_word_embeddings": False,
+    }
+    return configs("Ernie4_5_MoeForCausalLM", usual=experts, some={**experts, **every_second})
 
 
 def hunyuan_dense() -> Examples:
-    """Return one with a raised base of angles, and one with biases."""
+    """Configs: one with a raised rotary base, and one with biases."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
     biases = {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 32}
     return configs(
@@ -204,7 +216,7 @@ def hunyuan_dense() -> Examples:
 
 
 def hunyuan_moe() -> Examples:
-    """Return one with a raised base of angles, and one with biases and one expert a token."""
+    """Configs: one with a raised rotary base, and one with biases and one expert per token."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
     raised = {"rope_parameters": rope, "head_dim": 16, "num_experts": 6, "moe_topk": 3}
     biases = {"attention_bias": True, "head_dim": 32, "num_experts": 4, "moe_topk": 1}
@@ -212,7 +224,7 @@ def hunyuan_moe() -> Examples:
 
 
 def gemma2() -> Examples:
-    """Return one as released, and one without caps that has a head of its own."""
+    """Configs: one as released, and one without soft caps and with an untied LM head."""
     free = {
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
@@ -224,7 +236,7 @@ def gemma2() -> Examples:
 
 
 def gemma3() -> Examples:
-    """Return one with both kinds of layers, and one with scaled angles and caps."""
+    """Configs: one with both layer types, and one with scaled angles and capped logits."""
     mixed = {"head_dim": 16, "num_hidden_layers": 6, **WINDOW}
     rope = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
@@ -242,7 +254,7 @@ def gemma3() -> Examples:
 
 
 def gemma4() -> Examples:
-    """Return one that shares caches as released, one that shares none, and a plainer one."""
+    """Configs: one that shares caches as released, one without sharing, and one of equal layers."""
     small: dict[str, Any] = {
         "head_dim": 16,
         "global_head_dim": 32,
@@ -253,19 +265,19 @@ def gemma4() -> Examples:
     }
     shared = {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, **WINDOW}
     caps = {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 20.0}
-    apart = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, **caps, **WINDOW}
-    whole = {"layer_types": ["full_attention"] * 6, "num_kv_shared_layers": 2}
+    not_shared = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, **caps, **WINDOW}
+    full_attention = {"layer_types": ["full_attention"] * 6, "num_kv_shared_layers": 2}
     plain = {"global_head_dim": 16, "attention_bias": True, "tie_word_embeddings": False}
     return configs(
         "Gemma4ForCausalLM",
         shared={**small, **shared},
-        apart={**small, **apart},
-        whole={**small, **whole, **plain},
+        apart={**small, **not_shared},
+        whole={**small, **full_attention, **plain},
     )
 
 
 def cohere2() -> Examples:
-    """Return one with both kinds of layers, and one with biases and a head of its own."""
+    """Configs: one with both layer types, and one with biases and an untied LM head."""
     mixed = {"num_hidden_layers": 5, **WINDOW}
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     biases = {"attention_bias": True, "tie_word_embeddings": False, "layer_types": types}
@@ -273,16 +285,16 @@ def cohere2() -> Examples:
 
 
 def starcoder2() -> Examples:
-    """Return one with windows, and one without biases."""
+    """Configs: one with windows, and one without biases."""
     plain = {"use_bias": False, "hidden_act": "gelu", "tie_word_embeddings": False}
     return configs("Starcoder2ForCausalLM", windowed=WINDOW, plain=plain)
 
 
 def llama4() -> Examples:
-    """Return all kinds of layers, a layer without experts, and one that lists its layers."""
-    few = {"num_local_experts": 5, "intermediate_size": 48, "intermediate_size_mlp": 96}
+    """Configs: one with all layer types, one with dense layers, and one with a list of layers."""
+    experts = {"num_local_experts": 5, "intermediate_size": 48, "intermediate_size_mlp": 96}
     chunks = {"attention_chunk_size": 16, "floor_scale": 8, "num_hidden_layers": 4}
-    some = {"interleave_moe_layer_step": 2, "use_qk_norm": False, "num_experts_per_tok": 2}
+    dense_layers = {"interleave_moe_layer_step": 2, "use_qk_norm": False, "num_experts_per_tok": 2}
     types = ["full_attention", "chunked_attention", "chunked_attention"]
     listed = {
         "layer_types": types,
@@ -295,30 +307,32 @@ def llama4() -> Examples:
     }
     return configs(
         "Llama4ForCausalLM",
-        released={**few, **chunks, "head_dim": 16},
-        some={**few, **chunks, **some, "head_dim": 32},
-        listed={**few, **listed, "head_dim": 16},
+        released={**experts, **chunks, "head_dim": 16},
+        some={**experts, **chunks, **dense_layers, "head_dim": 32},
+        listed={**experts, **listed, "head_dim": 16},
     )
 
 
 def qwen2_moe() -> Examples:
-    """Return one with experts everywhere, and one with windows and a layer without experts."""
-    few = {
+    """Configs: one with only MoE layers, and one with windows and a dense layer."""
+    experts = {
         "num_experts": 6,
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 48,
     }
-    some = {"mlp_only_layers": [1], "norm_topk_prob": True, "qkv_bias": False}
+    dense_layer = {"mlp_only_layers": [1], "norm_topk_prob": True, "qkv_bias": False}
     windows = {"use_sliding_window": True, "max_window_layers": 3, **WINDOW}
-    return configs("Qwen2MoeForCausalLM", sparse=few, some={**few, **some, **windows})
+    return configs(
+        "Qwen2MoeForCausalLM", sparse=experts, some={**experts, **dense_layer, **windows}
+    )
 
 
 def glm4_moe() -> Examples:
-    """Return one with groups of experts behind a layer without, and one with experts alone."""
-    few = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+    """Configs: one with grouped experts after a dense layer, and one with only MoE layers."""
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
     groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "head_dim": 16}
-    alone = {
+    only_experts = {
         "first_k_dense_replace": 0,
         "use_qk_norm": True,
         "attention_bias": True,
@@ -326,16 +340,18 @@ def glm4_moe() -> Examples:
         "n_shared_experts": 2,
         "head_dim": 32,
     }
-    return configs("Glm4MoeForCausalLM", groups={**few, **groups}, alone={**few, **alone})
+    return configs(
+        "Glm4MoeForCausalLM", groups={**experts, **groups}, alone={**experts, **only_experts}
+    )
 
 
 def minimax_m2() -> Examples:
-    """Return one that rotates whole heads, and one that rotates a part of each."""
-    few = {"num_local_experts": 6, "num_experts_per_tok": 2}
+    """Configs: one that rotates heads as a whole, and one that rotates a part of each head."""
+    experts = {"num_local_experts": 6, "num_experts_per_tok": 2}
     part = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    whole = {"head_dim": 16, **few}
+    fully_rotated = {"head_dim": 16, **experts}
     return configs(
         "MiniMaxM2ForCausalLM",
-        whole=whole,
-        part={"rope_parameters": part, "head_dim": 32, **few},
+        whole=fully_rotated,
+        part={"rope_parameters": part, "head_dim": 32, **experts},
     )

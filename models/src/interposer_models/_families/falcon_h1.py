@@ -1,4 +1,4 @@
-"""Falcon-H1: attention and a state space side by side in every block, with many multipliers.
+"""Falcon-H1: attention and a Mamba-2 mixer in parallel in every block, with many multipliers.
 
 Source: arXiv:2507.22448.
 
@@ -29,17 +29,16 @@ class ScaledMLP(GatedMLP):
     factors = (1.0, 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[T, H]`` of ``x`` ``[T, H]``."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         inner = self.activation(torch.cat((gate * self.factors[0], up), dim=-1))
         return self.down_proj(inner) * self.factors[1]  # type: ignore[no-any-return]
 
 
-class SideBySide(nn.Module):
-    """The sum of what attention and a state space compute of one input.
+class ParallelMixer(nn.Module):
+    """The scaled sum of attention and a Mamba-2 mixer on the same input.
 
     Args:
-        factors: of the inputs of both, then of the outputs of both, attention first.
+        factors: of the inputs of attention and mixer, then of the outputs of attention and mixer.
     """
 
     def __init__(
@@ -57,15 +56,15 @@ class SideBySide(nn.Module):
         plan: list[Any],
         rows: Tensor | None,
     ) -> Tensor:
-        """Return ``[T, H]`` of ``x`` ``[T, H]``, or ``[rows, H]`` of the tokens they name."""
-        inner, outer = self.factors[:2], self.factors[2:]
-        seen = self.attention(x * inner[0], cos, sin, cache[0], plan[0], rows)
-        kept = self.mixer(x * inner[1], cos, sin, cache[1], plan[1], rows)
-        return seen * outer[0] + kept * outer[1]  # type: ignore[no-any-return]
+        """Compute ``[T, H]`` from ``x`` ``[T, H]``, or ``[rows, H]`` of the tokens in ``rows``."""
+        attention_in, mixer_in, attention_out, mixer_out = self.factors
+        attended = self.attention(x * attention_in, cos, sin, cache[0], plan[0], rows)
+        mixed = self.mixer(x * mixer_in, cos, sin, cache[1], plan[1], rows)
+        return attended * attention_out + mixed * mixer_out  # type: ignore[no-any-return]
 
 
 class FalconH1(Bamba):
-    """Falcon-H1."""
+    """Settings of Falcon-H1, which also build the decoder."""
 
     reads_partial_rotary_factor: ClassVar[bool] = False
     partial_rotary_factor: Share = 1.0
@@ -91,7 +90,7 @@ class FalconH1(Bamba):
 
     @property
     def state_width(self) -> int:
-        """Elements of all heads of a state space."""
+        """Elements of all heads of a Mamba-2 mixer."""
         return self.mamba_d_ssm or super().state_width
 
     @property
@@ -100,16 +99,16 @@ class FalconH1(Bamba):
         return self.embedding_multiplier
 
     def attends(self, index: int) -> bool:
-        """Say that every block has attention."""
+        """Return True: every block has attention."""
         return True
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Return what attention has to do; a factor of keys is one of scores."""
+        """Describe the attention; the key multiplier is applied to the score scale."""
         spec = super().attention_spec(site, index, page_size)
         return replace(spec, scale=spec.scale * self.key_multiplier)
 
     def mixer_sizes(self) -> StateSpaceSizes:
-        """Return the sizes of a state space."""
+        """Return the sizes and multipliers of the Mamba-2 mixers."""
         return replace(
             super().mixer_sizes(),
             normed=self.mamba_rms_norm,
@@ -119,16 +118,18 @@ class FalconH1(Bamba):
         )
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the MLP below a block's site."""
+        """Build the MLP below a block's site."""
         sizes = self.hidden_size, self.intermediate_size
         mlp = ScaledMLP(block.at("feed_forward"), *sizes, self.hidden_act, self.mlp_bias)
         mlp.factors = self.mlp_multipliers
         return mlp
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return a block with both."""
-        at = site.at("self_attn")
-        attention = self.self_attention(at, index, self.attention_spec(at, index, page_size))
+        """Build a block with parallel attention and Mamba-2 mixer."""
+        attention_site = site.at("self_attn")
+        attention = self.self_attention(
+            attention_site, index, self.attention_spec(attention_site, index, page_size)
+        )
         mixer = StateSpaceMixer(site.at("mamba"), self.mixer_sizes(), self.rms_norm_eps)
         factors = (
             self.attention_in_multiplier,
@@ -136,10 +137,11 @@ class FalconH1(Bamba):
             self.attention_out_multiplier,
             self.ssm_out_multiplier,
         )
-        both = SideBySide(attention, mixer, factors)
-        return NormedBlock(site, self.norm, NORMS, both, self.mlp(site, index))
+        parallel = ParallelMixer(attention, mixer, factors)
+        return NormedBlock(site, self.norm, NORMS, parallel, self.mlp(site, index))
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Return the decoder with its LM head."""
+        """Build the decoder with an LM head."""
+        # ScaledLM divides the logits.
         divisor = 1 / self.lm_head_multiplier
         return ScaledLM(site, self, lambda at, index: self.block(at, index, page_size), divisor)

@@ -1,4 +1,4 @@
-"""Gemma 2: every part between two norms, capped scores and logits, windows in every second layer.
+"""Gemma 2: norms before and after each sublayer, capped scores and logits, alternating windows.
 
 Source: arXiv:2408.00118.
 """
@@ -38,13 +38,13 @@ class CappedLM(CausalLM):
         self.bound = site.at("logits").bind(logits_softcap, vocab_size=config.vocab_size)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits, see ``CausalModel``."""
+        """Compute the logits; see ``CausalModel``."""
         logits = super().forward(*args, **kwargs)
         return logits if self.cap is None else self.bound(logits, self.cap)
 
 
 class Gemma2(DecoderFamily):
-    """Gemma 2."""
+    """Settings of Gemma 2, which also build the decoder."""
 
     reads_layer_types: ClassVar[bool] = True
     head_dim: Positive | None = 256
@@ -54,6 +54,7 @@ class Gemma2(DecoderFamily):
     )
     tie_word_embeddings: bool = True
     sliding_window: WindowTokens | None = 4096
+    # Stated separately from the head size: Gemma 2 27B scales by hidden size / heads.
     query_pre_attn_scalar: Cap = 256
     attn_logit_softcapping: Cap | None = 50.0
     final_logit_softcapping: Cap | None = 30.0
@@ -65,28 +66,28 @@ class Gemma2(DecoderFamily):
         return float(self.hidden_size**0.5)
 
     def slides(self, index: int) -> bool:
-        """Say that every second layer has the window, the first one among them."""
+        """Return True for every second layer, beginning with the first."""
         return index % 2 == 0
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Return what attention has to do, with the scale and the cap of scores."""
+        """Describe the attention, with the scale and the soft cap of scores."""
         spec, scale = super().attention_spec(site, index, page_size), self.query_pre_attn_scalar
         return replace(spec, scale=scale**-0.5, softcap=self.attn_logit_softcapping)
 
     def norm(self, site: Site) -> GemmaRMSNorm:
-        """Return the norm at a site."""
+        """Build the norm at a site."""
         return GemmaRMSNorm(site, self.hidden_size, self.rms_norm_eps)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return a block that normalizes the inputs and outputs of attention and MLP."""
+        """Build a block that normalizes the inputs and outputs of attention and MLP."""
         return self.normed_block(site, index, page_size, NORMS)
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Return the decoder with its LM head."""
+        """Build the decoder with an LM head."""
         return CappedLM(site, self, page_size, self.final_logit_softcapping)
 
     @model_validator(mode="after")
-    def _sees_one_direction(self) -> Self:
+    def _refuse_bidirectional_attention(self) -> Self:
         if self.use_bidirectional_attention:
             raise ValueError("use_bidirectional_attention is true, which is not computed")
         return self

@@ -1,4 +1,4 @@
-"""Gemma 3: Gemma 2 with per-head norms instead of soft caps, and other angles in windowed layers.
+"""Gemma 3: Gemma 2 with per-head norms instead of soft caps; windowed layers rotate differently.
 
 Source: arXiv:2503.19786.
 """
@@ -22,8 +22,9 @@ class GemmaAttention(SelfAttention):
 
 
 class Gemma3(Gemma2):
-    """The decoder of Gemma 3; long angles are for layers that see everything."""
+    """The decoder of Gemma 3; only full-attention layers have long-context angles."""
 
+    # Windowed layers keep the short-context base.
     layer_type_bases: ClassVar[LayerTypeBases | None] = LayerTypeBases(
         1000000.0, 10000.0, "rope_local_base_freq"
     )
@@ -31,13 +32,14 @@ class Gemma3(Gemma2):
     final_logit_softcapping: Cap | None = None
     rope_theta: RopeBase = 1000000.0
     rope_local_base_freq: RopeBase = 10000.0
+    # Five windowed layers, then a full one.
     sliding_window_pattern: Positive = 6
 
     def slides(self, index: int) -> bool:
-        """Say that all layers but every sixth have the window."""
+        """Return True for all layers but every sixth."""
         return (index + 1) % self.sliding_window_pattern != 0
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return attention with norms of query and key heads."""
+        """Build attention with per-head norms of queries and keys."""
         sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
         return GemmaAttention(site, spec, *sizes, self.rms_norm_eps, bias, bias)

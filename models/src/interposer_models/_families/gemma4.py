@@ -1,9 +1,9 @@
-"""Gemma 4: layers that attend to the cache of an earlier one, and an embedding of each layer's own.
+"""Gemma 4: per-layer embeddings, and layers that read an earlier layer's KV cache.
 
-The text model without experts. Layers that see everything have larger heads than those with a
-window. Source: transformers 5.23, models/gemma4.
+The text model without experts. Full-attention layers have larger heads than windowed layers.
+Source: transformers 5.23, models/gemma4.
 
-Dimensions: T tokens, H hidden size, L layers, E size of the embedding of a layer.
+Dimensions: T tokens, H hidden size, L layers, E size of a per-layer embedding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from interposer_models._decoder.decoder import CausalLM, Decoder
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.rotary_fields import nested_rotation
 from interposer_models._decoder.settings import Positive, WindowTokens
-from interposer_models._decoder.stored_attention import find_sources
+from interposer_models._decoder.stored_attention import connect_cache_readers
 from interposer_models._families.gemma2 import Cap, CappedLM
 from interposer_models._families.gemma4_layers import Gemma4Attention, Gemma4Block
 from interposer_ops.layers.embedding import Embedding
@@ -40,26 +40,29 @@ class Gemma4Decoder(Decoder):
 
     def __init__(self, site: Site, config: Gemma4, *parts: Any) -> None:
         super().__init__(site, config, *parts)
-        find_sources(self.layers.modules())
+        connect_cache_readers(self.layers.modules())
         self.size = size = config.hidden_size_per_layer_input
-        self.one_by_one = not (size or config.num_kv_shared_layers)
+        self.can_run_block_by_block = not (size or config.num_kv_shared_layers)
         if size:
             width, name = config.num_hidden_layers * size, "per_layer_projection_norm"
-            table = site.at("embed_tokens_per_layer")
-            self.embed_tokens_per_layer = Embedding(table, config.vocab_size_per_layer_input, width)
-            product = site.at("per_layer_model_projection")
-            self.per_layer_model_projection = Linear(product, config.hidden_size, width)
+            table_site = site.at("embed_tokens_per_layer")
+            self.embed_tokens_per_layer = Embedding(
+                table_site, config.vocab_size_per_layer_input, width
+            )
+            projection_site = site.at("per_layer_model_projection")
+            self.per_layer_model_projection = Linear(projection_site, config.hidden_size, width)
             self.per_layer_projection_norm = RMSNorm(site.at(name), size, config.rms_norm_eps)
 
-    def further_inputs(self, token_ids: Tensor, x: Tensor) -> list[tuple[Tensor, ...]]:
-        """Return the embeddings ``[T, E]`` of each layer: looked up, and a projection of ``x``."""
+    def extra_block_inputs(self, token_ids: Tensor, x: Tensor) -> list[tuple[Tensor, ...]]:
+        """Return each layer's embeddings ``[T, E]``: looked up, plus a projection of ``x``."""
         if not self.size:
             return [()] * len(self.layers)
+        # All layers' embeddings are stored side by side in one wide table.
         looked_up = self.embed_tokens_per_layer(token_ids) * self.size**0.5
-        product = self.per_layer_model_projection(x) * self.config.hidden_size**-0.5
-        projected = self.per_layer_projection_norm(product.unflatten(-1, (-1, self.size)))
-        both = (projected + looked_up.view_as(projected)) * 2**-0.5  # [T, L, E]
-        return [(both[:, number].contiguous(),) for number in self.numbers]
+        projected = self.per_layer_model_projection(x) * self.config.hidden_size**-0.5
+        normed = self.per_layer_projection_norm(projected.unflatten(-1, (-1, self.size)))
+        combined = (normed + looked_up.view_as(normed)) * 2**-0.5  # [T, L, E]
+        return [(combined[:, index].contiguous(),) for index in self.block_indices]
 
 
 class Gemma4LM(CappedLM):
@@ -99,7 +102,7 @@ class Gemma4(DecoderFamily):
         return float(self.hidden_size**0.5)
 
     def slides(self, index: int) -> bool:
-        """Say that all layers but every sixth have the window, and the last one has none."""
+        """Return True for all layers but every sixth and the last one."""
         return (index + 1) % 6 != 0 and index + 1 < self.num_hidden_layers
 
     def is_reader(self, index: int) -> bool:
@@ -109,6 +112,7 @@ class Gemma4(DecoderFamily):
     def heads(self, index: int) -> Heads:
         """Return size and number of the kv heads of layer ``index``."""
         heads: Heads = {"head_dim": self.head_size, "num_key_value_heads": self.num_kv_heads}
+        # Overrides the rule below, layer by layer.
         if self.per_layer_config is not None:
             return {**heads, **self.per_layer_config.get(index, {})}
         if self.windows[index] is None:
@@ -118,16 +122,16 @@ class Gemma4(DecoderFamily):
         return heads
 
     def rotary_size_at(self, index: int) -> int:
-        """Return the size of the heads of layer ``index``."""
+        """Return the head size of layer ``index``, which is rotated as a whole."""
         return self.heads(index)["head_dim"]
 
     @classmethod
     def merged_rotation(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``rope_parameters``, which is nested by layer types."""
+        """Return ``rope_parameters``, which must be nested by layer type."""
         return nested_rotation(fields)
 
     def rotation(self, index: int) -> tuple[float, dict[str, Any]]:
-        """Return base and scaling of the angles of a layer, as released unless they are stated."""
+        """Return rotary base and scaling of a layer; the default is that of the release."""
         if self.rope_parameters:
             return super().rotation(index)
         if self.windows[index] is None:
@@ -135,7 +139,7 @@ class Gemma4(DecoderFamily):
         return 10000.0, {}
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Return what attention has to do: heads are normed, so that scores have no scale."""
+        """Describe the attention; queries and keys are normed per head, so the scale is 1."""
         heads = self.heads(index)
         return replace(
             super().attention_spec(site, index, page_size),
@@ -146,8 +150,8 @@ class Gemma4(DecoderFamily):
         )
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return attention with norms of all heads."""
-        sees_all = spec.window_tokens is None
+        """Build attention with norms of query, key and value heads."""
+        is_full_attention = spec.window_tokens is None
         return Gemma4Attention(
             site,
             spec,
@@ -155,17 +159,17 @@ class Gemma4(DecoderFamily):
             self.rms_norm_eps,
             self.attention_bias,
             stored=self.is_reader(index),
-            valued=not (self.attention_k_eq_v and sees_all),
+            valued=not (self.attention_k_eq_v and is_full_attention),
         )
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the MLP, which may have twice the size where no keys are computed."""
+        """Build the MLP, which may be twice as wide in layers that read another layer's cache."""
         wider = 2 if self.use_double_wide_mlp and self.is_reader(index) else 1
         sizes = self.hidden_size, wider * self.intermediate_size
         return GatedMLP(block.at("mlp"), *sizes, self.hidden_act)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return block ``index`` at a site."""
+        """Build block ``index`` at a site."""
         at = site.at("self_attn")
         spec = self.attention_spec(at, index, page_size)
         attention = self.self_attention(at, index, spec)
@@ -174,28 +178,31 @@ class Gemma4(DecoderFamily):
         return Gemma4Block(site, self.norm, attention, mlp, sizes, self.hidden_act)
 
     def renamed(self, name: str) -> str | None:
-        """Return None for keys and values of layers that compute none."""
+        """Return the name; None for keys and values of layers that compute neither."""
         parts = name.split(".")
         if "self_attn" in parts and parts[-2][:2] in ("k_", "v_"):
             return None if self.is_reader(int(parts[parts.index("self_attn") - 1])) else name
         return name
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Return the decoder with its LM head."""
+        """Build the decoder with an LM head."""
         return Gemma4LM(site, self, page_size, self.final_logit_softcapping)
 
     @model_validator(mode="after")
-    def _is_computed(self) -> Self:
+    def _refuse_unsupported_fields(self) -> Self:
         if self.enable_moe_block:
             raise ValueError("enable_moe_block is true: experts of Gemma 4 are not computed")
         if self.use_bidirectional_attention not in (None, "vision"):
             mode = self.use_bidirectional_attention
             raise ValueError(f"use_bidirectional_attention is {mode!r}, which is not computed")
-        numbers = range(self.num_hidden_layers)
-        kinds = {(self.is_reader(i), self.windows[i], *self.heads(i).values()) for i in numbers}
+        block_indices = range(self.num_hidden_layers)
+        # A reader needs an earlier writer with the same window and the same heads.
+        kinds = {
+            (self.is_reader(i), self.windows[i], *self.heads(i).values()) for i in block_indices
+        }
         if not all((False, *kind) in kinds for is_reader, *kind in kinds if is_reader):
             raise ValueError(
-                f"num_kv_shared_layers is {self.num_kv_shared_layers}: none of the other layers is "
-                "of the kind of each of them"
+                f"num_kv_shared_layers is {self.num_kv_shared_layers}: one of these layers has no "
+                "earlier layer with the same window and heads to share a cache with"
             )
         return self

@@ -1,8 +1,8 @@
-"""The layers of Gemma 4: attention with normed heads, and blocks with an embedding of their own.
+"""The layers of Gemma 4: attention with normed heads, and blocks with a per-layer embedding.
 
 Source: transformers 5.23, models/gemma4.
-Dimensions: T tokens, N heads, K kv heads, D head size, H hidden size, E size of the embedding of a
-layer.
+Dimensions: T tokens, N heads, K kv heads, D head size, H hidden size, E size of a per-layer
+embedding.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Gemma4Attention(SelfAttention):
     """Attention with norms of query, key and value heads.
 
     Args:
-        stored: it attends to what an earlier layer stored, and computes queries alone.
-        valued: values have a projection of their own, else that of the keys.
+        stored: the layer reads an earlier layer's cache, and computes only queries.
+        valued: values have a separate projection; otherwise the key projection gives both.
     """
 
     q_norm: RMSNorm
@@ -51,50 +51,57 @@ class Gemma4Attention(SelfAttention):
         PluggableLayer.__init__(self, site)
         size = self.head_size = spec.head_size
         self.stored = stored
-        held = list(QKV)[: 1 if stored else 3 if valued else 2]
-        names, outputs = PairNames("qkv_proj", "o_proj", bias, bias), {n: QKV[n] for n in held}
-        shares = share_heads(site, spec, hidden_size, names, outputs)
-        self.part_sizes = shares.sizes
-        self.qkv_proj, self.o_proj = shares.first(), shares.last()
+        projections = list(QKV)[: 1 if stored else 3 if valued else 2]
+        names, outputs = (
+            PairNames("qkv_proj", "o_proj", bias, bias),
+            {n: QKV[n] for n in projections},
+        )
+        shards = share_heads(site, spec, hidden_size, names, outputs)
+        self.part_sizes = shards.sizes
+        self.qkv_proj, self.o_proj = shards.first(), shards.last()
         self.q_norm = RMSNorm(site.at("q_norm"), size, eps)
         if not stored:
             self.k_norm = RMSNorm(site.at("k_norm"), size, eps)
             self.v_norm = UnitNorm(site.at("v_norm"), size, eps)
         self.rotary = RotaryEmbedding(site.at("rotary"), size, size)
-        at: Any = site.at("attn")
-        attention: Any = StoredAttention(at, shares.spec) if stored else shares.attention(at)
+        attention_site: Any = site.at("attn")
+        attention: Any = (
+            StoredAttention(attention_site, shards.spec)
+            if stored
+            else shards.attention(attention_site)
+        )
         self.attn = attention
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        """Return query ``[T, N, D]``, and unless they are stored key and value ``[T, K, D]``."""
+        """Compute query ``[T, N, D]`` and, unless ``stored``, key and value ``[T, K, D]``."""
         merged = self.qkv_proj(x).split(self.part_sizes, dim=-1)
-        query, *others = (part.unflatten(-1, (-1, self.head_size)) for part in merged)
+        query, *keys_and_values = (part.unflatten(-1, (-1, self.head_size)) for part in merged)
         query = self.q_norm(query)
         if self.stored:
-            # The kernel turns keys as well: a head takes their place.
+            # The rotary kernel always rotates keys too; one query head stands in for them.
             return self.rotary(query, query[:, :1], cos, sin)[:1]
-        key, value = self.k_norm(others[0]), self.v_norm(others[-1])
+        key, value = self.k_norm(keys_and_values[0]), self.v_norm(keys_and_values[-1])
         return (*self.rotary(query, key, cos, sin), value)
 
 
 class LayerScale(PluggableLayer):
-    """A factor of what leaves a block."""
+    """A learned factor on a block's output and residual stream."""
 
     def __init__(self, site: Site) -> None:
         super().__init__(site)
         self.factor = nn.Parameter(torch.empty(1, dtype=site.dtype), requires_grad=False)
+        # Checkpoints store the scalar without a parameter name below it.
         self.factor.stored_as = site.prefix  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both times the factor."""
         return x * self.factor, stream * self.factor
 
 
 class Gemma4Block(NormedBlock):
-    """A block with norms around its parts, a gate of the layer's embedding, and a factor.
+    """A block with norms around the sublayers, a gated per-layer embedding, and a layer scale.
 
     Args:
-        sizes: H and E; without E there is no gate.
+        sizes: H and E; with E = 0 there is no per-layer embedding.
     """
 
     def __init__(
@@ -125,17 +132,19 @@ class Gemma4Block(NormedBlock):
         cache: Tensor,
         plan: object,
         rows: Tensor | None,
-        own: Tensor | None = None,
+        layer_embedding: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output and the stream, as ``NormedBlock``.
+        """Return the output and the residual stream, as ``NormedBlock``.
 
         Args:
-            own: ``[T, E]``, embeddings of this layer.
+            layer_embedding: ``[T, E]``, the embeddings of this layer.
         """
         x, stream = super().forward(x, residual, cos, sin, cache, plan, rows)
-        if own is not None:
+        if layer_embedding is not None:
             stream = stream + x
             gate = self.per_layer_input_gate(stream.to(x.dtype))
-            gated = self.activation(torch.cat((gate, own if rows is None else own[rows]), -1))
+            gated = self.activation(
+                torch.cat((gate, layer_embedding if rows is None else layer_embedding[rows]), -1)
+            )
             x = self.post_per_layer_input_norm(self.per_layer_projection(gated))
         return self.scale(x, stream)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""GLM-4: every part between two norms; half of each head is rotated, by neighbours.
+"""GLM-4: norms before and after each sublayer; half of each head is rotated, interleaved.
 
 Source: arXiv:2406.12793; the norms came with GLM-4-0414.
 """
@@ -17,6 +17,7 @@ from interposer_models._decoder.settings import Epsilon, Positive
 from interposer_models._families.phi3 import StoredMergedMLP
 from interposer_ops.layers.self_attention import SelfAttention
 
+# Despite its name, post_attention_layernorm comes before the MLP.
 NORMS = (
     "input_layernorm",
     "post_self_attn_layernorm",
@@ -26,7 +27,7 @@ NORMS = (
 
 
 class Glm4(DecoderFamily):
-    """GLM-4-0414; gate and up are one tensor of the checkpoint."""
+    """GLM-4-0414; checkpoints store the gate and up projections as one tensor."""
 
     reads_partial_rotary_factor: ClassVar[bool] = True
     rms_norm_eps: Epsilon = 1.5625e-7
@@ -35,15 +36,15 @@ class Glm4(DecoderFamily):
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return attention with rotated neighbours; the last projection has no bias."""
+        """Build attention with interleaved rotation; the output projection has no bias."""
         sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
         return InterleavedAttention(site, spec, *sizes, None, bias)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the MLP below a block's site."""
+        """Build the MLP below a block's site."""
         sizes = self.hidden_size, self.intermediate_size
         return StoredMergedMLP(block.at("mlp"), *sizes, self.hidden_act)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return a block that normalizes the inputs and outputs of attention and MLP."""
+        """Build a block that normalizes the inputs and outputs of attention and MLP."""
         return self.normed_block(site, index, page_size, NORMS)

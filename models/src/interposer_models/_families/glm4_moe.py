@@ -1,4 +1,4 @@
-"""GLM-4.5: experts whose load a bias balances, in all layers but the first, and a shared one.
+"""GLM-4.5: bias-balanced experts and a shared expert in all layers but the first.
 
 Source: arXiv:2508.06471.
 """
@@ -28,7 +28,7 @@ class Glm4Moe(GroupedFamily):
     first_k_dense_replace: Annotated[int, Field(ge=0)] = 1
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return attention without an output bias, with per-head norms in the larger models."""
+        """Build attention without an output bias, with per-head norms in the larger models."""
         eps = self.rms_norm_eps if self.use_qk_norm else None
         sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
         return SelfAttention(site, spec, *sizes, eps, bias)

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, layer norms, one transposed projection of queries, keys and values.
+"""GPT-2: learned positions, layer norms, and a fused QKV projection stored transposed.
 
 Source: Radford et al., Language Models are Unsupervised Multitask Learners, 2019.
 """
@@ -21,31 +21,31 @@ from interposer_models._decoder.layer_norm import LayerNorm
 from interposer_models._decoder.plain_mlp import PlainMLP
 from interposer_models._decoder.settings import Epsilon, FrameNames, Positive
 from interposer_models._decoder.transposed_linear import TransposedLinear
-from interposer_models._decoder.whole_heads import WholeHeads
+from interposer_models._decoder.whole_heads import MultiHeadFamily
 
 _NORMS = ("ln_1", "", "ln_2", "")
-# Masks that older checkpoints hold, which follow from the context.
+# Causal masks, which older checkpoints contain although they follow from the context length.
 _MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 _ROOT = "transformer."
 
 
-def _also(name: str, other: str, **default: Any) -> Any:
-    return Field(validation_alias=AliasChoices(name, other), **default)
+def _aliased(name: str, alias: str, **default: Any) -> Any:
+    return Field(validation_alias=AliasChoices(name, alias), **default)
 
 
-class GPT2(WholeHeads):
-    """GPT-2 and what is stored as such."""
+class GPT2(MultiHeadFamily):
+    """GPT-2 and models stored in the same format."""
 
     frame = FrameNames("transformer", "wte", "ln_f", layers="h", positions="wpe")
     attention_name = "attn"
 
-    hidden_size: Positive = _also("n_embd", "hidden_size")
+    hidden_size: Positive = _aliased("n_embd", "hidden_size")
     # In config.json null stands for four times the hidden size.
-    intermediate_size: Positive = _also("n_inner", "intermediate_size", default=1)
-    num_hidden_layers: int = _also("n_layer", "num_hidden_layers", gt=0, le=10_000)
-    num_attention_heads: Positive = _also("n_head", "num_attention_heads")
-    max_position_embeddings: Positive = _also("n_positions", "max_position_embeddings")
-    hidden_act: str = _also("activation_function", "hidden_act", default="gelu_new")
+    intermediate_size: Positive = _aliased("n_inner", "intermediate_size", default=1)
+    num_hidden_layers: int = _aliased("n_layer", "num_hidden_layers", gt=0, le=10_000)
+    num_attention_heads: Positive = _aliased("n_head", "num_attention_heads")
+    max_position_embeddings: Positive = _aliased("n_positions", "max_position_embeddings")
+    hidden_act: str = _aliased("activation_function", "hidden_act", default="gelu_new")
     layer_norm_epsilon: Epsilon = 1e-5
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
@@ -53,42 +53,44 @@ class GPT2(WholeHeads):
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Return the settings of config.json; a model with cross attention is refused."""
+        """Validate config.json; a model with cross-attention is refused."""
         if config.get("add_cross_attention"):
             raise UnsupportedModelError(source, "add_cross_attention is not computed")
         return super().parse(config, source)
 
     def renamed(self, name: str) -> str | None:
-        """Return the name with the part in front that the first checkpoints leave out."""
-        below = name.removeprefix(_ROOT)
-        if _MASK.fullmatch(below):
+        """Add the prefix that early checkpoints omit; return None for a mask."""
+        base_name = name.removeprefix(_ROOT)
+        if _MASK.fullmatch(base_name):
             return None
-        return _ROOT + below if below.startswith(("wte.", "wpe.", "h.", "ln_f.")) else name
+        return _ROOT + base_name if base_name.startswith(("wte.", "wpe.", "h.", "ln_f.")) else name
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Return what attention has to do; the scale may be that of the layer."""
+        """Describe the attention; the score scale may depend on the layer."""
         scale = self.head_size**-0.5 if self.scale_attn_weights else 1.0
         if self.scale_attn_by_inverse_layer_idx:
             scale /= index + 1
         return replace(super().attention_spec(site, index, page_size), scale=scale)
 
     def norm(self, site: Site) -> LayerNorm:
-        """Return the norm at a site."""
+        """Build the norm at a site."""
         return LayerNorm(site, self.hidden_size, self.layer_norm_epsilon)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return the block with layer norms before its parts."""
-        at, hidden = site.at("attn"), self.hidden_size
+        """Build a block with layer norms before attention and MLP."""
+        attention_site, hidden = site.at("attn"), self.hidden_size
         form = FusedForm(("c_attn", "c_proj"), bias=True, linear=TransposedLinear)
-        attention = FusedAttention(at, self.attention_spec(at, index, page_size), hidden, form)
+        attention = FusedAttention(
+            attention_site, self.attention_spec(attention_site, index, page_size), hidden, form
+        )
         sizes, names = (hidden, self.intermediate_size), ("c_fc", "c_proj")
         mlp = PlainMLP(site.at("mlp"), sizes, names, self.hidden_act, True, TransposedLinear)
         return NormedBlock(site, self.norm, _NORMS, attention, mlp)
 
     @model_validator(mode="before")
     @classmethod
-    def _with_inner(cls, fields: Any) -> Any:
-        """Add the inner size where it is null."""
+    def _add_intermediate_size(cls, fields: Any) -> Any:
+        """Replace a null intermediate size."""
         if fields.get("n_inner") or fields.get("intermediate_size"):
             return fields
         hidden = fields.get("n_embd", fields.get("hidden_size"))

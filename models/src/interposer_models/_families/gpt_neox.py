@@ -1,6 +1,6 @@
 """GPT-NeoX: parallel attention and MLP with layer norms, and partial rotary embeddings.
 
-Source: arXiv:2204.06745; its smaller models are those of arXiv:2304.01373.
+Source: arXiv:2204.06745; Pythia: arXiv:2304.01373.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from interposer_models._decoder.fused_attention import FusedAttention, FusedForm
 from interposer_models._decoder.layer_norm import LayerNorm
 from interposer_models._decoder.plain_mlp import PlainMLP
 from interposer_models._decoder.settings import Epsilon, FrameNames, RopeBase
-from interposer_models._decoder.whole_heads import WholeHeads
+from interposer_models._decoder.whole_heads import MultiHeadFamily
 
 _NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
-# Masks that older checkpoints hold, which follow from the context.
+# Causal masks, which older checkpoints contain although they follow from the context length.
 _MASK = re.compile(r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias")
 
-# Under which config.json states the fields of the rotary embedding, and their defaults.
-_OWN_NAMES = {
+# Names that this architecture gives to fields of the rotary embedding, and their defaults.
+_NEOX_NAMES = {
     "partial_rotary_factor": ("rotary_pct", 0.25),
     "rope_theta": ("rotary_emb_base", 10000.0),
 }
 
 
-class SideBySideBlock(nn.Module):
-    """Parallel attention and MLP of one input, each with its own norm."""
+class ParallelResidualBlock(nn.Module):
+    """Parallel attention and MLP on one input, each with a norm."""
 
     def __init__(
         self, norms: tuple[LayerNorm, LayerNorm], attention: nn.Module, mlp: nn.Module
@@ -55,13 +55,13 @@ class SideBySideBlock(nn.Module):
         """Return the block's output, not yet added, and the stream, as ``DecoderBlock``."""
         dtype = x.dtype
         x, stream = self.input_layernorm.forward_add(x, residual)
-        mixed = self.self_attn(x, cos, sin, cache, plan, rows)
+        attended = self.self_attn(x, cos, sin, cache, plan, rows)
         if rows is not None:
             stream = stream[rows]
-        return mixed + self.mlp(self.post_attention_layernorm(stream.to(dtype))), stream
+        return attended + self.mlp(self.post_attention_layernorm(stream.to(dtype))), stream
 
 
-class GPTNeoX(WholeHeads):
+class GPTNeoX(MultiHeadFamily):
     """GPT-NeoX and Pythia."""
 
     reads_partial_rotary_factor: ClassVar[bool] = True
@@ -81,38 +81,38 @@ class GPTNeoX(WholeHeads):
 
     @classmethod
     def merged_rotation(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rotary embedding; refuse fields that transformers does not read here."""
+        """Merge the rotary fields; refuse fields that transformers does not read here."""
         nested = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-        for name, (own_name, default) in _OWN_NAMES.items():
-            if name in fields and fields[name] != nested.get(name, fields.get(own_name, default)):
+        for name, (neox_name, default) in _NEOX_NAMES.items():
+            if name in fields and fields[name] != nested.get(name, fields.get(neox_name, default)):
                 raise FieldError(
                     f"{name} is {fields[name]!r} outside of rope_parameters, where this "
                     "architecture does not read it",
-                    f"state it as {own_name}, or as {name} within rope_parameters",
+                    f"state it as {neox_name}, or as {name} within rope_parameters",
                 )
         return super().merged_rotation(fields)
 
     def renamed(self, name: str) -> str | None:
-        """Return the name that the head has in most checkpoints, None for a mask."""
+        """Return the name that the LM head has in most checkpoints; None for a mask."""
         if _MASK.fullmatch(name):
             return None
         return name.replace("lm_head.", "embed_out.") if name.startswith("lm_head.") else name
 
     def norm(self, site: Site) -> LayerNorm:
-        """Return the norm at a site."""
+        """Build the norm at a site."""
         return LayerNorm(site, self.hidden_size, self.layer_norm_eps)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return a block with parallel or sequential attention and MLP."""
-        at = site.at("attention")
+        """Build a block with parallel or sequential attention and MLP."""
+        attention_site = site.at("attention")
         form = FusedForm(
             ("query_key_value", "dense"),
             self.attention_bias,
             rotary_size=self.rotary_size,
             by_head=True,
         )
-        spec = self.attention_spec(at, index, page_size)
-        attention = FusedAttention(at, spec, self.hidden_size, form)
+        spec = self.attention_spec(attention_site, index, page_size)
+        attention = FusedAttention(attention_site, spec, self.hidden_size, form)
         sizes, names = (
             (self.hidden_size, self.intermediate_size),
             ("dense_h_to_4h", "dense_4h_to_h"),
@@ -121,4 +121,4 @@ class GPTNeoX(WholeHeads):
         if not self.use_parallel_residual:
             return NormedBlock(site, self.norm, _NORMS, attention, mlp)
         norms = self.norm(site.at(_NORMS[0])), self.norm(site.at(_NORMS[2]))
-        return SideBySideBlock(norms, attention, mlp)
+        return ParallelResidualBlock(norms, attention, mlp)

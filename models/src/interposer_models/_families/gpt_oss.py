@@ -1,4 +1,4 @@
-"""gpt-oss: experts with a clamped SwiGLU, a learned sink per head, windows in every second layer.
+"""gpt-oss: experts with a clamped SwiGLU, attention sinks per head, alternating windows.
 
 Source: arXiv:2508.10925.
 """
@@ -16,6 +16,7 @@ from interposer_models._decoder.mixture import MixtureFamily, MixtureMLP, count_
 from interposer_models._decoder.settings import Epsilon, Positive, RopeBase, WindowTokens
 from interposer_ops.experts import SWIGLU_ALPHA, SWIGLU_LIMIT
 
+# The rotary scaling of the release, for configs without one.
 _ROPE: dict[str, Any] = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -25,7 +26,7 @@ _ROPE: dict[str, Any] = {
 
 
 class GptOss(MixtureFamily):
-    """gpt-oss; everything that projects has a bias, the router and the experts too."""
+    """gpt-oss; every projection has a bias, also in router and experts."""
 
     reads_layer_types: ClassVar[bool] = True
     attention_bias: bool = True
@@ -43,21 +44,21 @@ class GptOss(MixtureFamily):
     swiglu_limit: float = SWIGLU_LIMIT
 
     def slides(self, index: int) -> bool:
-        """Say that every second layer has the window, the first one among them."""
+        """Return True for every second layer, beginning with the first."""
         return index % 2 == 0
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Return what attention has to do: a learned score per head joins every softmax."""
+        """Describe the attention, with a learned sink score per head in every softmax."""
         return replace(super().attention_spec(site, index, page_size), sinks=True)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the MoE layer, whose checkpoints interleave gate and up projections."""
+        """Build the MoE layer; checkpoints interleave gate and up projections."""
         form = {"biased": True, "alternating": True, "inputs_first": True}
         experts = self.experts("swiglu_oai", **form)
         return MixtureMLP(block.at("mlp"), experts, "router", renormalize=True)
 
     @model_validator(mode="after")
-    def _computed_swiglu(self) -> Self:
+    def _check_swiglu_constants(self) -> Self:
         for name, computed in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
             if getattr(self, name) != computed:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Granite: Llama with multipliers of embeddings, scores, what blocks add, and logits.
+"""Granite: Llama with multipliers of embeddings, scores, block outputs and logits.
 
 Source: arXiv:2405.04324; the multipliers are those of arXiv:2203.03466.
 """
@@ -22,17 +22,17 @@ Multiplier = Annotated[float, Field(gt=0)]
 
 
 class ScaledBlock(DecoderBlock):
-    """A block that adds a share of what its parts compute to the residual stream."""
+    """A block that scales the output of each sublayer before adding to the residual stream."""
 
     def __init__(
         self,
         site: Site,
         sizes: tuple[int, float],
         parts: tuple[Callable[[Site], SelfAttention], Callable[[Site], nn.Module]],
-        share: float,
+        multiplier: float,
     ) -> None:
         super().__init__(site, *sizes, *parts)
-        self.share = share
+        self.multiplier = multiplier
 
     def forward(
         self,
@@ -46,27 +46,27 @@ class ScaledBlock(DecoderBlock):
     ) -> tuple[Tensor, Tensor]:
         """Return the block's output, not yet added, and the residual stream."""
         x, residual = self.input_layernorm.forward_add(x, residual)
-        x = self.self_attn(x, cos, sin, cache, plan, rows) * self.share
+        x = self.self_attn(x, cos, sin, cache, plan, rows) * self.multiplier
         if rows is not None:
             residual = residual[rows]
         x, residual = self.post_attention_layernorm.forward_add(x, residual)
-        return self.mlp(x) * self.share, residual
+        return self.mlp(x) * self.multiplier, residual
 
 
 class ScaledLM(CausalLM):
-    """A decoder whose logits are divided."""
+    """A decoder with logits divided by a constant."""
 
     def __init__(self, site: Site, config: DecoderFamily, block: Block, divisor: float) -> None:
         super().__init__(site, config, block, config.norm)
         self.divisor = divisor
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits, see ``CausalModel``."""
+        """Compute the logits; see ``CausalModel``."""
         return super().forward(*args, **kwargs) / self.divisor
 
 
 class Granite(DecoderFamily):
-    """Granite 3 without experts."""
+    """Granite 3, the dense models."""
 
     attention_multiplier: Multiplier = 1.0
     embedding_multiplier: Multiplier = 1.0
@@ -79,15 +79,17 @@ class Granite(DecoderFamily):
         return self.embedding_multiplier
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Return what attention has to do: the scale of scores is not that of the head size."""
+        """Describe the attention; the score scale is ``attention_multiplier``."""
         spec = super().attention_spec(site, index, page_size)
         return replace(spec, scale=self.attention_multiplier)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return the block, with the share of what it adds."""
+        """Build the block, with the multiplier of residual outputs."""
 
-        def attention(at: Site) -> SelfAttention:
-            return self.self_attention(at, index, self.attention_spec(at, index, page_size))
+        def attention(attention_site: Site) -> SelfAttention:
+            return self.self_attention(
+                attention_site, index, self.attention_spec(attention_site, index, page_size)
+            )
 
         sizes, parts = (
             (self.hidden_size, self.rms_norm_eps),
@@ -96,6 +98,6 @@ class Granite(DecoderFamily):
         return ScaledBlock(site, sizes, parts, self.residual_multiplier)
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Return the decoder with its head."""
+        """Build the decoder with an LM head."""
         scale = self.logits_scaling
         return ScaledLM(site, self, lambda at, index: self.block(at, index, page_size), scale)

@@ -1,4 +1,4 @@
-"""Granite MoE: Granite with experts in place of the MLP.
+"""Granite MoE: Granite with MoE layers instead of MLPs.
 
 Source: huggingface.co/ibm-granite/granite-3.1-3b-a800m-instruct.
 """
@@ -12,20 +12,21 @@ from interposer_models._decoder.mixture import MixtureFamily, MixtureMLP, count_
 from interposer_models._decoder.settings import Positive
 from interposer_models._families.granite import Granite
 
+# Checkpoints store all experts' matrices as one tensor, named like a linear layer.
 _STORED_AS = {"gate_up_proj": "input_linear.weight", "down_proj": "output_linear.weight"}
 
 
 class GraniteMoe(MixtureFamily, Granite):
-    """Granite 3 with experts; checkpoints store the matrices of all experts as one."""
+    """Granite 3 with experts; checkpoints store the matrices of all experts as one tensor."""
 
     num_local_experts: Positive | None = count_of_experts(8)
     num_experts_per_tok: Positive | None = 2
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the experts, the weights of which add up to 1 for each token."""
-        site = block.at("block_sparse_moe")
-        mixture = MixtureMLP(site, self.experts(), "router.layer", renormalize=True)
-        for name, parameter in mixture.experts.named_parameters():
+        """Build the MoE layer; the weights of a token's experts sum to 1."""
+        moe_site = block.at("block_sparse_moe")
+        moe = MixtureMLP(moe_site, self.experts(), "router.layer", renormalize=True)
+        for name, parameter in moe.experts.named_parameters():
             if name in _STORED_AS:
-                parameter.stored_as = f"{site.prefix}.{_STORED_AS[name]}"  # type: ignore[attr-defined]
-        return mixture
+                parameter.stored_as = f"{moe_site.prefix}.{_STORED_AS[name]}"  # type: ignore[attr-defined]
+        return moe

@@ -1,4 +1,4 @@
-"""Hunyuan: Llama with norms of queries and keys, head by head, after they are rotated.
+"""Hunyuan: Llama with per-head norms of queries and keys after the rotation.
 
 Source: huggingface.co/tencent/Hunyuan-7B-Instruct.
 """
@@ -17,7 +17,10 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 class LateNormAttention(SelfAttention):
-    """Attention with norms of query and key heads after the rotation."""
+    """Attention with norms of query and key heads after the rotation.
+
+    Dimensions: T tokens, N heads, K kv heads, D head size.
+    """
 
     def __init__(
         self, site: Site, spec: AttentionSpec, sizes: tuple[int, int], eps: float, bias: bool
@@ -27,18 +30,18 @@ class LateNormAttention(SelfAttention):
         self.key_layernorm = RMSNorm(site.at("key_layernorm"), spec.head_size, eps)
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
+        """Compute query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
         query, key, value = super().heads(x, cos, sin)
         return self.query_layernorm(query), self.key_layernorm(key), value
 
 
 class HunYuanDenseV1(DecoderFamily):
-    """Hunyuan without experts."""
+    """Hunyuan, the dense models."""
 
     rms_norm_eps: Epsilon = 1e-5
 
     def rotation(self, index: int) -> tuple[float, dict[str, Any]]:
-        """Return base and scaling of the angles; a stated ``alpha`` raises the base once for all.
+        """Return rotary base and scaling; ``alpha`` raises the base for all sequence lengths.
 
         Source: the NTK-aware base of arXiv:2309.00071, section 3.1.
         """
@@ -46,10 +49,11 @@ class HunYuanDenseV1(DecoderFamily):
         alpha = scaling.get("alpha")
         if scaling.get("rope_type", scaling.get("type")) != "dynamic" or not alpha:
             return base, scaling
+        # "dynamic" is dropped: with alpha, the base does not depend on the sequence length.
         size = self.head_size
         return base * float(alpha) ** (size / (size - 2)), {}
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return attention with norms after the rotation."""
+        """Build attention with norms after the rotation."""
         sizes = self.hidden_size, self.rotary_size
         return LateNormAttention(site, spec, sizes, self.rms_norm_eps, self.attention_bias)

@@ -1,4 +1,4 @@
-"""Hunyuan MoE: Hunyuan with experts, and a further one that every token visits.
+"""Hunyuan MoE: Hunyuan with experts and a shared expert.
 
 Source: arXiv:2411.02265; huggingface.co/tencent/Hunyuan-A13B-Instruct.
 """
@@ -17,10 +17,11 @@ from interposer_models._decoder.settings import Epsilon, Positive
 from interposer_models._families.hunyuan_dense import HunYuanDenseV1
 from interposer_ops.layers.mlp import GatedMLP
 
+# Fields that Hunyuan-A13B states as a list with one number per layer.
 _PER_LAYER = ("moe_topk", "num_experts")
 
 
-class SharedMixture(MixtureMLP):
+class SharedExpertMoE(MixtureMLP):
     """An MoE layer with a shared expert."""
 
     def __init__(self, site: Site, spec: ExpertsSpec) -> None:
@@ -29,13 +30,12 @@ class SharedMixture(MixtureMLP):
         self.shared_mlp = GatedMLP(site.at("shared_mlp"), *sizes, spec.activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[T, H]``."""
         shared: Tensor = self.shared_mlp(x)
         return super().forward(x) + shared
 
 
 class HunYuanMoEV1(MixtureFamily, HunYuanDenseV1):
-    """Hunyuan with experts, as many in each layer; checkpoints store every expert by itself."""
+    """Hunyuan with experts, equally many per layer; checkpoints store every expert separately."""
 
     rms_norm_eps: Epsilon = 1e-5
     num_local_experts: Positive | None = count_of_experts(1)
@@ -45,21 +45,21 @@ class HunYuanMoEV1(MixtureFamily, HunYuanDenseV1):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_number_of_layers(cls, fields: Any) -> Any:
-        """Read a list of one number per layer, as Hunyuan-A13B has it, if all are equal."""
-        single = dict(fields)
+    def _merge_per_layer_numbers(cls, fields: Any) -> Any:
+        """Accept a list of equal numbers, one per layer, as in Hunyuan-A13B's config."""
+        merged = dict(fields)
         for name in _PER_LAYER:
-            if not isinstance(values := single.get(name), list):
+            if not isinstance(values := merged.get(name), list):
                 continue
             if not values or any(value != values[0] for value in values):
                 raise FieldError(
                     f"{name} is {values!r:.100}, must be one number for all layers",
                     "load it by transformers, and interposer_models.adapt(model)",
                 )
-            single[name] = values[0]
-        return single
+            merged[name] = values[0]
+        return merged
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the experts of a layer."""
+        """Build the MoE layer."""
         experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))
-        return SharedMixture(block.at("mlp"), experts)
+        return SharedExpertMoE(block.at("mlp"), experts)

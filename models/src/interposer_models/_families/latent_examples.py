@@ -26,7 +26,7 @@ _LATENT = {
 
 
 def deepseek_v2() -> Examples:
-    """Return one as the small model, one with groups and long angles, and one with biases."""
+    """Configs: a Lite model, one with grouped experts and YaRN, and one with biases."""
     lite = {"q_lora_rank": None, "first_k_dense_replace": 1, "n_shared_experts": 2}
     groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
     long = {"rope_parameters": _YARN, "routed_scaling_factor": 3.5, "first_k_dense_replace": 2}
@@ -40,9 +40,9 @@ def deepseek_v2() -> Examples:
 
 
 def deepseek_v3() -> Examples:
-    """Return one with groups and long angles, one group as Kimi has, and one without a query's."""
+    """Configs: one with grouped experts and YaRN, one like Kimi, and one without latent queries."""
     groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
-    one = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.8, "v_head_dim": 24}
+    one_group = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.8, "v_head_dim": 24}
     plain = {
         "q_lora_rank": None,
         "rope_interleave": False,
@@ -56,7 +56,7 @@ def deepseek_v3() -> Examples:
     return configs(
         "DeepseekV3ForCausalLM",
         groups={**_LATENT, **groups, "rope_parameters": _YARN},
-        one={**_LATENT, **one, "first_k_dense_replace": 0, "tie_word_embeddings": True},
+        one={**_LATENT, **one_group, "first_k_dense_replace": 0, "tie_word_embeddings": True},
         plain={**_LATENT, **plain},
     )
 
@@ -65,14 +65,14 @@ _INDEXER = {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 16}
 
 
 def deepseek_v32() -> Examples:
-    """Return one that names a few tokens, one that names one, and one that names all of most."""
+    """Configs: models with indexers that select a few tokens, one token, and nearly all tokens."""
     groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "rope_parameters": _YARN}
-    one = {"n_group": 1, "topk_group": 1, "index_topk": 1, "index_head_dim": 8}
+    one_token = {"n_group": 1, "topk_group": 1, "index_topk": 1, "index_head_dim": 8}
     layers = {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True}
     return configs(
         "DeepseekV32ForCausalLM",
         few={**_LATENT, **_INDEXER, **groups},
-        one={**_LATENT, **_INDEXER, **one, "first_k_dense_replace": 0, "qk_rope_head_dim": 4},
+        one={**_LATENT, **_INDEXER, **one_token, "first_k_dense_replace": 0, "qk_rope_head_dim": 4},
         many={
             **_LATENT,
             **_INDEXER,

@@ -1,4 +1,4 @@
-"""LFM2: short convolutions between gates, and attention in some layers.
+"""LFM2: gated short convolutions, and attention in some layers.
 
 Source: LFM2 Technical Report, arXiv:2511.23404.
 
@@ -36,35 +36,35 @@ class ShortConvolution(RecurrentMixer):
         self.out_proj = Linear(site.at("out_proj"), hidden_size, hidden_size, bias)
 
     def state_layout(self) -> StateLayout:
-        """Return the last inputs of the convolution."""
+        """Return a sequence's state: the convolution's last inputs."""
         return StateLayout((self.conv.state,))
 
     def mixed(
         self, x: Tensor, cache: tuple[Tensor, ...], plan: StateBatch
     ) -> tuple[Tensor, Tensor]:
-        """Return ``[T, H]`` as the output of the convolution, and the gate to multiply it by."""
-        before, behind, x = self.in_proj(x).chunk(3, dim=-1)
-        return self.conv(before * x, *cache, plan), behind
+        """Run the convolution; return the output ``[T, H]`` and the gate c."""
+        input_gate, output_gate, x = self.in_proj(x).chunk(3, dim=-1)
+        return self.conv(input_gate * x, *cache, plan), output_gate
 
     def ended(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Return ``[T, H]``."""
+        """Apply the gate and the output projection: ``[T, H]``."""
         return self.out_proj(gate * y)  # type: ignore[no-any-return]
 
 
 class Lfm2Attention(SelfAttention):
-    """Attention with norms of heads."""
+    """Attention with per-head norms, under LFM2's parameter names."""
 
     part_names = ("out_proj", "q_layernorm", "k_layernorm")
 
 
 class Lfm2MLP(GatedMLP):
-    """A gated MLP."""
+    """A gated MLP under LFM2's parameter names."""
 
     part_names = ("w1", "w3", "w2")
 
 
 class Lfm2(DecoderFamily):
-    """LFM2."""
+    """Settings of LFM2, which also build the decoder."""
 
     reads_layer_types: ClassVar[bool] = True
     frame: ClassVar[FrameNames] = FrameNames(norm="embedding_norm")
@@ -95,23 +95,25 @@ class Lfm2(DecoderFamily):
 
     @property
     def inner_size(self) -> int:
-        """Intermediate size of the MLP; what is stated is that of a plain one with two weights."""
+        """Intermediate size of the gated MLP, computed from the ungated size in the config."""
         size = self.intermediate_size
         if not self.block_auto_adjust_ff_dim:
             return size
+        # A gated MLP has three matrices instead of two, so 2/3 of the size keeps the weight count.
         size = int(self.block_ffn_dim_multiplier * int(2 * size / 3))
+        # Round up to a multiple.
         return -(-size // self.block_multiple_of) * self.block_multiple_of
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return attention with norms of queries and keys."""
+        """Build attention with per-head norms of queries and keys."""
         return Lfm2Attention(site, spec, self.hidden_size, self.rotary_size, self.rms_norm_eps)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the MLP below a block's site."""
+        """Build the MLP below a block's site."""
         return Lfm2MLP(block.at("feed_forward"), self.hidden_size, self.inner_size, "silu")
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return a block with a convolution or attention."""
+        """Build a block with a convolution or attention."""
         if self.attends(index):
             return self.normed_block(site, index, page_size, _NORMS)
         sizes = self.hidden_size, self.conv_L_cache

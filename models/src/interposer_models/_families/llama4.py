@@ -1,4 +1,4 @@
-"""Llama 4: attention within chunks where heads are rotated, scaled queries elsewhere, and experts.
+"""Llama 4: chunked attention in rotated layers, temperature-scaled queries in the others, and MoE.
 
 Source: ai.meta.com/blog/llama-4-multimodal-intelligence; scaled queries arXiv:2501.19399.
 Dimensions: T tokens, N heads, K kv heads, D head size, H hidden size, C chosen experts.
@@ -31,15 +31,16 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 class UnitNorm(RMSNorm):
-    """Scale rows to unit root mean square; checkpoints have no weight for it."""
+    """Scale rows to unit root mean square; checkpoints have no weight for this norm."""
 
     def __init__(self, site: Site, hidden_size: int, eps: float) -> None:
         super().__init__(site, hidden_size, eps)
+        # The loader fills the weight with 1, as no checkpoint contains the tensor.
         self.weight.default = 1.0  # type: ignore[attr-defined]
 
 
 class UnitAttention(InterleavedAttention):
-    """Attention with rotated neighbours, whose queries and keys are scaled to unit size then."""
+    """Attention with interleaved rotation, then queries and keys of unit root mean square."""
 
     def __init__(
         self, site: Site, spec: AttentionSpec, sizes: tuple[int, int], eps: float, bias: bool
@@ -49,67 +50,70 @@ class UnitAttention(InterleavedAttention):
         self.key_unit = UnitNorm(site.at("key_unit"), spec.head_size, eps)
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
+        """Compute query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
         query, key, value = super().heads(x, cos, sin)
         return self.query_unit(query), self.key_unit(key), value
 
 
-class Tempered(Unrotated):
-    """Scale the queries of each token, by a factor that is looked up as angles are elsewhere."""
+class TemperatureScaling(Unrotated):
+    """Multiply the queries of each token by a factor, which takes the place of rotary angles."""
 
     def forward(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return ``query`` ``[T, N, D]`` by the factors in ``cos`` ``[T, 1]``, and ``key``."""
+        """Multiply ``query`` ``[T, N, D]`` by the factors in ``cos`` ``[T, 1]``; keep ``key``."""
         return (query * cos[..., None]).to(query.dtype), key
 
 
-class TemperedAttention(SelfAttention):
-    """Attention without rotation, whose scores grow with the position of the query."""
+class TemperatureAttention(SelfAttention):
+    """Attention without rotation, with a query scale that grows with the position."""
 
-    rotary_type = Tempered
+    rotary_type = TemperatureScaling
 
 
-class ScaledInputs(nn.Module):
-    """Experts that get a token times its score, and a further one that every token visits."""
+class InputScaledMoE(nn.Module):
+    """An MoE layer that multiplies the experts' inputs by the scores, with a shared expert."""
 
     def __init__(self, site: Site, spec: ExpertsSpec) -> None:
         super().__init__()
-        how = Grouping(renormalize=False, scoring="sigmoid")
+        grouping = Grouping(renormalize=False, scoring="sigmoid")
         self.top_k = spec.top_k
-        self.router = GroupedRouter(site.at("router"), spec, how, "")
+        self.router = GroupedRouter(site.at("router"), spec, grouping, "")
+        # Scores scale inputs, so each (token, expert) pair is a row with a single expert.
         self.experts = share_experts(site.at("experts"), replace(spec, top_k=1))
         sizes = spec.hidden_size, spec.intermediate_size, spec.activation
         self.shared_expert = GatedMLP(site.at("shared_expert"), *sizes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[T, H]``."""
+        """Return the sum of the chosen experts and the shared expert, ``[T, H]``."""
         scores, ids = self.router(x)  # [T, C]
         scaled = (x[:, None] * scores[..., None].to(x.dtype)).flatten(0, 1)
-        each = self.experts(scaled, torch.ones_like(scores).reshape(-1, 1), ids.reshape(-1, 1))
-        return each.view(-1, self.top_k, x.shape[-1]).sum(1) + self.shared_expert(x)  # type: ignore[no-any-return]
+        # One row per token and chosen expert, with weight 1: the scores are in the inputs already.
+        routed = self.experts(scaled, torch.ones_like(scores).reshape(-1, 1), ids.reshape(-1, 1))
+        return routed.view(-1, self.top_k, x.shape[-1]).sum(1) + self.shared_expert(x)  # type: ignore[no-any-return]
 
 
 class Llama4Decoder(Decoder):
-    """A decoder with factors of queries in place of angles, in layers that do not rotate."""
+    """A decoder that passes query scaling factors instead of angles to layers without rotation."""
 
     config: Llama4
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Compute angles and factors of at least ``count`` positions."""
+        """Compute rotary angles and query factors of at least ``count`` positions."""
         super().reserve_positions(count, device)
         config, rows = self.config, len(self.tables[0][0])
         steps = torch.floor(torch.arange(1, rows + 1, dtype=torch.float32) / config.floor_scale)
+        # The query temperature of each position, which grows with the logarithm of the position.
         factors = 1 + config.attn_scale * torch.log1p(steps)
         self.factors = factors[:, None].to(device)
 
     def angles(self, positions: Tensor) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Return cosines, or factors of queries, and sines ``[T, D / 2]``, for each layer."""
-        found, factors = super().angles(positions), self.factors[positions]
-        rotates = self.config.rotates
+        """Look up cosines, or query factors, and sines ``[T, D / 2]``, for each layer."""
+        rotary_angles, factors = super().angles(positions), self.factors[positions]
+        is_rotated = self.config.rotates
         return [
-            pair if rotates(number) else (factors, pair[1])
-            for number, pair in zip(self.numbers, found, strict=True)
+            pair if is_rotated(index) else (factors, pair[1])
+            for index, pair in zip(self.block_indices, rotary_angles, strict=True)
         ]
 
 
@@ -143,13 +147,14 @@ class Llama4(MixtureFamily):
     attn_scale: Annotated[float, Field(ge=0)] = 0.1
 
     def rotates(self, index: int) -> bool:
-        """Say whether layer ``index`` rotates queries and keys; most do."""
+        """Say whether layer ``index`` rotates queries and keys; most layers do."""
+        # 1 means that the layer does rotate, despite the field's name.
         if self.no_rope_layers:
             return bool(self.no_rope_layers[index])
         return (index + 1) % self.no_rope_layer_interval != 0
 
     def is_chunked(self, index: int) -> bool:
-        """Say whether the tokens of layer ``index`` see no more than their chunk."""
+        """Say whether tokens of layer ``index`` attend only within chunks."""
         if self.attention_chunk_size is None:
             return False
         if self.layer_types is not None:
@@ -157,39 +162,42 @@ class Llama4(MixtureFamily):
         return self.rotates(index)
 
     def has_experts(self, index: int) -> bool:
-        """Say whether layer ``index`` has experts, not one MLP."""
+        """Say whether layer ``index`` is an MoE layer, not a dense MLP."""
         if self.moe_layers is not None:
             return index in self.moe_layers
         return (index + 1) % self.interleave_moe_layer_step == 0
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return attention with rotation, or with scaled queries."""
+        """Build attention with rotation, or with temperature-scaled queries."""
         sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
         if self.rotates(index) and self.use_qk_norm:
             return UnitAttention(site, spec, sizes, self.rms_norm_eps, bias)
-        unrotated = TemperedAttention if self.attn_temperature_tuning else UnrotatedAttention
-        kind = InterleavedAttention if self.rotates(index) else unrotated
-        return kind(site, spec, *sizes, None, bias, bias)
+        unrotated_class = (
+            TemperatureAttention if self.attn_temperature_tuning else UnrotatedAttention
+        )
+        attention_class = InterleavedAttention if self.rotates(index) else unrotated_class
+        return attention_class(site, spec, *sizes, None, bias, bias)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the MoE layer of layer ``index``, or its dense MLP."""
+        """Build the MoE layer of layer ``index``, or a dense MLP."""
         site, size = block.at("feed_forward"), self.intermediate_size_mlp
         if self.has_experts(index):
-            return ScaledInputs(site, self.experts(inputs_first=True))
+            return InputScaledMoE(site, self.experts(inputs_first=True))
         return GatedMLP(site, self.hidden_size, size, self.hidden_act)
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Return the decoder with its LM head; some layers attend within chunks."""
+        """Build the decoder with an LM head; some layers attend within chunks."""
         size = self.attention_chunk_size
         model = Llama4LM(site, self, lambda at, i: self.block(at, i, page_size), self.norm)
+        # A chunk as long as the context is plain causal attention.
         if size is not None and size < self.max_position_embeddings:
             layers = enumerate(model.attention_layers)
             chunk_layers((layer for i, layer in layers if self.is_chunked(i)), size)
         return model
 
     @model_validator(mode="after")
-    def _one_flag_per_layer(self) -> Self:
-        stated = self.no_rope_layers
-        if stated and len(stated) != self.num_hidden_layers:
-            raise ValueError(f"no_rope_layers has {len(stated)} of {self.num_hidden_layers} layers")
+    def _check_num_flags(self) -> Self:
+        flags = self.no_rope_layers
+        if flags and len(flags) != self.num_hidden_layers:
+            raise ValueError(f"no_rope_layers has {len(flags)} of {self.num_hidden_layers} layers")
         return self

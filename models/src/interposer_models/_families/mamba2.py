@@ -1,4 +1,4 @@
-"""Mamba-2: state spaces alone, without attention and without MLPs.
+"""Mamba-2: state space mixers only, without attention and without MLPs.
 
 Source: arXiv:2405.21060.
 """
@@ -17,12 +17,12 @@ from interposer_models._decoder.settings import Epsilon, FrameNames, Positive
 from interposer_models._decoder.state_settings import Steps, Window, check_convolution, check_state
 from interposer_models._decoder.state_space import StateSpaceMixer, StateSpaceSizes
 
-# What a step costs does not grow with the context, and nothing of it is stored.
+# The config states no context length, and the cost of a step does not grow with the context.
 _CONTEXT = 2**20
 
 
 class Mamba2(DecoderFamily):
-    """Mamba-2."""
+    """The Mamba-2 language models."""
 
     frame: ClassVar[FrameNames] = FrameNames("backbone", "embeddings", "norm_f")
 
@@ -30,6 +30,7 @@ class Mamba2(DecoderFamily):
         default=128, validation_alias=AliasChoices("num_heads", "num_attention_heads")
     )
     head_dim: Positive | None = 64
+    # There are no MLPs; the base class requires a value.
     intermediate_size: Positive = 1
     max_position_embeddings: Positive = _CONTEXT
     rms_norm_eps: Epsilon = Field(
@@ -44,11 +45,11 @@ class Mamba2(DecoderFamily):
     time_step_limit: Steps = (0.0, float("inf"))
 
     def attends(self, index: int) -> bool:
-        """Say that no block has attention."""
+        """Return False: no block has attention."""
         return False
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return a block of one norm and one mixer."""
+        """Build a block of one norm and one mixer."""
         sizes = StateSpaceSizes(
             self.hidden_size,
             self.num_attention_heads,

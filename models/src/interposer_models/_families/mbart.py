@@ -1,4 +1,4 @@
-"""mBART: BART with norms before its parts, and behind the last block of either side.
+"""mBART: BART with norms before each sublayer and after the last block of encoder and decoder.
 
 Source: arXiv:2001.08210.
 """
@@ -12,14 +12,14 @@ from torch import nn
 from interposer import Site
 from interposer_models._decoder.settings import FrameNames
 from interposer_models._encoder_decoder.blocks import CrossedBlock
-from interposer_models._families.bart import Bart, BartSource
+from interposer_models._families.bart import Bart, BartEncoderSettings
 
 _NORMS = ("self_attn_layer_norm", "", "final_layer_norm", "")
 _CROSSING = ("encoder_attn_layer_norm", "")
 
 
 class MBart(Bart):
-    """mBART; as settings, those of the decoder."""
+    """The settings of mBART's decoder."""
 
     frame = FrameNames(
         "model.decoder", norm="layer_norm", positions="embed_positions", first_position=2
@@ -28,21 +28,23 @@ class MBart(Bart):
     @cached_property
     def encoder(self) -> Bart:
         """The settings of the encoder."""
-        return MBartSource.model_construct(**self.encoder_fields())
+        return MBartEncoderSettings.model_construct(**self.encoder_fields())
 
     def last_norm(self, site: Site) -> nn.Module:
-        """Return the norm behind the last block."""
+        """Build the norm after the last block."""
         return self.norm(site)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return block ``index`` of the decoder at a site."""
-        at, cross = site.at("self_attn"), self.cross_attention(site, index, page_size)
-        attention = self.self_attention(at, index, self.attention_spec(at, index, page_size))
-        parts = attention, self.mlp(site, index)
-        return CrossedBlock(site, self.norm, _NORMS, *parts, _CROSSING, cross, self.cross_name)
+        """Build block ``index`` of the decoder at a site."""
+        attention_site, cross = site.at("self_attn"), self.cross_attention(site, index, page_size)
+        attention = self.self_attention(
+            attention_site, index, self.attention_spec(attention_site, index, page_size)
+        )
+        sublayers = attention, self.mlp(site, index)
+        return CrossedBlock(site, self.norm, _NORMS, *sublayers, _CROSSING, cross, self.cross_name)
 
 
-class MBartSource(BartSource):
+class MBartEncoderSettings(BartEncoderSettings):
     """The settings of mBART's encoder."""
 
     frame = FrameNames(
@@ -50,9 +52,9 @@ class MBartSource(BartSource):
     )
 
     def last_norm(self, site: Site) -> nn.Module:
-        """Return the norm behind the last block."""
+        """Build the norm after the last block."""
         return self.norm(site)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return block ``index`` at a site."""
+        """Build block ``index`` of the encoder at a site."""
         return self.normed_block(site, index, page_size, _NORMS)

@@ -1,4 +1,4 @@
-"""MiniMax-M2: experts whose load a bias balances; norms of queries and keys as a whole.
+"""MiniMax-M2: bias-balanced experts; one norm over all query heads, and one over all key heads.
 
 Source: huggingface.co/MiniMaxAI/MiniMax-M2.
 """
@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import nn
 
 from interposer import AttentionSpec, Site
-from interposer_models._decoder.grouped_mixture import BalancedMixture, Grouping
+from interposer_models._decoder.grouped_mixture import GroupedMoE, Grouping
 from interposer_models._decoder.mixture import MixtureFamily, count_of_experts
 from interposer_models._decoder.settings import Positive, RopeBase
 from interposer_models._families.olmo2 import WideNormAttention
@@ -18,7 +18,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 class MiniMaxM2(MixtureFamily):
-    """MiniMax-M2; checkpoints store every expert by itself, and may state ``rotary_dim``."""
+    """MiniMax-M2; checkpoints store every expert separately, and may state ``rotary_dim``."""
 
     reads_partial_rotary_factor: ClassVar[bool] = True
     head_dim: Positive | None = 128
@@ -29,16 +29,16 @@ class MiniMaxM2(MixtureFamily):
 
     @property
     def rotary_size(self) -> int:
-        """Elements of each head that are rotated."""
+        """Rotated elements of each head."""
         return self.rotary_dim or super().rotary_size
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return attention with norms of queries and keys."""
+        """Build attention with norms of queries and keys."""
         sizes = self.hidden_size, self.rotary_size
         return WideNormAttention(site, spec, sizes, self.rms_norm_eps, bias=False)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the experts."""
+        """Build the MoE layer."""
         experts = self.experts(projections=("w1", "w3", "w2"))
-        at, bias = block.at("block_sparse_moe"), "e_score_correction_bias"
-        return BalancedMixture(at, experts, Grouping(), 0, bias)
+        moe_site, bias = block.at("block_sparse_moe"), "e_score_correction_bias"
+        return GroupedMoE(moe_site, experts, Grouping(), 0, bias)

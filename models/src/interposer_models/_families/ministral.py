@@ -1,4 +1,4 @@
-"""Ministral: Mistral, some layers of which see everything.
+"""Ministral: Mistral with full attention in some layers.
 
 Source: mistral.ai/news/ministraux.
 """
@@ -14,7 +14,7 @@ from interposer_models._families.mistral import Mistral
 class Ministral(Mistral):
     """Ministral.
 
-    ``layer_types`` names the layers with a sliding window; if it is absent, all layers have one.
+    ``layer_types`` names the layers with a sliding window; if absent, all layers have one.
     """
 
     reads_layer_types: ClassVar[bool] = True

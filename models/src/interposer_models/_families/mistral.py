@@ -1,4 +1,4 @@
-"""Mistral: Llama, each token of which sees a window of those before it.
+"""Mistral: Llama with sliding-window attention.
 
 Source: arXiv:2310.06825.
 """
@@ -9,8 +9,8 @@ from interposer_models._families.llama import Llama
 
 
 class Mistral(Llama):
-    """Mistral; later releases have no ``sliding_window``, and see everything."""
+    """Mistral; later releases have no ``sliding_window`` and use full attention."""
 
     def slides(self, index: int) -> bool:
-        """Say that every layer has the window."""
+        """Return True: every layer has the window."""
         return True

@@ -13,7 +13,7 @@ from interposer_models._decoder.settings import Epsilon, Positive, RopeBase
 
 
 class Mixtral(MixtureFamily):
-    """Mixtral; checkpoints store every expert by itself."""
+    """Mixtral; checkpoints store every expert separately."""
 
     num_local_experts: Positive | None = count_of_experts(8)
     num_experts_per_tok: Positive | None = 2
@@ -21,10 +21,10 @@ class Mixtral(MixtureFamily):
     rope_theta: RopeBase = 1e6
 
     def slides(self, index: int) -> bool:
-        """Say that every layer has the window."""
+        """Return True: every layer has the window."""
         return True
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the experts, the weights of which add up to 1 for each token."""
+        """Build the MoE layer; the weights of a token's experts sum to 1."""
         experts = self.experts(projections=("w1", "w3", "w2"))
         return MixtureMLP(block.at("block_sparse_moe"), experts, "gate", renormalize=True)

@@ -1,6 +1,6 @@
-"""MPT: scores lowered by the distance of tokens, in place of positions; a prefix-LM if asked for.
+"""MPT: ALiBi instead of position embeddings; optionally a prefix LM.
 
-Source: MosaicML, "Introducing MPT-7B" (2023), and its program llm-foundry.
+Source: MosaicML, "Introducing MPT-7B" (2023), and the program llm-foundry.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from interposer_models._decoder.fused_attention import FusedAttention, FusedForm
 from interposer_models._decoder.layer_norm import LayerNorm
 from interposer_models._decoder.plain_mlp import PlainMLP
 from interposer_models._decoder.settings import Epsilon, FrameNames, Positive
-from interposer_models._decoder.whole_heads import WholeHeads
+from interposer_models._decoder.whole_heads import MultiHeadFamily
 
 _NORMS = ("norm_1", "", "norm_2", "")
 _FORM = FusedForm(("Wqkv", "out_proj"), bias=False)
-# The only values that are computed, of fields of config.json and of its attn_config.
-_USUAL: dict[str, tuple[Any, ...]] = {
+# The only supported values of these fields of config.json and of its attn_config.
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "logit_scale": (None,),
     "no_bias": (True, None),
     "norm_type": ("low_precision_layernorm", "layernorm", None),
 }
-_INNER: dict[str, tuple[Any, ...]] = {
+_SUPPORTED_ATTENTION: dict[str, tuple[Any, ...]] = {
     "alibi": (True,),
     "attn_type": ("multihead_attention", None),
     "qk_gn": (False, None),
@@ -43,9 +43,10 @@ class MptAttentionSettings(BaseModel):
     """The fields of ``attn_config``.
 
     Attributes:
-        alibi_bias_max: the smallest slope is 2 to the power of minus this.
-        clip_qkv: bound of queries, keys and values; None and 0 leave them.
-        softmax_scale: factor of the scores; None is one over the root of the head size.
+        alibi_bias_max: the smallest slope is 2 to the power of minus this number.
+        clip_qkv: queries, keys and values are clipped to this magnitude; None and 0 mean no
+            clipping.
+        softmax_scale: factor of the scores; None means one over the square root of the head size.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
@@ -57,28 +58,29 @@ class MptAttentionSettings(BaseModel):
 
 
 class MptAttention(FusedAttention):
-    """Attention to queries, keys and values between bounds."""
+    """Attention that clips queries, keys and values."""
 
-    def __init__(self, site: Site, spec: AttentionSpec, hidden_size: int, bound: float) -> None:
+    def __init__(self, site: Site, spec: AttentionSpec, hidden_size: int, clip: float) -> None:
         super().__init__(site, spec, hidden_size, _FORM)
-        self.bound = bound
+        self.clip = clip
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key and value ``[T, N, D]``, ready for the attention."""
+        """Compute query, key and value ``[T, N, D]`` (T tokens, N heads, D head size), clipped."""
         query, key, value = (
-            part.clamp(-self.bound, self.bound) for part in super().heads(x, cos, sin)
+            part.clamp(-self.clip, self.clip) for part in super().heads(x, cos, sin)
         )
         return query, key, value
 
 
-class Mpt(WholeHeads):
-    """MPT; with ``prefix_lm``, the tokens of a prompt see each other in both directions."""
+class Mpt(MultiHeadFamily):
+    """MPT; with ``prefix_lm``, the tokens of a prompt attend to each other in both directions."""
 
     frame = FrameNames("transformer", "wte", "norm_f", layers="blocks")
     attention_name = "attn"
     is_rotated = False
 
     hidden_size: Positive = Field(validation_alias=AliasChoices("d_model", "hidden_size"))
+    # Not used: the MLP's size is expansion_ratio times the hidden size.
     intermediate_size: Positive = 1
     num_hidden_layers: int = Field(
         validation_alias=AliasChoices("n_layers", "num_hidden_layers"), gt=0, le=10_000
@@ -96,39 +98,42 @@ class Mpt(WholeHeads):
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Return the settings of config.json; what is not computed is refused."""
-        stated = config.get("attn_config")
-        inner = stated if isinstance(stated, dict) else {}
-        for place, fields, usual in (("", config, _USUAL), ("attn_config.", inner, _INNER)):
-            for name in usual.keys() & fields.keys():
-                if fields[name] not in usual[name]:
-                    reason = f"{place}{name} is {fields[name]!r}, which is not computed"
+        """Validate config.json; unsupported values are refused."""
+        attention_fields = config.get("attn_config")
+        attention = attention_fields if isinstance(attention_fields, dict) else {}
+        for field_prefix, fields, supported in (
+            ("", config, _SUPPORTED),
+            ("attn_config.", attention, _SUPPORTED_ATTENTION),
+        ):
+            for name in supported.keys() & fields.keys():
+                if fields[name] not in supported[name]:
+                    reason = f"{field_prefix}{name} is {fields[name]!r}, which is not computed"
                     raise UnsupportedModelError(source, reason)
         return super().parse(config, source)
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Return what attention has to do."""
-        spec, stated = super().attention_spec(site, index, page_size), self.attn_config
+        """Describe the attention, with ALiBi and the fields of ``attn_config``."""
+        spec, attention = super().attention_spec(site, index, page_size), self.attn_config
         return replace(
             spec,
-            scale=stated.softmax_scale or spec.scale,
+            scale=attention.softmax_scale or spec.scale,
             alibi=True,
-            alibi_bias_max=stated.alibi_bias_max,
-            prefix_lm=stated.prefix_lm,
+            alibi_bias_max=attention.alibi_bias_max,
+            prefix_lm=attention.prefix_lm,
         )
 
     def norm(self, site: Site) -> LayerNorm:
-        """Return the norm at a site, which has no bias."""
+        """Build the norm at a site, without bias."""
         return LayerNorm(site, self.hidden_size, self.layer_norm_epsilon, bias=False)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return the block with layer norms before its parts."""
-        at, hidden, bound = site.at("attn"), self.hidden_size, self.attn_config.clip_qkv
-        spec = self.attention_spec(at, index, page_size)
+        """Build a block with layer norms before attention and MLP."""
+        attention_site, hidden, clip = site.at("attn"), self.hidden_size, self.attn_config.clip_qkv
+        spec = self.attention_spec(attention_site, index, page_size)
         attention = (
-            MptAttention(at, spec, hidden, bound)
-            if bound
-            else FusedAttention(at, spec, hidden, _FORM)
+            MptAttention(attention_site, spec, hidden, clip)
+            if clip
+            else FusedAttention(attention_site, spec, hidden, _FORM)
         )
         sizes = hidden, self.expansion_ratio * hidden
         mlp = PlainMLP(site.at("ffn"), sizes, ("up_proj", "down_proj"), "gelu", bias=False)

@@ -1,4 +1,4 @@
-"""Nemotron-H: state spaces, MLPs or experts and some attention, each behind a norm of its own.
+"""Nemotron-H: Mamba-2 mixers, MLPs or MoE layers, and some attention, one sublayer per block.
 
 Source: arXiv:2504.03624; transformers' ``nemotron_h`` (experts).
 
@@ -24,14 +24,16 @@ from interposer_models._decoder.plain_mlp import PlainMLP
 from interposer_models._decoder.settings import Epsilon, FrameNames, Positive
 from interposer_models._decoder.state_settings import Window, check_convolution, check_state
 from interposer_models._decoder.state_space import StateSpaceMixer, StateSpaceSizes
-from interposer_models._decoder.ungated_experts import UngatedMixture
+from interposer_models._decoder.ungated_experts import UngatedMoE
 
+# The letters of hybrid_override_pattern.
 _KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-_NEWER = {"linear_attention": "mamba", "full_attention": "attention"}
+# The names that newer configs use.
+_NEW_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
-class Alone(nn.Module):
-    """An MLP or a mixture that is called as attention is."""
+class UncachedSublayer(nn.Module):
+    """An MLP or MoE layer with the call signature of attention."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -40,12 +42,12 @@ class Alone(nn.Module):
     def forward(
         self, x: Tensor, cos: object, sin: object, cache: object, plan: object, rows: Tensor | None
     ) -> Tensor:
-        """Return ``[T, H]`` of ``x`` ``[T, H]``, or ``[rows, H]`` of the tokens they name."""
+        """Compute ``[T, H]`` from ``x`` ``[T, H]``, or ``[rows, H]`` of the tokens in ``rows``."""
         return self.mlp(x if rows is None else x[rows])  # type: ignore[no-any-return]
 
 
 class NemotronH(DecoderFamily):
-    """Nemotron-H; layers that predict further tokens are not computed."""
+    """Nemotron-H; the decoder does not run the MTP layers."""
 
     frame: ClassVar[FrameNames] = FrameNames("backbone", "embeddings", "norm_f")
     attention_name = "mixer"
@@ -59,6 +61,7 @@ class NemotronH(DecoderFamily):
     )
     mamba_hidden_act: str = "silu"
     layers_block_type: tuple[Literal["mamba", "attention", "mlp", "moe"], ...]
+    # ``parse`` moves the field to layers_block_type, as its values are not attention types here.
     layer_types: None = None
     hybrid_override_pattern: str | None = None
     ssm_state_size: Positive = 128
@@ -89,35 +92,40 @@ class NemotronH(DecoderFamily):
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Return the settings of config.json."""
-        stated = config.get("layers_block_type") or config.get("layer_types")
+        """Validate config.json, after merging the three spellings of the layer kinds."""
+        layer_kinds = config.get("layers_block_type") or config.get("layer_types")
         pattern = config.get("hybrid_override_pattern")
-        if not stated and isinstance(pattern, str):
-            stated = [_KINDS.get(sign, sign) for sign in pattern]
-        if not isinstance(stated, list):
+        if not layer_kinds and isinstance(pattern, str):
+            layer_kinds = [_KINDS.get(letter, letter) for letter in pattern]
+        if not isinstance(layer_kinds, list):
             return super().parse({**config, "layer_types": None}, source)
-        kinds = [_NEWER.get(kind, kind) if isinstance(kind, str) else kind for kind in stated]
+        kinds = [
+            _NEW_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in layer_kinds
+        ]
+        # Some configs leave the number of layers to the list.
         count = {"num_hidden_layers": len(kinds)}
-        known = {**count, **config, "layer_types": None, "layers_block_type": kinds}
-        return super().parse(known, source)
+        merged = {**count, **config, "layer_types": None, "layers_block_type": kinds}
+        return super().parse(merged, source)
 
     def attends(self, index: int) -> bool:
         """Say whether block ``index`` has attention."""
         return self.layers_block_type[index] == "attention"
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return a block of one norm and one mixer, attention or MLP."""
-        part: nn.Module
-        at, kind = site.at("mixer"), self.layers_block_type[index]
+        """Build a block of one norm and one mixer, attention, MLP or MoE layer."""
+        sublayer: nn.Module
+        mixer_site, kind = site.at("mixer"), self.layers_block_type[index]
         if kind == "attention":
-            spec = self.attention_spec(at, index, page_size)
-            part = UnrotatedAttention(at, spec, self.hidden_size, self.rotary_size)
+            spec = self.attention_spec(mixer_site, index, page_size)
+            sublayer = UnrotatedAttention(mixer_site, spec, self.hidden_size, self.rotary_size)
         elif kind == "mlp":
-            sides = self.hidden_size, self.intermediate_size
-            mlp = PlainMLP(at, sides, ("up_proj", "down_proj"), self.hidden_act, self.mlp_bias)
-            part = Alone(mlp)
+            mlp_sizes = self.hidden_size, self.intermediate_size
+            mlp = PlainMLP(
+                mixer_site, mlp_sizes, ("up_proj", "down_proj"), self.hidden_act, self.mlp_bias
+            )
+            sublayer = UncachedSublayer(mlp)
         elif kind == "moe":
-            part = Alone(self.mixture(at))
+            sublayer = UncachedSublayer(self.mixture(mixer_site))
         else:
             sizes = StateSpaceSizes(
                 self.hidden_size,
@@ -130,11 +138,11 @@ class NemotronH(DecoderFamily):
                 self.use_conv_bias,
                 (self.time_step_min, float("inf")),
             )
-            part = StateSpaceMixer(at, sizes, self.rms_norm_eps)
-        return OnePartBlock(site, self.norm, "norm", part)
+            sublayer = StateSpaceMixer(mixer_site, sizes, self.rms_norm_eps)
+        return OnePartBlock(site, self.norm, "norm", sublayer)
 
-    def mixture(self, site: Site) -> UngatedMixture:
-        """Return the experts at a site."""
+    def mixture(self, site: Site) -> UngatedMoE:
+        """Build the MoE layer at a site."""
         spec = ExpertsSpec(
             hidden_size=self.hidden_size,
             intermediate_size=self.moe_intermediate_size,
@@ -145,10 +153,10 @@ class NemotronH(DecoderFamily):
         groups = self.n_group, self.topk_group
         grouping = Grouping(*groups, self.norm_topk_prob, self.routed_scaling_factor)
         sizes = self.moe_shared_expert_intermediate_size, self.moe_latent_size or 0
-        return UngatedMixture(site, spec, grouping, *sizes, self.mlp_bias)
+        return UngatedMoE(site, spec, grouping, *sizes, self.mlp_bias)
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Return the decoder, which has no place for layers that predict further tokens."""
+        """Build the decoder; the checkpoint's MTP layers are not read."""
         model = super().build(site, page_size)
         model.unread = ("mtp.",)
         return model
@@ -157,30 +165,34 @@ class NemotronH(DecoderFamily):
     def _sound_experts(self) -> Self:
         if "moe" not in self.layers_block_type:
             return self
-        count, groups, chosen = self.n_routed_experts, self.n_group, self.topk_group
+        num_experts, num_groups, top_groups = self.n_routed_experts, self.n_group, self.topk_group
         if self.hidden_act != "relu2":
             raise ValueError(
                 f"mlp_hidden_act is {self.hidden_act!r}, experts without a gate have 'relu2'"
             )
-        sides = self.moe_latent_size or self.hidden_size, self.moe_intermediate_size
-        if count * sides[0] * sides[1] > LARGEST_TENSOR:
-            raise ValueError(f"{count} experts of {sides} are more than a model can have")
-        if count % groups or count < 2 * groups:
-            raise ValueError(f"{count} experts are not {groups} groups of at least two")
-        if chosen > groups:
-            raise ValueError(f"topk_group {chosen} exceeds n_group {groups}")
-        if self.num_experts_per_tok > chosen * (count // groups):
+        expert_sizes = self.moe_latent_size or self.hidden_size, self.moe_intermediate_size
+        if num_experts * expert_sizes[0] * expert_sizes[1] > LARGEST_TENSOR:
+            raise ValueError(
+                f"{num_experts} experts of {expert_sizes} are more than a model can have"
+            )
+        if num_experts % num_groups or num_experts < 2 * num_groups:
+            raise ValueError(f"{num_experts} experts are not {num_groups} groups of at least two")
+        if top_groups > num_groups:
+            raise ValueError(f"topk_group {top_groups} exceeds n_group {num_groups}")
+        if self.num_experts_per_tok > top_groups * (num_experts // num_groups):
             raise ValueError(
                 f"num_experts_per_tok {self.num_experts_per_tok} exceeds the experts of "
-                f"{chosen} groups of {count // groups}"
+                f"{top_groups} groups of {num_experts // num_groups}"
             )
         return self
 
     @model_validator(mode="after")
     def _sound_layers(self) -> Self:
-        count = len(self.layers_block_type)
-        if count != self.num_hidden_layers:
-            raise ValueError(f"layers_block_type has {count} of {self.num_hidden_layers} layers")
+        num_kinds = len(self.layers_block_type)
+        if num_kinds != self.num_hidden_layers:
+            raise ValueError(
+                f"layers_block_type has {num_kinds} of {self.num_hidden_layers} layers"
+            )
         if self.mamba_num_heads % self.n_groups:
             raise ValueError(
                 f"mamba_num_heads {self.mamba_num_heads} is not a multiple of n_groups "

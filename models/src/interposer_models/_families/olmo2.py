@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and MLP, not before, and of queries and keys as a whole.
+"""OLMo 2: norms after attention and MLP, and norms over all query heads and all key heads.
 
 Source: arXiv:2501.00656. Dimensions: T tokens, N heads, K kv heads, D head size.
 """
@@ -19,6 +19,7 @@ NORMS = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 class WideNormAttention(SelfAttention):
     """Attention with one norm over all query heads, and one over all key heads."""
 
+    # The reason, shown to users, for not sharding this attention among ranks.
     undivided = "one norm is over all heads"
 
     def __init__(
@@ -30,8 +31,9 @@ class WideNormAttention(SelfAttention):
         self.k_norm = RMSNorm(site.at("k_norm"), kv_width, eps)
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
+        """Compute query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
         query, key, value = self.qkv_proj(x).split(self.sizes, dim=-1)
+        # For the type checker: both always exist here.
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
         query, key, value = (x.unflatten(-1, (-1, self.head_size)) for x in (query, key, value))
@@ -39,15 +41,15 @@ class WideNormAttention(SelfAttention):
 
 
 class Olmo2(DecoderFamily):
-    """OLMo 2."""
+    """Settings of OLMo 2, which also build the decoder."""
 
     rms_norm_eps: Epsilon = 1e-5
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return attention with norms of queries and keys."""
+        """Build attention with norms of queries and keys."""
         sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
         return WideNormAttention(site, spec, sizes, self.rms_norm_eps, bias)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return the block with norms behind its parts."""
+        """Build a block with norms after attention and MLP."""
         return self.normed_block(site, index, page_size, NORMS)

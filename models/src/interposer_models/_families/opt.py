@@ -1,4 +1,4 @@
-"""OPT: learned positions, layer norms, an MLP of ReLU, biases.
+"""OPT: learned positions, layer norms, an ungated ReLU MLP, biases.
 
 Source: arXiv:2205.01068.
 """
@@ -18,12 +18,12 @@ from interposer_models._decoder.blocks import NormedBlock
 from interposer_models._decoder.layer_norm import LayerNorm
 from interposer_models._decoder.plain_mlp import PlainMLP
 from interposer_models._decoder.settings import FrameNames, Positive
-from interposer_models._decoder.whole_heads import WholeHeads
+from interposer_models._decoder.whole_heads import MultiHeadFamily
 
 _NORMS = ("self_attn_layer_norm", "", "final_layer_norm", "")
 _EPS = 1e-5
-# The only values that are computed.
-_USUAL = {
+# The only supported values of these fields.
+_SUPPORTED = {
     "do_layer_norm_before": True,
     "layer_norm_elementwise_affine": True,
     "_remove_final_layer_norm": False,
@@ -31,13 +31,13 @@ _USUAL = {
 
 
 class OPTAttention(UnrotatedAttention):
-    """Attention whose last projection has a name of its own."""
+    """Attention without rotation, under OPT's parameter names."""
 
     part_names = ("out_proj", "q_norm", "k_norm")
 
 
-class OPT(WholeHeads):
-    """OPT with norms before its parts, which are all sizes but that of 350 million weights."""
+class OPT(MultiHeadFamily):
+    """OPT with pre-norm blocks: all sizes except 350M."""
 
     frame = FrameNames(
         "model.decoder",
@@ -57,31 +57,32 @@ class OPT(WholeHeads):
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Return the settings of config.json; norms behind the parts are refused."""
-        for name, usual in _USUAL.items():
-            if config.get(name, usual) not in (usual, None):
+        """Validate config.json; norms after the sublayers are refused."""
+        for name, supported in _SUPPORTED.items():
+            if config.get(name, supported) not in (supported, None):
                 reason = f"{name} is {config[name]!r}, which is not computed"
                 raise UnsupportedModelError(source, reason)
         parsed = super().parse(config, source)
-        embedded = config.get("word_embed_proj_dim") or parsed.hidden_size
-        if embedded != parsed.hidden_size:
-            reason = f"word_embed_proj_dim is {embedded!r}, which is not computed"
+        embedding_size = config.get("word_embed_proj_dim") or parsed.hidden_size
+        if embedding_size != parsed.hidden_size:
+            reason = f"word_embed_proj_dim is {embedding_size!r}, which is not computed"
             raise UnsupportedModelError(source, reason)
         return parsed
 
     def renamed(self, name: str) -> str | None:
-        """Return the name with the part in front that the first checkpoints leave out."""
+        """Add the prefix that early checkpoints omit from the name."""
         return f"model.{name}" if name.startswith("decoder.") else name
 
     def norm(self, site: Site) -> LayerNorm:
-        """Return the norm at a site."""
+        """Build the norm at a site."""
         return LayerNorm(site, self.hidden_size, _EPS)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return the block with layer norms before its parts; the MLP has no name."""
-        at, bias = site.at("self_attn"), self.enable_bias
-        spec = self.attention_spec(at, index, page_size)
-        attention = OPTAttention(at, spec, self.hidden_size, 0, None, bias, bias)
+        """Build a block with layer norms before attention and MLP."""
+        attention_site, bias = site.at("self_attn"), self.enable_bias
+        spec = self.attention_spec(attention_site, index, page_size)
+        # A rotary size of 0: positions are embedded, queries and keys are not rotated.
+        attention = OPTAttention(attention_site, spec, self.hidden_size, 0, None, bias, bias)
         sizes = self.hidden_size, self.intermediate_size
         mlp = PlainMLP(site, sizes, ("fc1", "fc2"), self.hidden_act, bias)
         return NormedBlock(site, self.norm, _NORMS, attention, mlp)

@@ -1,4 +1,4 @@
-"""Qwen2: Llama with a bias on queries, keys and values, and windows in the upper layers.
+"""Qwen2: Llama with biases of queries, keys and values, and windows in the upper layers.
 
 Source: arXiv:2407.10671.
 """
@@ -21,10 +21,11 @@ class Qwen2(DecoderFamily):
     max_window_layers: int = 28
 
     def slides(self, index: int) -> bool:
-        """Say whether layer ``index`` is above the ``max_window_layers`` that see everything."""
+        """Say whether layer ``index`` is above the ``max_window_layers`` with full attention."""
         return self.use_sliding_window and index >= self.max_window_layers
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return attention whose first projection has a bias, whatever the config says."""
+        """Build attention with a QKV bias, independent of the config."""
         sizes = self.hidden_size, self.rotary_size
+        # Configs do not state the bias; every checkpoint has one for Q, K and V.
         return SelfAttention(site, spec, *sizes, None, True, self.attention_bias)

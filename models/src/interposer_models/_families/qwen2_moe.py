@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2 with many small experts, and one that every token visits.
+"""Qwen2-MoE: Qwen2 with many small experts and a gated shared expert.
 
 Source: arXiv:2407.10671.
 """
@@ -19,8 +19,8 @@ from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.self_attention import SelfAttention
 
 
-class GatedShare(MixtureMLP):
-    """Experts, and a further one whose weight is the sigmoid of a projection to one number."""
+class GatedSharedExpertMoE(MixtureMLP):
+    """An MoE layer with a shared expert, which a learned sigmoid gate per token scales."""
 
     def __init__(self, site: Site, spec: ExpertsSpec, shared: int, renormalize: bool) -> None:
         super().__init__(site, spec, "gate", renormalize)
@@ -28,7 +28,7 @@ class GatedShare(MixtureMLP):
         self.shared_expert_gate = Linear(site.at("shared_expert_gate"), spec.hidden_size, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[T, H]``."""
+        # The gate is one number per token.
         shared: Tensor = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return super().forward(x) + shared
 
@@ -41,7 +41,7 @@ class Qwen2Moe(SparseFamily, Qwen2):
     moe_intermediate_size: Positive = 1408
     shared_expert_intermediate_size: Positive = 5632
     qkv_bias: bool = True
-    # Written as 0 where windows are not used.
+    # Configs state 0 if windows are not used.
     sliding_window: Annotated[int, Field(ge=0, lt=2**31)] | None = 4096
 
     def slides(self, index: int) -> bool:
@@ -49,10 +49,10 @@ class Qwen2Moe(SparseFamily, Qwen2):
         return self.use_sliding_window and index % 2 == 0 and index < self.max_window_layers
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return attention whose first projection may have a bias."""
+        """Build attention with an optional QKV bias."""
         return SelfAttention(site, spec, self.hidden_size, self.rotary_size, None, self.qkv_bias)
 
     def mixture(self, site: Site, experts: ExpertsSpec) -> nn.Module:
-        """Return the experts with the one that every token visits."""
+        """Build the MoE layer with a shared expert."""
         shared = self.shared_expert_intermediate_size
-        return GatedShare(site, experts, shared, self.norm_topk_prob)
+        return GatedSharedExpertMoE(site, experts, shared, self.norm_topk_prob)

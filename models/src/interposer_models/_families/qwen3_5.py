@@ -1,6 +1,6 @@
-"""Qwen3.5: gated delta rules, and gated attention in every fourth layer.
+"""Qwen3.5: Gated DeltaNet mixers, and gated attention in every fourth layer.
 
-Source: huggingface.co/Qwen/Qwen3.5-27B; arXiv:2412.06464 for the delta rule.
+Source: huggingface.co/Qwen/Qwen3.5-27B; arXiv:2412.06464 for Gated DeltaNet.
 
 Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size.
 """
@@ -16,10 +16,10 @@ from interposer import AttentionSpec, PluggableLayer, Site
 from interposer_models._decoder.blocks import NormedBlock
 from interposer_models._decoder.decoder import CausalLM
 from interposer_models._decoder.delta_rule import (
-    ApartProjections,
     DeltaMixer,
     DeltaSizes,
     Projections,
+    SeparateProjections,
 )
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.prediction_head import (
@@ -39,7 +39,7 @@ _NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
 
 
 class GatedAttention(SelfAttention):
-    """Attention whose outputs are multiplied by the sigmoid of a gate, which queries bring."""
+    """Attention with a sigmoid gate on the output, from the query projection."""
 
     norm_type = GemmaRMSNorm
 
@@ -55,29 +55,30 @@ class GatedAttention(SelfAttention):
         PluggableLayer.__init__(self, site)
         size = self.head_size = spec.head_size
         names = PairNames("qkv_proj", "o_proj", bias, bias)
+        # The query projection also computes the gate: two values per query element, head by head.
         outputs = {**QKV, "q_proj": (("query", 2),)}
-        shares = share_heads(site, spec, hidden_size, names, outputs)
-        self.sizes = shares.sizes
-        self.qkv_proj, self.o_proj = shares.first(), shares.last()
+        shards = share_heads(site, spec, hidden_size, names, outputs)
+        self.sizes = shards.sizes
+        self.qkv_proj, self.o_proj = shards.first(), shards.last()
         self.q_norm = self.norm_type(site.at("q_norm"), size, norm_eps)
         self.k_norm = self.norm_type(site.at("k_norm"), size, norm_eps)
         self.rotary = RotaryEmbedding(site.at("rotary"), size, rotary_size)
-        self.attn = shares.attention(site.at("attn"))
+        self.attn = shards.attention(site.at("attn"))
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, plan: object, rows: Tensor | None
     ) -> Tensor:
-        """Return the output projection, as ``SelfAttention`` does."""
-        queries, key, value = self.qkv_proj(x).split(self.sizes, dim=-1)
-        query, gate = queries.unflatten(-1, (-1, 2 * self.head_size)).chunk(2, dim=-1)
+        """Compute the output projection, as ``SelfAttention`` does."""
+        queries_and_gates, key, value = self.qkv_proj(x).split(self.sizes, dim=-1)
+        query, gate = queries_and_gates.unflatten(-1, (-1, 2 * self.head_size)).chunk(2, dim=-1)
         key, value = (part.unflatten(-1, (-1, self.head_size)) for part in (key, value))
         assert self.q_norm is not None
         assert self.k_norm is not None
         query, key = self.rotary(self.q_norm(query), self.k_norm(key), cos, sin)
-        mixed = self.attn(query, key, value, cache, plan)
+        attended = self.attn(query, key, value, cache, plan)
         if rows is not None:
-            mixed, gate = mixed[rows], gate[rows]
-        return self.o_proj((mixed * gate.sigmoid()).flatten(1))  # type: ignore[no-any-return]
+            attended, gate = attended[rows], gate[rows]
+        return self.o_proj((attended * gate.sigmoid()).flatten(1))  # type: ignore[no-any-return]
 
 
 class Qwen3_5(DecoderFamily):
@@ -85,7 +86,7 @@ class Qwen3_5(DecoderFamily):
 
     reads_partial_rotary_factor: ClassVar[bool] = True
     reads_layer_types: ClassVar[bool] = True
-    projections: ClassVar[Projections] = ApartProjections
+    projections: ClassVar[Projections] = SeparateProjections
 
     head_dim: Positive | None = 256
     partial_rotary_factor: Share = 0.25
@@ -98,22 +99,22 @@ class Qwen3_5(DecoderFamily):
     linear_num_value_heads: Positive = 32
 
     def attends(self, index: int) -> bool:
-        """Say whether block ``index`` has attention, not a delta rule."""
+        """Say whether block ``index`` has attention, not a DeltaNet mixer."""
         if self.layer_types is not None:
             return self.layer_types[index] == "full_attention"
         return (index + 1) % self.full_attention_interval == 0
 
     def norm(self, site: Site) -> GemmaRMSNorm:
-        """Return the norm at a site."""
+        """Build the norm at a site."""
         return GemmaRMSNorm(site, self.hidden_size, self.rms_norm_eps)
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return gated attention."""
+        """Build gated attention."""
         sizes = self.hidden_size, self.rotary_size
         return GatedAttention(site, spec, *sizes, self.rms_norm_eps, self.attention_bias)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return a block with a delta rule or attention."""
+        """Build a block with a DeltaNet mixer or attention."""
         if self.attends(index):
             return self.normed_block(site, index, page_size, _NORMS)
         sizes = DeltaSizes(
@@ -124,12 +125,12 @@ class Qwen3_5(DecoderFamily):
             self.linear_value_head_dim,
             self.linear_conv_kernel_dim,
         )
-        how = self.rms_norm_eps, type(self).projections
-        mixer = DeltaMixer(site.at("linear_attn"), sizes, *how)
+        mixer_site, projections = site.at("linear_attn"), type(self).projections
+        mixer = DeltaMixer(mixer_site, sizes, self.rms_norm_eps, projections)
         return NormedBlock(site, self.norm, _NORMS, mixer, self.mlp(site, index))
 
     def prediction_head(self, site: Site, model: CausalLM, page_size: int) -> PredictionHead | None:
-        """Return the head with a block like the last one that has attention."""
+        """Build the MTP head, with a block like the decoder's last block with attention."""
         names = HeadNames(
             "mtp",
             "pre_fc_norm_embedding",
@@ -146,13 +147,13 @@ class Qwen3_5(DecoderFamily):
         )
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Return the decoder, which has no place for the head that predicts further tokens."""
+        """Build the decoder; the checkpoint's MTP head is not read."""
         model = super().build(site, page_size)
         model.unread = ("mtp.",)
         return model
 
     @model_validator(mode="after")
-    def _sound_memory(self) -> Self:
+    def _sound_state(self) -> Self:
         heads, groups = self.linear_num_value_heads, self.linear_num_key_heads
         if heads % groups:
             raise ValueError(

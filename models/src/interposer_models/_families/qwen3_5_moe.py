@@ -1,4 +1,4 @@
-"""Qwen3.5 with many small experts, and one that every token visits; its text part.
+"""Qwen3.5 with many small experts and a gated shared expert; only the text model.
 
 Source: huggingface.co/Qwen/Qwen3.5-397B-A17B.
 """
@@ -10,17 +10,17 @@ from torch import nn
 from interposer import Site
 from interposer_models._decoder.mixture import MixtureFamily, count_of_experts
 from interposer_models._decoder.settings import Positive, Share
-from interposer_models._families.qwen2_moe import GatedShare
+from interposer_models._families.qwen2_moe import GatedSharedExpertMoE
 from interposer_models._families.qwen3_5 import LayerKinds, Qwen3_5
 
 
 class Qwen3_5Moe(MixtureFamily, Qwen3_5):
-    """Qwen3.5 with experts; checkpoints store every expert by itself."""
+    """Qwen3.5 with experts; checkpoints store every expert separately."""
 
     head_dim: Positive | None = 256
     partial_rotary_factor: Share = 0.25
     layer_types: LayerKinds | None = None
-    intermediate_size: Positive = 1  # no layer has one MLP
+    intermediate_size: Positive = 1  # no layer has a dense MLP
     num_local_experts: Positive | None = count_of_experts(256)
     num_experts_per_tok: Positive | None = 8
     moe_intermediate_size: Positive = 512
@@ -32,7 +32,7 @@ class Qwen3_5Moe(MixtureFamily, Qwen3_5):
         return self.moe_intermediate_size
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the experts of layer ``index``."""
+        """Build the MoE layer of layer ``index``."""
         experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))
         shared = self.shared_expert_intermediate_size
-        return GatedShare(block.at("mlp"), experts, shared, renormalize=True)
+        return GatedSharedExpertMoE(block.at("mlp"), experts, shared, renormalize=True)

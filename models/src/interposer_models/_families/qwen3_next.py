@@ -1,4 +1,4 @@
-"""Qwen3-Next: delta rules and experts as in Qwen3.5, with projections sorted by key head.
+"""Qwen3-Next: Gated DeltaNet and experts as in Qwen3.5, with projections interleaved by key head.
 
 Source: huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct.
 """
@@ -13,12 +13,12 @@ from interposer import ExpertsSpec, Site
 from interposer_models._decoder.delta_rule import GroupedProjections, Projections
 from interposer_models._decoder.mixture import SparseFamily, count_of_experts
 from interposer_models._decoder.settings import Positive, Share
-from interposer_models._families.qwen2_moe import GatedShare
+from interposer_models._families.qwen2_moe import GatedSharedExpertMoE
 from interposer_models._families.qwen3_5 import LayerKinds, Qwen3_5
 
 
 class Qwen3Next(SparseFamily, Qwen3_5):
-    """Qwen3-Next."""
+    """Settings of Qwen3-Next, which also build the decoder."""
 
     projections: ClassVar[Projections] = GroupedProjections
 
@@ -32,6 +32,6 @@ class Qwen3Next(SparseFamily, Qwen3_5):
     norm_topk_prob: bool = True
 
     def mixture(self, site: Site, experts: ExpertsSpec) -> nn.Module:
-        """Return the experts with the one that every token visits."""
+        """Build the MoE layer with a shared expert."""
         shared = self.shared_expert_intermediate_size
-        return GatedShare(site, experts, shared, self.norm_topk_prob)
+        return GatedSharedExpertMoE(site, experts, shared, self.norm_topk_prob)

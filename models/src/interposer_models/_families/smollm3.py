@@ -1,4 +1,4 @@
-"""SmolLM3: Llama, every fourth layer of which does not rotate queries and keys.
+"""SmolLM3: Llama without rotary embedding in every fourth layer.
 
 Source: arXiv:2501.18795 for such layers; huggingface.co/blog/smollm3.
 """
@@ -27,17 +27,18 @@ class SmolLM3(DecoderFamily):
 
     def rotates(self, index: int) -> bool:
         """Say whether layer ``index`` rotates queries and keys."""
-        stated = self.no_rope_layers  # which has a 1 for a layer that does
-        if stated is not None and index < len(stated):
-            return bool(stated[index])
+        flags = self.no_rope_layers  # 1 means that the layer does rotate, despite the field's name
+        if flags is not None and index < len(flags):
+            return bool(flags[index])
         return (index + 1) % self.no_rope_layer_interval != 0
 
     def slides(self, index: int) -> bool:
         """Say whether layer ``index`` has the window."""
+        # Windows are only in layers without rotation.
         return self.use_sliding_window and not self.rotates(index)
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Return attention with or without rotation."""
+        """Build attention with or without rotation."""
         if self.rotates(index):
             return super().self_attention(site, index, spec)
         bias = self.attention_bias

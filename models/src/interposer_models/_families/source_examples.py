@@ -1,4 +1,4 @@
-"""Small models of the families with an encoder, for the conformance suite."""
+"""Small encoder-decoder models, for the conformance suite."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ def _sides(architecture: str, **changes: dict[str, Any]) -> Examples:
 
 
 def bart() -> Examples:
-    """Return one as released, one of other sizes on either side, and one of scaled embeddings."""
+    """Configs: one as released, one with unequal sides, and one with scaled embeddings."""
     sides = {"encoder_layers": 4, "encoder_attention_heads": 2, "decoder_attention_heads": 8}
     scaled = {"scale_embedding": True, "activation_function": "relu", "forced_bos_token_id": 7}
     return _sides("BartForConditionalGeneration", released={}, sides=sides, scaled=scaled)
 
 
 def mbart() -> Examples:
-    """Return one of scaled embeddings, one with a small encoder, and one of equal sides."""
+    """Configs: one with scaled embeddings, one with a small encoder, and one without changes."""
     scaled = {"scale_embedding": True, "forced_bos_token_id": 9}
     small = {"encoder_layers": 1, "encoder_ffn_dim": 32, "activation_function": "gelu_new"}
     return _sides("MBartForConditionalGeneration", released=scaled, small=small, plain={})
 
 
 def t5gemma() -> Examples:
-    """Return windows in every second layer, other sizes on either side, and a head of its own."""
+    """Configs: one with windows, one with unequal sides, and one with untied embeddings."""
     special = {"pad_token_id": 0, "query_pre_attn_scalar": 16, "head_dim": 16}
     side = {**SIZES, **special, **WINDOW}
     small = {**side, "hidden_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 4}
     uncapped = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-    whole = {"layer_types": ["full_attention"] * 3, "attention_bias": True, **uncapped}
+    full_attention = {"layer_types": ["full_attention"] * 3, "attention_bias": True, **uncapped}
     top = {"architectures": ["T5GemmaForConditionalGeneration"], "vocab_size": 128, **_START}
     top |= {"initializer_range": 0.1, "pad_token_id": 0}
     return {
@@ -46,8 +46,8 @@ def t5gemma() -> Examples:
         "sides": {**top, "encoder": small, "decoder": {**side, "hidden_size": 96}},
         "own head": {
             **top,
-            "encoder": {**side, **whole},
-            "decoder": {**side, **whole, "tie_word_embeddings": False},
+            "encoder": {**side, **full_attention},
+            "decoder": {**side, **full_attention, "tie_word_embeddings": False},
             "tie_word_embeddings": False,
         },
     }

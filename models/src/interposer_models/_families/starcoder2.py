@@ -19,28 +19,29 @@ _MLP = ("c_fc", "c_proj")
 
 
 class Starcoder2(DecoderFamily):
-    """StarCoder2."""
+    """Settings of StarCoder2, which also build the decoder."""
 
     norm_epsilon: Epsilon = 1e-5
     hidden_act: str = "gelu_pytorch_tanh"
     tie_word_embeddings: bool = True
+    # One field, use_bias, is for attention and MLP alike.
     attention_bias: bool = Field(
         default=True, validation_alias=AliasChoices("use_bias", "attention_bias")
     )
 
     def slides(self, index: int) -> bool:
-        """Say that every layer has the window, if there is one."""
+        """Return True: every layer has the window, if the config states one."""
         return True
 
     def norm(self, site: Site) -> LayerNorm:
-        """Return the norm at a site."""
+        """Build the norm at a site."""
         return LayerNorm(site, self.hidden_size, self.norm_epsilon)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the MLP below a block's site."""
+        """Build the MLP below a block's site."""
         sizes = self.hidden_size, self.intermediate_size
         return PlainMLP(block.at("mlp"), sizes, _MLP, self.hidden_act, self.attention_bias)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return the block with layer norms."""
+        """Build a block with layer norms before attention and MLP."""
         return self.normed_block(site, index, page_size, NORMS)

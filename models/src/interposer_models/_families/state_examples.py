@@ -1,4 +1,4 @@
-"""Small models of the families with recurrent states."""
+"""Small models of the families with recurrent states, for the conformance suite."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from interposer_models._families.example_sizes import Examples, configs
 
 
 def lfm2() -> Examples:
-    """Return a mixed one, one with biases and a plain MLP size, and one of numbered layers."""
+    """Configs: one with mixed layers, one with biases and an exact MLP size, one with indices."""
     kinds = ["conv", "full_attention", "conv"]
     return configs(
         "Lfm2ForCausalLM",
@@ -23,7 +23,7 @@ def lfm2() -> Examples:
 
 
 def mamba2() -> Examples:
-    """Return one of several groups, one with biases, and one with a tied head."""
+    """Configs: one with several groups, one with biases, and one with a tied LM head."""
     sizes = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8}
     return configs(
         "Mamba2ForCausalLM",
@@ -44,13 +44,13 @@ _DELTA = {
 
 
 def qwen3_5() -> Examples:
-    """Return the usual order of layers, another one, and one with a tied head."""
-    other = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+    """Configs: one with the default layer order, one with another, and one with a tied LM head."""
+    other_order = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
     tied = {"tie_word_embeddings": True, "attention_bias": True, "linear_conv_kernel_dim": 3}
     return configs(
         "Qwen3_5ForCausalLM",
         usual=_DELTA,
-        other={**_DELTA, "layer_types": other, "linear_num_value_heads": 2},
+        other={**_DELTA, "layer_types": other_order, "linear_num_value_heads": 2},
         tied={**_DELTA, **tied},
     )
 
@@ -65,7 +65,7 @@ _DELTA_EXPERTS = {
 
 
 def qwen3_next() -> Examples:
-    """Return experts in all layers, in some, and weights that do not add up to 1."""
+    """Configs: one with experts in all layers, one with some, and one without renormalization."""
     return configs(
         "Qwen3NextForCausalLM",
         experts=_DELTA_EXPERTS,
@@ -75,18 +75,18 @@ def qwen3_next() -> Examples:
 
 
 def qwen3_5_moe() -> Examples:
-    """Return the usual order of layers, another one, and one with a tied head."""
-    other = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+    """Configs: one with the default layer order, one with another, and one with a tied LM head."""
+    other_order = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
     return configs(
         "Qwen3_5MoeForCausalLM",
         usual=_DELTA_EXPERTS,
-        other={**_DELTA_EXPERTS, "layer_types": other},
+        other={**_DELTA_EXPERTS, "layer_types": other_order},
         tied={**_DELTA_EXPERTS, "tie_word_embeddings": True},
     )
 
 
 def nemotron_h() -> Examples:
-    """Return all kinds of layers, biases, attention first, experts, and experts between."""
+    """Configs: one with all layer kinds, biases, attention first, experts, and latent experts."""
     kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
     sizes = {
         "num_hidden_layers": 4,
@@ -124,7 +124,7 @@ _BAMBA = {
 
 
 def bamba() -> Examples:
-    """Return attention in the middle, biases and a short window, and a tied head."""
+    """Configs: one with attention in the middle, one with biases, and one with a tied LM head."""
     biased = {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3}
     return configs(
         "BambaForCausalLM",
@@ -135,7 +135,7 @@ def bamba() -> Examples:
 
 
 def falcon_h1() -> Examples:
-    """Return a plain one, one with all multipliers, and one with norms behind the gate."""
+    """Configs: one without multipliers, one with all, and one with the norm after the gate."""
     sizes = {**_BAMBA, "mamba_d_ssm": 96}
     factors = {
         "lm_head_multiplier": 0.5,
@@ -148,10 +148,14 @@ def falcon_h1() -> Examples:
         "mlp_multipliers": [0.9, 1.3],
         "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
     }
-    behind = {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "projectors_bias": True}
+    norm_after_gate = {
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "projectors_bias": True,
+    }
     return configs(
         "FalconH1ForCausalLM",
         plain=sizes,
         factors={**sizes, **factors},
-        behind={**sizes, **behind, "mamba_d_ssm": None},
+        behind={**sizes, **norm_after_gate, "mamba_d_ssm": None},
     )

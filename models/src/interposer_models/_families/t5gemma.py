@@ -1,4 +1,4 @@
-"""T5Gemma: an encoder and a decoder of Gemma 2's blocks, the latter with attention to the former.
+"""T5Gemma: an encoder-decoder of Gemma 2's blocks, with cross-attention in the decoder.
 
 Source: arXiv:2504.06225.
 """
@@ -30,58 +30,60 @@ _NORMS = (
     "post_feedforward_layernorm",
 )
 _CROSSING = ("pre_cross_attn_layernorm", "post_cross_attn_layernorm")
-# What config.json states once, beside the settings of both sides.
+# Fields that config.json states once for encoder and decoder.
 _COMMON = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 
 
-class T5GemmaSource(Gemma2):
-    """The settings of the encoder, whose windows reach as far ahead as behind."""
+class T5GemmaEncoderSettings(Gemma2):
+    """The settings of the encoder, with windows that reach equally far in both directions."""
 
     frame = FrameNames("model.encoder")
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Return what attention has to do; a window does not count the token itself."""
+        """Describe the attention; the config's window does not count the token itself."""
         spec = super().attention_spec(site, index, page_size)
         window = spec.window_tokens
+        # AttentionSpec counts the token itself.
         return replace(spec, window_tokens=None if window is None else window + 1)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return block ``index`` at a site."""
-        at = site.at("self_attn")
+        """Build block ``index`` of the encoder at a site."""
+        attention_site = site.at("self_attn")
         spec, sizes = (
-            self.attention_spec(at, index, page_size),
+            self.attention_spec(attention_site, index, page_size),
             (self.hidden_size, self.rotary_size),
         )
-        attention = EncoderAttention(at, spec, *sizes, self.attention_bias)
+        attention = EncoderAttention(attention_site, spec, *sizes, self.attention_bias)
         return NormedBlock(site, self.norm, _NORMS, attention, self.mlp(site, index))
 
 
 class T5Gemma(Gemma2, EncoderDecoderFamily):
-    """T5Gemma; as settings, those of the decoder."""
+    """The settings of T5Gemma's decoder."""
 
     frame = FrameNames("model.decoder", head="lm_head.out_proj")
 
-    encoder: T5GemmaSource
+    encoder: T5GemmaEncoderSettings
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Return the settings of config.json, which has those of both sides in objects."""
+        """Validate config.json, which has the settings of encoder and decoder as nested objects."""
         sides = {name: config.get(name) for name in ("encoder", "decoder")}
         for name, side in sides.items():
             if not isinstance(side, Mapping):
                 reason = f"{name}: must be the settings of the {name} (got {side!r:.100})"
                 raise CheckpointError(source, reason, "mend the field")
         common = {name: config[name] for name in _COMMON if name in config}
-        encoder = T5GemmaSource.parse(sides["encoder"], f"{source}, encoder")  # type: ignore[arg-type]
+        encoder = T5GemmaEncoderSettings.parse(sides["encoder"], f"{source}, encoder")  # type: ignore[arg-type]
+        # Common fields take precedence over the decoder's copies of them.
         decoder = {**sides["decoder"], **common, "encoder": encoder}  # type: ignore[dict-item]
         return super().parse(decoder, f"{source}, decoder")
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Return block ``index`` with attention to the source, norms around all parts."""
-        at, across = site.at("self_attn"), site.at(self.cross_name)
+        """Build decoder block ``index``, with cross-attention and norms around all sublayers."""
+        attention_site, cross_site = site.at("self_attn"), site.at(self.cross_name)
         cross = CrossAttention(
-            across,
-            self.cross_spec(across, index, page_size),
+            cross_site,
+            self.cross_spec(cross_site, index, page_size),
             self.hidden_size,
             self.encoder.hidden_size,
             bias=self.attention_bias,
@@ -90,7 +92,9 @@ class T5Gemma(Gemma2, EncoderDecoderFamily):
             site,
             self.norm,
             _NORMS,
-            self.self_attention(at, index, self.attention_spec(at, index, page_size)),
+            self.self_attention(
+                attention_site, index, self.attention_spec(attention_site, index, page_size)
+            ),
             self.mlp(site, index),
             _CROSSING,
             cross,
@@ -98,21 +102,21 @@ class T5Gemma(Gemma2, EncoderDecoderFamily):
         )
 
     def build(self, site: Site, page_size: int) -> EncoderDecoderLM:
-        """Return both sides with the head."""
+        """Build encoder, decoder and LM head."""
         return T5GemmaLM(site, self, page_size)
 
     @model_validator(mode="after")
     def _one_vocabulary(self) -> Self:
         if self.encoder.vocab_size != self.vocab_size:
             raise ValueError(
-                f"vocab_size is {self.vocab_size}, and {self.encoder.vocab_size} of the encoder, "
-                "must be one"
+                f"vocab_size is {self.vocab_size} of the decoder and {self.encoder.vocab_size} of "
+                "the encoder, must be equal"
             )
         return self
 
 
 class T5GemmaLM(EncoderDecoderLM):
-    """Both sides, with tables of their own, and logits within the decoder's cap."""
+    """Encoder and decoder with separate embeddings, and capped logits."""
 
     def __init__(self, site: Site, config: T5Gemma, page_size: int) -> None:
         super().__init__(site, config, lambda at, i: config.block(at, i, page_size), config.norm)
@@ -127,6 +131,6 @@ class T5GemmaLM(EncoderDecoderLM):
         self.bound = site.at("logits").bind(logits_softcap, vocab_size=config.vocab_size)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits, see ``CausalModel``."""
+        """Compute the logits; see ``CausalModel``."""
         logits = super().forward(*args, **kwargs)
         return logits if self.cap is None else self.bound(logits, self.cap)

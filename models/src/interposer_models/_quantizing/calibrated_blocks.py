@@ -1,6 +1,6 @@
-"""Running a model block by block over calibration text, each block quantized before the next runs.
+"""Run a model block by block over calibration text, quantizing each block before the next one runs.
 
-One block is in memory at a time, and the hidden states of all sequences.
+Only one block's weights are in memory at a time, plus the hidden states of all sequences.
 Dimensions: T tokens of a sequence, H hidden size, O output features, I input features.
 """
 
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from interposer import PluggableLayer
 from interposer.errors import ConfigError
-from interposer_models._decoder.decoder import KEEPING, CausalLM, Decoder
+from interposer_models._decoder.decoder import CACHED_LAYERS, CausalLM, Decoder
 from interposer_models._decoder.recurrent import RecurrentLayer
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.sampling_params import SamplingParams
@@ -30,16 +30,17 @@ from interposer_ops.layers.states import StateBatch
 from interposer_quantization.writing import SecondMoments
 
 Rounder = Callable[[Mapping[str, torch.Tensor], torch.Tensor], list[torch.Tensor]]
-"""Of the weights ``[O, I]`` of layers that run as one product, by name, and the second moments of
-their inputs ``[I, I]``, returns the float32 weights that they stand for once they are quantized."""
+"""Quantizes the weights ``[O, I]`` of layers that run as one matmul, given by name, with the second
+moments of their inputs ``[I, I]``; returns the dequantized weights in float32."""
 
 
 def decoder_of(planned: Plan) -> Decoder:
-    """Return the decoder of a plan, whose blocks can be run one by one.
+    """Return the decoder of a plan, if the blocks can run one by one.
 
-    Raises: ConfigError: its family builds another frame, or blocks that cannot be run so.
+    Raises: ConfigError: the family does not build a ``CausalLM``, or a block needs more than the
+        previous block's output.
     """
-    if isinstance(planned.model, CausalLM) and planned.model.model.one_by_one:
+    if isinstance(planned.model, CausalLM) and planned.model.model.can_run_block_by_block:
         return planned.model.model
     raise ConfigError(
         f"Calibration runs the blocks of a CausalLM one by one, but the family of {planned.path} "
@@ -50,10 +51,10 @@ def decoder_of(planned: Plan) -> Decoder:
 
 
 class CalibratedBlocks:
-    """The blocks of a plain model in float32, and the hidden states between two of them.
+    """The blocks of an unquantized float32 model, and the hidden states between two blocks.
 
     Args:
-        planned: of dtype float32; its blocks are used up.
+        planned: of dtype float32; each block is freed after its run.
         sequences: token ids, all of one length.
     """
 
@@ -65,18 +66,22 @@ class CalibratedBlocks:
         self._device = planned.placement.device.torch_device
         num_tokens = len(sequences[0])
         num_pages = -(-num_tokens // planned.page_size)
+        # A pseudo request with consecutive pages, only to build a batch for the backends.
         request = Request(
             0, list(sequences[0]), SamplingParams(), 0, pages=[list(range(num_pages))]
         )
+        # Recurrent layers store the request's state in slot 0.
         request.state_slot = 0
-        # Positions and places in the cache are the same for all sequences.
+        # All sequences have the same length, so they share positions and cache slots.
         chunks = [Chunk(request, num_tokens)]
-        kept = {"with_states": True, "with_prefixes": True}
-        self._batch = StepBatch.build(chunks, planned.page_size, self._device, **kept)
+        self._batch = StepBatch.build(
+            chunks, planned.page_size, self._device, with_states=True, with_prefixes=True
+        )
         self._num_pages = num_pages
         self._decoder.reserve_positions(num_tokens, self._device)
         tables = [self._decoder.embed_tokens, self._decoder.embed_positions]
         for table in filter(None, tables):
+            # Embeddings run once, for all sequences; then their memory is freed.
             self._load(table)
             table.finalize()
         with torch.inference_mode():
@@ -88,15 +93,15 @@ class CalibratedBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of blocks of the model."""
+        """Number of blocks of the model."""
         return len(self._decoder.layers)
 
     @torch.inference_mode()
     def quantize(self, index: int, names: Iterable[str], rounder: Rounder) -> None:
-        """Quantize the named layers of a block, in the order of their calls.
+        """Quantize the named layers of a block, in call order, then run the block.
 
-        The inputs of each are those that it gets from the ones before it, quantized already. Call
-        it for every block in turn.
+        Each layer sees inputs computed by the quantized layers before it. Call this method or
+        ``skip`` for every block in turn.
         """
         block = self._loaded_block(index)
         quantized = set(names)
@@ -107,7 +112,8 @@ class CalibratedBlocks:
             weight, bias = layer.operands
             moments = SecondMoments(layer.in_features, self._device)
 
-            def observed(
+            # The default argument binds this iteration's moments.
+            def observing_kernel(
                 x: torch.Tensor,
                 weight: torch.Tensor,
                 bias: torch.Tensor | None,
@@ -116,57 +122,65 @@ class CalibratedBlocks:
                 moments.add(x.flatten(0, -2))
                 return functional.linear(x, weight, bias)
 
-            layer.kernel = observed
+            layer.kernel = observing_kernel
             for hidden in self._hidden:
                 self._run(block, index, hidden)
             layer.kernel = functional.linear
             rows = weight.split(list(layer.parts.values()))
-            rounded = rounder(dict(zip(parts, rows, strict=True)), moments.mean())
-            layer.operands = torch.cat(rounded), bias
+            dequantized = rounder(dict(zip(parts, rows, strict=True)), moments.mean())
+            layer.operands = torch.cat(dequantized), bias
         self._advance(block, index)
 
     @torch.inference_mode()
     def skip(self, index: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Run a block with the weights that its quantized layers stand for."""
+        """Run a block that is quantized already, with dequantized weights."""
         block = self._loaded_block(index)
         for layer in [module for module in block.modules() if isinstance(module, Linear)]:
             parts = _part_names(layer)
             if parts[0] in weights:
-                whole = torch.cat([weights[name] for name in parts])
-                layer.operands = whole.to(self._device), layer.operands[1]
+                weight = torch.cat([weights[name] for name in parts])
+                layer.operands = weight.to(self._device), layer.operands[1]
         self._advance(block, index)
 
     def _loaded_block(self, index: int) -> nn.Module:
-        """Return a block whose linear layers hold plain, exchangeable weights."""
+        """Load a block with plain, replaceable weights in the linear layers."""
         block = self._decoder.layers[index]
         self._load(block)
         for layer in block.modules():
             if isinstance(layer, Linear):
                 layer.kernel = functional.linear
+                # Bypasses finalize, as GPTQ must see and replace weights that no kernel packed.
                 layer.operands = layer.get_parameter("weight"), layer._parameters["bias"]
             elif isinstance(layer, PluggableLayer):
                 layer.finalize()
         return block
 
     def _advance(self, block: nn.Module, index: int) -> None:
-        """Replace the hidden states by those after the block, and free it."""
-        for place, hidden in enumerate(self._hidden):
+        """Run a block, replace the hidden states by the outputs, and free the block."""
+        for position, hidden in enumerate(self._hidden):
             output, residual = self._run(block, index, hidden)
-            self._hidden[place] = residual + output
+            # The block leaves the addition to the next block's norm.
+            self._hidden[position] = residual + output
+        # Keeps the indices of the other blocks.
         self._decoder.layers[index] = nn.Module()
 
     def _run(
         self, block: nn.Module, index: int, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the block's output ``[T, H]`` and the residual stream ``[T, H]``."""
-        kept = [self._kept(module) for module in block.modules() if isinstance(module, KEEPING)]
-        caches, plans = ([pair[place] for pair in kept] for place in (0, 1))
-        cache, plan = (part[0] if len(part) == 1 else part for part in (caches, plans))
+        pairs = [
+            self._cache_and_plan(module)
+            for module in block.modules()
+            if isinstance(module, CACHED_LAYERS)
+        ]
+        caches, plans = ([pair[side] for pair in pairs] for side in (0, 1))
+        # A block with one cached layer takes its cache and plan directly, not as lists.
+        cache, plan = (values[0] if len(values) == 1 else values for values in (caches, plans))
         cos, sin = self._decoder.angles(self._batch.positions)[index]
         return block(hidden, None, cos, sin, cache, plan, None)  # type: ignore[no-any-return]
 
-    def _kept(self, layer: nn.Module) -> tuple[Any, Any]:
-        """Return an empty cache of a layer, and its plan of a sequence."""
+    def _cache_and_plan(self, layer: nn.Module) -> tuple[Any, Any]:
+        """Return an empty cache for a layer, and the layer's plan for one sequence."""
         batch = self._batch.attention
         if isinstance(layer, RecurrentLayer):
             state = layer.state_layout().allocate(1, self._device, cache_memory)
@@ -184,11 +198,14 @@ class CalibratedBlocks:
             names = _part_names(layer) if isinstance(layer, Linear) else [layer.prefix]
             for name, parameter in list(layer._parameters.items()):
                 if parameter is not None:
+                    # A merged layer reads one tensor per part, and concatenates them.
                     stored = getattr(parameter, "stored_as", None)
-                    stored_as = [stored] if stored else [f"{full}.{name}" for full in names]
-                    parts = [self._source.read(full) for full in stored_as]
-                    whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-                    loaded = nn.Parameter(whole.to(self._device, parameter.dtype), False)
+                    stored_as = (
+                        [stored] if stored else [f"{layer_name}.{name}" for layer_name in names]
+                    )
+                    parts = [self._source.read(layer_name) for layer_name in stored_as]
+                    value = torch.cat(parts) if len(parts) > 1 else parts[0]
+                    loaded = nn.Parameter(value.to(self._device, parameter.dtype), False)
                     layer.register_parameter(name, loaded)
 
 

@@ -1,4 +1,4 @@
-"""The token ids that a model is calibrated on."""
+"""Token ids of the text that a model is calibrated on."""
 
 from __future__ import annotations
 
@@ -7,38 +7,39 @@ from pathlib import Path
 from interposer.errors import ConfigError
 from interposer_models._tokenizer import TextTokenizer
 
-_MOST_SEQUENCES = 128
-_MOST_TOKENS = 2048
+_MAX_SEQUENCES = 128
+_MAX_TOKENS = 2048
 
 
 def calibration_sequences(
     file: Path, tokenizer: TextTokenizer, context: int, least_tokens: int
 ) -> list[list[int]]:
-    """Return sequences of equal length from a text, spread evenly over it.
+    """Cut a text into at most 128 sequences of equal length, spread evenly over the text.
 
-    They are as long as the model's context, at most 2048 tokens, and at most 128. What does not
-    fill the last one is left out.
+    A sequence is as long as the model's context, at most 2048 tokens. An incomplete last sequence
+    is dropped.
 
     Args:
-        least_tokens: that are needed in all.
-    Raises: ConfigError: the file cannot be read, or its text is too short.
+        least_tokens: the smallest allowed total.
+    Raises: ConfigError: the file cannot be read, or the text is too short.
     """
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--calibrate {file}: cannot be read as text in UTF-8: {error}. "
-            "Try: a file of text such as the model is used for"
+            "Try: a text file with typical inputs of the model"
         ) from error
     tokens = tokenizer.encode(text) if text else []
-    length = min(context, _MOST_TOKENS)
-    count = len(tokens) // length
-    if count * length < least_tokens:
+    length = min(context, _MAX_TOKENS)
+    num_available = len(tokens) // length
+    # With fewer tokens than inputs, a layer's second moments have no full rank.
+    if num_available * length < least_tokens:
         needed = -(-least_tokens // length) * length
         raise ConfigError(
             f"--calibrate {file}: its text has {len(tokens)} tokens, {needed} are needed: as many "
             f"as a layer has inputs, in sequences of {length}. Try: a longer text"
         )
-    chosen = min(count, _MOST_SEQUENCES)
-    starts = [index * count // chosen * length for index in range(chosen)]
+    num_sequences = min(num_available, _MAX_SEQUENCES)
+    starts = [index * num_available // num_sequences * length for index in range(num_sequences)]
     return [tokens[start : start + length] for start in starts]

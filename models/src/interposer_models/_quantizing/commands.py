@@ -1,6 +1,6 @@
 """The subcommand ``interposer quantize``.
 
-What is heavy is imported inside the command, so that ``--help`` answers at once.
+Heavy modules are imported inside the command, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -25,35 +25,33 @@ def quantize(
     out_dir: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
     scheme: Annotated[str, typer.Option(help="fp8, int8, int4, w4a8, mxfp8, mxfp4 or nvfp4.")],
     group_size: Annotated[
-        int | None, typer.Option(help="Inputs that share a scale: of int4, w4a8; by default 128.")
+        int | None, typer.Option(help="int4, w4a8: inputs that share a scale; default 128.")
     ] = None,
     asymmetric: Annotated[
-        bool, typer.Option("--asymmetric", help="int4, w4a8 with a zero point for each group.")
+        bool, typer.Option("--asymmetric", help="int4, w4a8: store a zero point per group.")
     ] = False,
     activations: Annotated[
         str | None,
-        typer.Option(
-            metavar="int8|none", help="Of int8 and int4: whether inputs are rounded, too."
-        ),
+        typer.Option(metavar="int8|none", help="int8, int4: whether to quantize inputs, too."),
     ] = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help="Leave linear layers plain: a full name, or re:PATTERN. May be repeated.",
+            help="Do not quantize these linear layers: a full name, or re:PATTERN. Repeatable.",
         ),
     ] = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Round by GPTQ, on a text such as the model is used for."
+            metavar="FILE", help="Round by GPTQ, on a text with typical inputs of the model."
         ),
     ] = None,
     act_order: Annotated[
-        bool, typer.Option(help="With --calibrate, round the columns of large inputs first.")
+        bool, typer.Option(help="With --calibrate: round columns with the largest inputs first.")
     ] = True,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Drop what an interrupted run has done.")
+        bool, typer.Option("--restart", help="Discard the work of an interrupted run.")
     ] = False,
     platform: PlatformName = None,
     kernel: Kernels = None,
@@ -64,7 +62,7 @@ def quantize(
     from interposer_models._quantizing.quantizer import quantize as write
 
     with _progress() as progress:
-        done = write(
+        result = write(
             model_dir,
             out_dir,
             scheme,
@@ -78,12 +76,12 @@ def quantize(
             config=policy(kernel, platform, locked),
             progress=progress,
         )
-    print(json.dumps(_facts(done), indent=2) if as_json else _summary(done))
+    print(json.dumps(_facts(result), indent=2) if as_json else _summary(result))
 
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """Show a bar on a terminal for each activity."""
+    """Show a progress bar per activity, if stderr is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -99,33 +97,33 @@ def _progress() -> Iterator[Progress]:
     ) as bar:
         tasks = {}
 
-        def advance(activity: str, done: int, total: int) -> None:
+        def advance(activity: str, num_done: int, total: int) -> None:
             if activity not in tasks:
                 tasks[activity] = bar.add_task(activity, total=total)
-            bar.update(tasks[activity], completed=done, total=total)
+            bar.update(tasks[activity], completed=num_done, total=total)
 
         yield advance
 
 
-def _facts(done: Quantized) -> dict[str, object]:
+def _facts(result: Quantized) -> dict[str, object]:
     return {
         "version": 1,
-        "path": str(done.path),
-        "scheme": done.scheme,
-        "layers": done.num_layers,
-        "plain_layers": done.num_plain,
-        "bytes_before": done.bytes_before,
-        "bytes_after": done.bytes_after,
-        "seconds": done.seconds,
-        "resumed": done.resumed,
+        "path": str(result.path),
+        "scheme": result.scheme,
+        "layers": result.num_layers,
+        "plain_layers": result.num_plain,
+        "bytes_before": result.bytes_before,
+        "bytes_after": result.bytes_after,
+        "seconds": result.seconds,
+        "resumed": result.resumed,
     }
 
 
-def _summary(done: Quantized) -> str:
-    plain = f", {done.num_plain} left plain" if done.num_plain else ""
-    resumed = ", going on from an interrupted run" if done.resumed else ""
+def _summary(result: Quantized) -> str:
+    plain = f", {result.num_plain} left plain" if result.num_plain else ""
+    resumed = ", going on from an interrupted run" if result.resumed else ""
     return (
-        f"{done.path}: {done.num_layers} linear layers in {done.scheme}{plain}, "
-        f"{done.bytes_before / 1e6:.1f} MB to {done.bytes_after / 1e6:.1f} MB "
-        f"in {done.seconds:.1f} s{resumed}"
+        f"{result.path}: {result.num_layers} linear layers in {result.scheme}{plain}, "
+        f"{result.bytes_before / 1e6:.1f} MB to {result.bytes_after / 1e6:.1f} MB "
+        f"in {result.seconds:.1f} s{resumed}"
     )

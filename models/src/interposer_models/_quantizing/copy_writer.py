@@ -1,4 +1,4 @@
-"""The files of a quantized copy, each of which appears complete in the work folder."""
+"""Write the files of a quantized copy into the work folder, each one atomically."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from interposer_models._quantizing.tensor_source import TensorSource
 from interposer_models._quantizing.work_folder import WorkFolder
 
 _INDEX = "model.safetensors.index.json"
+# Formats of weights, which a quantized copy must not contain.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt")
 
 
 class CopyWriter:
-    """Writes a file of weights for each of the source, and what goes with them.
+    """Writes one weights file per weights file of the source, then config and other files.
 
-    Raises: CheckpointError: a tensor is of a dtype that is not known here.
+    Raises: CheckpointError: a tensor has an unknown dtype.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class CopyWriter:
             layer = rounded.layer_of(name)
             if layer is not None:
                 layout.update({f"{layer}.{n}": t for n, t in rounded.layout(layer).items()})
+            # Not quantized: the tensor is copied unchanged.
             elif stored.dtype in DTYPE_NAMES.values():
                 layout[name] = stored.dtype, stored.shape
             else:
@@ -46,40 +48,43 @@ class CopyWriter:
                     stored.shard, f"tensor {name!r} is stored as {stored.dtype}, not supported"
                 )
 
-    def check_room(self, folder: WorkFolder, besides: int = 0) -> None:
-        """Raise StorageError if the disk is too small for the rest of the copy.
+    def check_room(self, folder: WorkFolder, temporary_bytes: int = 0) -> None:
+        """Raise StorageError if the disk is too small for the missing part of the copy.
 
         Args:
-            besides: bytes of other files that will lie beside the copy until it is complete.
+            temporary_bytes: of temporary files that exist until the copy is complete.
         """
-        missing = [name for name in self._layouts if not (folder.model / name).exists()]
-        needed = sum(layout_bytes(self._layouts[name]) for name in missing) + besides
-        free = shutil.disk_usage(folder.root).free
-        if needed > free:
+        # An interrupted run may have written some files already.
+        missing_files = [name for name in self._layouts if not (folder.model / name).exists()]
+        needed_bytes = (
+            sum(layout_bytes(self._layouts[name]) for name in missing_files) + temporary_bytes
+        )
+        free_bytes = shutil.disk_usage(folder.root).free
+        if needed_bytes > free_bytes:
             raise StorageError(
                 folder.target,
-                f"needs {needed} bytes, the disk has {free} left",
+                f"needs {needed_bytes} bytes, the disk has {free_bytes} left",
                 "make room, or name a folder on another disk",
             )
 
     def write_weights(self, folder: WorkFolder, progress: Progress) -> None:
-        """Write every file of weights that is not there yet, tensor by tensor."""
-        done, total = 0, self._checkpoint.num_bytes
+        """Write every weights file that is missing, tensor by tensor."""
+        done_bytes, total_bytes = 0, self._checkpoint.num_bytes
         for shard in self._checkpoint.shards:
-            progress("writing", done, total)
+            progress("writing", done_bytes, total_bytes)
             target = folder.model / shard.name
             if not target.exists():
                 names = [n for n, stored in self._source.tensors.items() if stored.shard == shard]
                 with ShardFile(target, self._layouts[shard.name]) as file:
                     for count, name in enumerate(names):
                         self._write_tensor(file, name)
-                        share = shard.stat().st_size * (count + 1) // len(names)
-                        progress("writing", done + share, total)
-            done += shard.stat().st_size
-        progress("writing", done, total)
+                        shard_bytes = shard.stat().st_size * (count + 1) // len(names)
+                        progress("writing", done_bytes + shard_bytes, total_bytes)
+            done_bytes += shard.stat().st_size
+        progress("writing", done_bytes, total_bytes)
 
     def write_rest(self, folder: WorkFolder, quantization: Mapping[str, Any]) -> None:
-        """Write the index and the config, and copy every other file that holds no weights."""
+        """Write the index and the config, and copy every other file without weights."""
         if self._checkpoint.tensors:
             shards = self._layouts.items()
             index = {
@@ -87,11 +92,11 @@ class CopyWriter:
                 "weight_map": {name: shard for shard, layout in shards for name in layout},
             }
             write_text(folder.model / _INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
-        described = {**self._checkpoint.config, "quantization_config": dict(quantization)}
-        write_text(folder.model / "config.json", json.dumps(described, indent=2) + "\n")
+        config = {**self._checkpoint.config, "quantization_config": dict(quantization)}
+        write_text(folder.model / "config.json", json.dumps(config, indent=2) + "\n")
         for file in sorted(self._checkpoint.path.iterdir()):
-            written = file.name == "config.json" or file.name.endswith(".index.json")
-            if file.is_file() and not written and file.suffix not in _WEIGHTS:
+            is_written = file.name == "config.json" or file.name.endswith(".index.json")
+            if file.is_file() and not is_written and file.suffix not in _WEIGHTS:
                 try:
                     shutil.copyfile(file, folder.model / file.name)
                 except OSError as error:
@@ -100,7 +105,7 @@ class CopyWriter:
                     ) from error
 
     def _write_tensor(self, file: ShardFile, name: str) -> None:
-        """Write a tensor of the source, or what it is quantized to."""
+        """Write a tensor of the source, or the quantized tensors of a layer."""
         layer = self._rounded.layer_of(name)
         if layer is None:
             file.write(name, self._source.read(name))

@@ -1,4 +1,4 @@
-"""From a model directory to a quantized copy of it."""
+"""Write a quantized copy of a model directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from interposer_models._quantizing.layer_selection import (
     check_groups,
     layers_of,
     plain_patterns,
-    selected,
+    unignored_layers,
 )
 from interposer_models._quantizing.rounded_layers import Progress, RoundedLayers
 from interposer_models._quantizing.tensor_source import TensorSource
@@ -31,11 +31,12 @@ from interposer_quantization.writing import quantization_config, weight_format
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The files of a quantized model.
+    """The result of a quantization.
 
     Attributes:
         num_layers: linear layers that were quantized.
-        num_plain: linear layers that stay plain, besides ``lm_head``.
+        num_plain: linear layers that stay unquantized, not counting ``lm_head``.
+        resumed: the call continued the work of an interrupted one.
     """
 
     path: Path
@@ -63,42 +64,45 @@ def quantize(
     config: Config | None = None,
     progress: Progress | None = None,
 ) -> Quantized:
-    """Write a copy of a model whose linear layers are quantized, as compressed-tensors stores them.
+    """Write a copy of a model with quantized linear layers, in the compressed-tensors format.
 
-    The copy appears at once, when it is complete. What an interrupted call has done is kept in
-    ``.NAME.unfinished`` beside it, and the same call goes on from there.
+    The complete copy appears atomically. An interrupted call leaves unfinished work in
+    ``.NAME.unfinished`` next to the target, and the same call continues from there.
 
     Args:
         scheme: one of ``interposer_quantization.writing._schemes.SCHEMES``.
         group_size: of int4 and w4a8, by default 128.
         asymmetric: int4 and w4a8 with a zero point for each group.
-        activations: ``"int8"`` rounds the inputs of int8 or int4 per token, ``"none"`` leaves
-            them; by default int8 rounds them and int4 does not.
-        ignore: linear layers that stay plain: full names, or ``re:`` and a pattern that matches at
-            the start of a full name. ``lm_head`` always does.
-        calibrate: a text in UTF-8; weights are rounded by GPTQ so that what layers compute on it
-            changes least. None rounds each weight to nearest.
-        act_order: with ``calibrate``, round the columns of the largest inputs first.
-        restart: drop what an interrupted call has done.
-        config: policy by which the model is run on the text.
-        progress: told ``(activity, done, total)``.
+        activations: ``"int8"`` quantizes the inputs of int8 or int4 per token, ``"none"`` does not;
+            by default int8 quantizes inputs and int4 does not.
+        ignore: linear layers that stay unquantized: full names, or ``re:`` and a pattern that
+            matches at the start of a full name. ``lm_head`` is never quantized.
+        calibrate: a text in UTF-8; GPTQ rounds weights so that the layers' outputs on this text
+            change least. None rounds each weight to nearest.
+        act_order: with ``calibrate``, round the columns with the largest inputs first.
+        restart: discard the work of an interrupted call.
+        config: policy by which the model runs on the text.
+        progress: called with ``(activity, done, total)``.
     Raises:
         CheckpointError: the model directory is incomplete, corrupt or quantized already.
-        UnsupportedModelError: nothing here implements the architecture.
+        UnsupportedModelError: no installed family implements the architecture.
         UnknownNameError: there is no such scheme or layer.
         ConfigError: the settings contradict each other or the model; the text is too short.
         StorageError: the target exists or cannot be written, or an interrupted call had other
             settings.
     """
     started = time.perf_counter()
-    chosen = weight_format(scheme, group_size, asymmetric=asymmetric, activations=activations)
+    target_format = weight_format(
+        scheme, group_size, asymmetric=asymmetric, activations=activations
+    )
     checkpoint = open_folder(model_dir)
     _check_plain(checkpoint)
     text = None if calibrate is None else Path(calibrate)
+    # Everything that the result depends on; a resumed run must have equal settings.
     settings: dict[str, Any] = {
         "version": 1,
         "scheme": scheme,
-        "group_size": chosen.inputs_per_scale,
+        "group_size": target_format.inputs_per_scale,
         "asymmetric": asymmetric,
         "activations": activations,
         "ignore": list(ignore),
@@ -107,12 +111,13 @@ def quantize(
         "config": _digest(checkpoint.path / "config.json"),
         "weights": [_identity(shard) for shard in checkpoint.shards],
     }
+    # A plan has no weights: it names the layers and, with a text, runs block by block.
     planned = plan(checkpoint.path, "float32", config=config)
     layers = layers_of(planned.model)
-    wanted = selected(layers, ignore)
-    check_groups(wanted, chosen, adjustable=scheme in ("int4", "w4a8"))
+    selected = unignored_layers(layers, ignore)
+    check_groups(selected, target_format, adjustable=scheme in ("int4", "w4a8"))
     source = TensorSource(checkpoint.shards)
-    rounded = RoundedLayers(source, chosen, wanted, checkpoint.path)
+    rounded = RoundedLayers(source, target_format, selected, checkpoint.path)
     writer = CopyWriter(checkpoint, source, rounded)
     sequences = None
     if text is not None:
@@ -120,23 +125,26 @@ def quantize(
             text,
             TextTokenizer(checkpoint.path),
             planned.decoder.max_position_embeddings,
-            max(layer.in_features for layer in wanted),
+            max(layer.in_features for layer in selected),
         )
+    # After all checks of the arguments, so that a refused call leaves no folder.
     folder = WorkFolder.open(Path(out_dir), settings, restart=restart)
-    writer.check_room(folder, rounded.room(folder.layers, planned) if text is not None else 0)
-    told = progress or _silent
+    writer.check_room(
+        folder, rounded.remaining_bytes(folder.layers, planned) if text is not None else 0
+    )
+    report = progress or _silent
     if sequences is not None:
         with planned.numerics():
-            rounded.calibrate(folder.layers, planned, sequences, act_order, told)
-    writer.write_weights(folder, told)
+            rounded.calibrate(folder.layers, planned, sequences, act_order, report)
+    writer.write_weights(folder, report)
     plain = [*dict.fromkeys(("lm_head", *ignore, *plain_patterns(planned.model)))]
-    writer.write_rest(folder, quantization_config(chosen, plain))
+    writer.write_rest(folder, quantization_config(target_format, plain))
     folder.finish()
     return Quantized(
         folder.target,
         scheme,
-        len(wanted),
-        len(layers) - len(wanted),
+        len(selected),
+        len(layers) - len(selected),
         checkpoint.num_bytes,
         sum(path.stat().st_size for path in folder.target.glob("*.safetensors")),
         time.perf_counter() - started,
@@ -146,20 +154,22 @@ def quantize(
 
 def _check_plain(checkpoint: Checkpoint) -> None:
     for key in ("quantization_config", "compression_config"):
-        found = checkpoint.config.get(key)
-        if found is not None:
-            method = found.get("quant_method") if isinstance(found, dict) else found
+        quantization = checkpoint.config.get(key)
+        if quantization is not None:
+            method = (
+                quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            )
             raise CheckpointError(
                 checkpoint.path,
                 f"is quantized already: {key} in its config.json names {method!r}",
-                "give the model that it was made from",
+                "quantize the model that it was made from",
             )
 
 
 def _identity(path: Path) -> dict[str, Any]:
-    """Return what tells a file of weights from another one, or from its earlier content."""
-    facts = path.stat()
-    return {"file": path.name, "bytes": facts.st_size, "modified_ns": facts.st_mtime_ns}
+    """Return facts that change when a weights file is replaced or modified."""
+    status = path.stat()
+    return {"file": path.name, "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
 
 
 def _digest(file: Path) -> str:
@@ -167,7 +177,7 @@ def _digest(file: Path) -> str:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as error:
         raise ConfigError(
-            f"{file}: cannot be read: {error.strerror or error}. Try: name a file that can"
+            f"{file}: cannot be read: {error.strerror or error}. Try: name a readable file"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Linear layers of a model, rounded to nearest or by calibration."""
+"""Quantize the linear layers of a model, by rounding to nearest or by GPTQ."""
 
 from __future__ import annotations
 
@@ -21,22 +21,26 @@ from interposer_quantization.writing import (
 )
 
 Progress = Callable[[str, int, int], None]
-"""Takes the name of the current work, the amount done and the total."""
+"""Receives the name of the activity, the amount done and the total."""
 
 _DTYPES = {DTYPE_NAMES[dtype]: dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 
 
 class RoundedLayers:
-    """The tensors of every layer that is quantized, found one layer at a time.
+    """The quantized tensors of all selected layers, computed one layer at a time.
 
     Raises: CheckpointError: the weight of a layer is missing, or has another shape or dtype.
     """
 
     def __init__(
-        self, source: TensorSource, chosen: WeightFormat, layers: Sequence[Layer], path: object
+        self,
+        source: TensorSource,
+        target_format: WeightFormat,
+        layers: Sequence[Layer],
+        path: object,
     ) -> None:
         self._source = source
-        self._chosen = chosen
+        self._format = target_format
         self._layers = {layer.name: layer for layer in layers}
         self._peaks: dict[str, torch.Tensor] = {}
         self._calibrated: dict[str, Path] = {}
@@ -44,29 +48,29 @@ class RoundedLayers:
             self._check(layer, path)
 
     def layer_of(self, tensor: str) -> str | None:
-        """Return the layer of a weight; None for other tensors, and for layers that stay plain."""
+        """Return the layer of a weight; None for other tensors, and for unquantized layers."""
         layer = tensor.removesuffix(".weight")
         return layer if layer != tensor and layer in self._layers else None
 
     def layout(self, layer: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return the dtype's name and the shape of every tensor that will stand for a layer."""
+        """Return the dtype's name and the shape of every tensor that a layer is quantized to."""
         stored = self._source.tensors[f"{layer}.weight"]
         rows, columns = stored.shape
         return {
             name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-            for name, tensor in self._chosen.layout((rows, columns), _DTYPES[stored.dtype]).items()
+            for name, tensor in self._format.layout((rows, columns), _DTYPES[stored.dtype]).items()
         }
 
     def tensors(self, layer: str) -> dict[str, torch.Tensor]:
-        """Return the tensors that stand for a layer.
+        """Return the quantized tensors of a layer.
 
         Raises: CheckpointError: the weight is not finite.
         """
         if layer not in self._calibrated:
-            return self._chosen.rounded(self._weight(layer), self._peak(layer))
-        start = f"{layer}."
-        found = read_file(self._calibrated[layer])
-        return {n.removeprefix(start): t for n, t in found.items() if n.startswith(start)}
+            return self._format.rounded(self._weight(layer), self._peak(layer))
+        prefix = f"{layer}."
+        block_tensors = read_file(self._calibrated[layer])
+        return {n.removeprefix(prefix): t for n, t in block_tensors.items() if n.startswith(prefix)}
 
     def calibrate(
         self,
@@ -76,56 +80,60 @@ class RoundedLayers:
         act_order: bool,
         progress: Progress,
     ) -> None:
-        """Round all weights by GPTQ, block by block, and keep the tensors of each in ``folder``.
+        """Round all weights by GPTQ, block by block, and store each block's tensors in ``folder``.
 
-        What is there already is taken as it is.
+        Blocks with an existing file are read, not computed again.
 
-        Raises: CheckpointError: what a layer computes on the text is not finite.
+        Raises: CheckpointError: a layer's inputs on the text are not finite.
         """
         pairs = self._files(folder, planned)
         self._calibrated = {name: file for file, names in pairs for name in names}
         if all(file.exists() for file, _ in pairs):
             return
-        done, total = 0, len(self._layers)
-        progress("calibrating", done, total)
+        num_done, num_layers = 0, len(self._layers)
+        progress("calibrating", num_done, num_layers)
         blocks = CalibratedBlocks(planned, self._source, sequences)
         tensors: dict[str, torch.Tensor] = {}
 
-        def rounded(
+        def round_layers(
             weights: Mapping[str, torch.Tensor], moments: torch.Tensor
         ) -> list[torch.Tensor]:
-            nonlocal done
+            nonlocal num_done
             self._check_finite(weights, moments)
             curvature = Curvature(moments, act_order=act_order)
-            found = []
+            dequantized = []
             for name, weight in weights.items():
                 dtype = _DTYPES[self._source.tensors[f"{name}.weight"].dtype]
                 parts = second_order_rounded(
-                    self._chosen, weight.to(dtype), curvature, self._peak(name)
+                    self._format, weight.to(dtype), curvature, self._peak(name)
                 )
                 tensors.update({f"{name}.{part}": tensor for part, tensor in parts.items()})
-                found.append(self._chosen.read(parts).to(weight.device))
-                done += 1
-                progress("calibrating", done, total)
-            return found
+                dequantized.append(self._format.read(parts).to(weight.device))
+                num_done += 1
+                progress("calibrating", num_done, num_layers)
+            return dequantized
 
         for index, (file, names) in enumerate(pairs):
             if file.exists():
-                blocks.skip(index, {name: self._chosen.read(self.tensors(name)) for name in names})
-                done += len(names)
-                progress("calibrating", done, total)
+                # A resumed run: the block was quantized before, but later blocks need its outputs.
+                blocks.skip(index, {name: self._format.read(self.tensors(name)) for name in names})
+                num_done += len(names)
+                progress("calibrating", num_done, num_layers)
             else:
+                # ``round_layers`` fills the dictionary for each layer of the block.
                 tensors.clear()
-                blocks.quantize(index, names, rounded)
+                blocks.quantize(index, names, round_layers)
                 write_shard(file, tensors)
 
-    def room(self, folder: Path, planned: Plan) -> int:
-        """Return how many bytes ``calibrate`` will still put into ``folder``."""
-        missing = [names for file, names in self._files(folder, planned) if not file.exists()]
-        return sum(layout_bytes(self.layout(name)) for names in missing for name in names)
+    def remaining_bytes(self, folder: Path, planned: Plan) -> int:
+        """Return the number of bytes that ``calibrate`` will still write to ``folder``."""
+        missing_blocks = [
+            names for file, names in self._files(folder, planned) if not file.exists()
+        ]
+        return sum(layout_bytes(self.layout(name)) for names in missing_blocks for name in names)
 
     def _files(self, folder: Path, planned: Plan) -> list[tuple[Path, list[str]]]:
-        """Return the file of each block, and the layers whose tensors it is to hold."""
+        """Return the file of each block, and the layers to store in that file."""
         pairs = []
         for index, block in enumerate(decoder_of(planned).layers):
             names = [layer.name for layer in layers_of(block) if layer.name in self._layers]
@@ -147,18 +155,23 @@ class RoundedLayers:
             shard = self._source.tensors[f"{layer}.weight"].shard
             raise CheckpointError(
                 shard,
-                f"tensor '{layer}.weight' holds what is infinite or not a number",
+                f"tensor '{layer}.weight' has values that are infinite or not a number",
                 "copy the checkpoint again",
             )
         return weight
 
     def _peak(self, layer: str) -> torch.Tensor | None:
-        """Return the largest magnitude of all layers that run as one product with this one."""
-        if not self._chosen.shares_tensor_scale:
+        """Return the largest magnitude of all layers that run as one matmul with this one.
+
+        The merged layer has only one tensor scale.
+        """
+        if not self._format.shares_tensor_scale:
             return None
         product = self._layers[layer].product
         if product not in self._peaks:
-            members = [name for name, other in self._layers.items() if other.product == product]
+            members = [
+                name for name, layer_info in self._layers.items() if layer_info.product == product
+            ]
             peaks = [tensor_peak(self._weight(name)) for name in members]
             self._peaks[product] = torch.stack(peaks).amax(0)
         return self._peaks[product]

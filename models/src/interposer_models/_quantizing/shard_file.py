@@ -1,4 +1,4 @@
-"""A safetensors file that is written tensor by tensor, in any order.
+"""Write a safetensors file tensor by tensor, in any order.
 
 Source: the format is described at https://github.com/huggingface/safetensors.
 """
@@ -44,26 +44,26 @@ Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def layout_bytes(layout: Layout) -> int:
-    """Return how many bytes the tensors take."""
+    """Return the size of all tensors in bytes."""
     return sum(_num_bytes(*tensor) for tensor in layout.values())
 
 
 class ShardFile:
-    """A file at ``path``, there only once it is complete.
+    """A safetensors file that appears at ``path`` only when complete.
 
-    Until then its content is in a file beside it, whose name ends in ``.part``.
+    Until then the content is in a file of the same folder with the ending ``.part``.
 
-    Raises: StorageError: the file cannot be written, for want of space for example.
+    Raises: StorageError: the file cannot be written, for example because the disk is full.
     """
 
     def __init__(self, path: Path, layout: Layout) -> None:
         self.path = path
-        # Of this process alone, so that no other one writes between its tensors.
+        # With the process id, so that another process with the same target does not write into it.
         self._part = path.with_name(f"{path.name}.{os.getpid()}.part")
         self._offsets: dict[str, tuple[int, int]] = {}
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
-        # The widest first, so that all of them are aligned.
+        # Tensors with the widest elements come first, so that all are aligned.
         for name in sorted(layout, key=lambda name: (-_ITEM_BYTES[layout[name][0]], name)):
             dtype, shape = layout[name]
             start, end = end, end + _num_bytes(dtype, shape)
@@ -74,32 +74,33 @@ class ShardFile:
         self._start = 8 + len(text)
         self._missing = set(layout)
         try:
-            # Unbuffered: what cannot be written is not tried again when the file is closed.
+            # Unbuffered: otherwise close() would try to write again after a failed write.
             self._file = self._part.open("wb", buffering=0)
         except OSError as error:
-            raise self._unwritten(error) from error
+            raise self._storage_error(error) from error
         try:
             self._write(memoryview(len(text).to_bytes(8, "little") + text))
+            # The final size; tensors are then written at any offset, in any order.
             self._file.truncate(self._start + end)
         except OSError as error:
             self._drop()
-            raise self._unwritten(error) from error
+            raise self._storage_error(error) from error
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put a tensor in its place."""
+        """Write a tensor to the position that the header states."""
         start, end = self._offsets[name]
         content = _little_endian(tensor)
         assert content.numel() == end - start, name
         self._missing.discard(name)
         if start == end:
             return
-        # A view on the tensor's own memory, which needs no numpy.
+        # A view of the tensor's memory; torch has none without numpy.
         view = (ctypes.c_char * content.numel()).from_address(content.data_ptr())
         try:
             self._file.seek(self._start + start)
             self._write(memoryview(view).cast("B"))
         except OSError as error:
-            raise self._unwritten(error) from error
+            raise self._storage_error(error) from error
 
     def __enter__(self) -> Self:
         return self
@@ -110,7 +111,7 @@ class ShardFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Let the file appear if all went well, else leave nothing."""
+        """Move the file to ``path`` if there was no error, else delete the file."""
         try:
             if kind is None:
                 assert not self._missing, self._missing
@@ -119,7 +120,7 @@ class ShardFile:
                 self._file.close()
                 self._part.replace(self.path)
         except OSError as failure:
-            raise self._unwritten(failure) from failure
+            raise self._storage_error(failure) from failure
         finally:
             self._drop()
 
@@ -131,18 +132,18 @@ class ShardFile:
         while content:
             content = content[self._file.write(content) :]
 
-    def _unwritten(self, error: OSError) -> StorageError:
+    def _storage_error(self, error: OSError) -> StorageError:
         return StorageError(
             self.path,
             f"cannot be written: {error.strerror or error}",
-            "make room, or mend what it says; the same command then goes on from there",
+            "free disk space, or remove the cause; the same command then continues from there",
         )
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write all tensors to a file that appears complete.
+    """Write all tensors to a file that appears atomically.
 
-    Raises: StorageError: it cannot be written.
+    Raises: StorageError: the file cannot be written.
     """
     layout = {name: (DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
     with ShardFile(path, layout) as shard:
@@ -155,7 +156,7 @@ def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _little_endian(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor as files hold them, uint8, contiguous."""
+    """Return the bytes of a tensor in the file's byte order: uint8, contiguous."""
     octets = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     if sys.byteorder == "big" and tensor.itemsize > 1:
         octets = octets.view(-1, tensor.itemsize).flip(1).flatten()

@@ -1,8 +1,8 @@
-"""The folder of an incomplete model, from which an interrupted run goes on.
+"""The folder with the work of an incomplete quantization, from which the next run continues.
 
-``.NAME.unfinished`` beside the target NAME holds ``manifest.json``, which says what is being made
-of what; ``model``, which becomes the target by one renaming; and ``layers`` with what
-calibration has found.
+The folder is ``.NAME.unfinished`` next to the target NAME. ``manifest.json`` in it states the
+source and the settings; ``model`` becomes the target by one rename; ``layers`` has the results of
+calibration.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MANIFEST = "manifest.json"
 
 
 class WorkFolder:
-    """The folder for a target; ``resumed`` says that an earlier run left it."""
+    """The work folder of a target; ``resumed`` says that an earlier run created the folder."""
 
     def __init__(self, target: Path, resumed: bool) -> None:
         self.target = target
@@ -31,13 +31,13 @@ class WorkFolder:
 
     @classmethod
     def open(cls, target: Path, settings: Mapping[str, Any], *, restart: bool) -> WorkFolder:
-        """Return the folder of an interrupted run with the same settings, or a new one.
+        """Open the folder of an interrupted run with the same settings, or create a new one.
 
         Args:
-            settings: JSON that everything in the folder follows from.
-            restart: drop what an interrupted run has left.
-        Raises: StorageError: the target exists; or what an interrupted run left is of other
-            settings or not known; or folders cannot be made.
+            settings: as JSON; everything in the folder depends only on the settings.
+            restart: delete the work of an interrupted run.
+        Raises: StorageError: the target exists; the folder is of other settings or unknown; or
+            folders cannot be created.
         """
         target = target.absolute()
         if target.exists() or target.is_symlink():
@@ -45,36 +45,37 @@ class WorkFolder:
                 target, "exists already, and is left as it is", "remove it, or name another folder"
             )
         root = _root(target)
-        found = _read_manifest(root)
-        if found is not None and restart:
+        manifest = _read_manifest(root)
+        if manifest is not None and restart:
             _remove(root)
-            found = None
-        if found is not None:
-            _check_settings(root, found, settings)
-        folder = cls(target, resumed=found is not None)
+            manifest = None
+        if manifest is not None:
+            _check_settings(root, manifest, settings)
+        folder = cls(target, resumed=manifest is not None)
         try:
             for part in (folder.model, folder.layers):
                 part.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(root, f"cannot be made: {error.strerror or error}") from error
-        if found is None:
+        if manifest is None:
             write_text(root / _MANIFEST, json.dumps(settings, indent=2, sort_keys=True))
         return folder
 
     def finish(self) -> None:
-        """Let the target appear, and remove the rest.
+        """Rename the finished model to the target, and remove the work folder.
 
-        Raises: StorageError: the target cannot be made, because it exists by now for example.
+        Raises: StorageError: the target cannot be created, for example because it exists already.
         """
         try:
-            for left in self.model.glob("*.part"):  # of a run that was killed
-                left.unlink(missing_ok=True)
+            for partial_file in self.model.glob("*.part"):  # left by a run that was killed
+                partial_file.unlink(missing_ok=True)
             if self.target.exists():
                 raise StorageError(
                     self.target,
                     "was made by something else meanwhile",
                     "remove it, and run the same command again, which only has to rename",
                 )
+            # Atomic: both folders have the same parent file system.
             self.model.rename(self.target)
         except OSError as error:
             raise StorageError(self.target, f"cannot be made: {error.strerror or error}") from error
@@ -86,11 +87,14 @@ def _root(target: Path) -> Path:
 
 
 def _read_manifest(root: Path) -> dict[str, Any] | None:
-    """Return the settings of the run that left ``root``, or None if it is empty."""
+    """Return the settings of the run that created ``root``; None if the folder is empty.
+
+    Raises: StorageError: the folder contains something else.
+    """
     try:
         content = json.loads((root / _MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        # The manifest is written before anything that matters.
+        # The manifest is the first file that is written, so a folder without files can be reused.
         if not root.exists() or not any(path.is_file() for path in root.rglob("*")):
             return None
         content = None
@@ -101,14 +105,14 @@ def _read_manifest(root: Path) -> dict[str, Any] | None:
     return content
 
 
-def _check_settings(root: Path, found: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    differing = [
-        f"  {name}: {found.get(name)!r} then, {settings.get(name)!r} now"
-        for name in sorted(found.keys() | settings.keys())
-        if found.get(name) != settings.get(name)
+def _check_settings(root: Path, manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    differences = [
+        f"  {name}: {manifest.get(name)!r} then, {settings.get(name)!r} now"
+        for name in sorted(manifest.keys() | settings.keys())
+        if manifest.get(name) != settings.get(name)
     ]
-    if differing:
-        listed = "\n".join(differing)
+    if differences:
+        listed = "\n".join(differences)
         raise StorageError(
             root,
             f"was left by an interrupted run with other settings:\n{listed}",
