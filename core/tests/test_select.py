@@ -167,10 +167,10 @@ def test_pin_before_preference_before_figures_before_proof_before_score_before_n
     elif policy.strict and len(best) > 1:
         # A tied one that a gate would refuse still ties: only the winner is examined.
         assert isinstance(found, tuple)
-        assert "strict=True wants to be one alone" in found[1]
+        assert "strict=True requires" in found[1]
     elif isinstance(found, tuple):
         assert policy.strict
-        assert "strict=True wants to be one alone" in found[1]
+        assert "strict=True requires" in found[1]
     else:
         assert found.chosen is best[0]
         others = {(c.name, c.origin) for c in candidates if c is not best[0]}
@@ -498,7 +498,7 @@ def test_a_tie_raises_where_the_policy_is_strict() -> None:
         select(REQUEST, candidates, Policy(strict=True))
     assert str(caught.value) == (
         "No best candidate for kernel 'linear' [bfloat16 bare in_features=64], "
-        "which strict=True wants to be one alone.\n"
+        "which strict=True requires.\n"
         "  fast (acme 1.0): ties at score 10\n"
         "  fast (zeta 1.0): ties at score 10\n"
         "Try: pin or prefer 'acme/fast' or 'zeta/fast'"

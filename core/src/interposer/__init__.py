@@ -1,7 +1,7 @@
-"""interposer routes any model to any accelerator, and can say why each route was taken.
+"""Route any model to any accelerator, and explain why each route was chosen.
 
 Every public name is loaded on first use: importing the package initialises no device, loads no
-plugin, reads no environment and starts no thread.
+plugin, reads no environment variable and starts no thread.
 """
 
 from __future__ import annotations
