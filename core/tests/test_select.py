@@ -497,7 +497,7 @@ def test_a_tie_raises_where_the_policy_is_strict() -> None:
     with pytest.raises(NoCandidateError) as caught:
         select(REQUEST, candidates, Policy(strict=True))
     assert str(caught.value) == (
-        "No best candidate for kernel 'linear' [bfloat16 bare in_features=64], "
+        "No single best candidate for kernel 'linear' [bfloat16 bare in_features=64], "
         "which strict=True requires.\n"
         "  fast (acme 1.0): ties at score 10\n"
         "  fast (zeta 1.0): ties at score 10\n"
