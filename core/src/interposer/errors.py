@@ -1,4 +1,4 @@
-"""The exceptions that interposer raises, and what reading and writing their texts takes."""
+"""The exceptions that interposer raises, and helpers to read and write their texts."""
 
 from __future__ import annotations
 
