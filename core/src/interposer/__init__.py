@@ -13,6 +13,7 @@ try:
 except ImportError as error:
     import sys
 
+    # The usual cause is another version of interposer_sandbox on the path, so name both files.
     _file = getattr(sys.modules.get("interposer_sandbox"), "__file__", None)
     raise ImportError(
         f"{error}. interposer is of {__file__}, and interposer_sandbox of {_file}. Try: reinstall "

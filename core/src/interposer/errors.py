@@ -1,4 +1,4 @@
-"""The exceptions that interposer raises, and helpers to read and write their texts."""
+"""The exceptions that interposer raises, and helpers for error texts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The hooks that a plugin may implement, in pluggy's terms.
 
-A plugin is a module or object named by an entry point in the group ``interposer.plugins``. Its
-module imports interposer and the standard library only.
+A plugin is a module or object named by an entry point in the group ``interposer.plugins``. That
+module must import only interposer and the standard library.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def interposer_plan(
 ) -> Any:
     """Return a ``Planned`` for the directory ``path``: every choice made, no weight read.
 
-    Return None to leave the directory to the next plugin. A plugin whose hook does not take an
+    Return None to leave the directory to the next plugin. A hook without a parameter for an
     argument that the caller set is skipped.
 
     Args:
         config: the effective ``Config``.
-        placement: the target of the plan; None leaves it to the selection.
-        quantization: the method by which unquantized weights are quantized while they load, or its
-            settings.
+        placement: the target of the plan; None leaves the target to the selection.
+        quantization: the method for quantizing unquantized weights at load time, or the settings of
+            a method.
         tensor_parallel: the number of processes that compute the model together.
         expert_parallel: the expert parallelism across these processes.
     """

@@ -82,6 +82,7 @@ class _ForkServer:
         """
         line = memoryview(json.dumps(request).encode() + b"\n")
         try:
+            # The pipe is unbuffered, so a write may be partial.
             while line:
                 line = line[self._questions.write(line) :]
         except BrokenPipeError:
@@ -99,6 +100,7 @@ class _ForkServer:
     def has_ended(self, seconds: float = 0.0, *, or_answers: bool = False) -> bool:
         """Tell whether the server has ended, or ends within ``seconds``."""
         poll = select.poll()
+        # Without events, poll still reports that the other end was closed.
         poll.register(self._answers, select.POLLIN if or_answers else 0)
         return bool(poll.poll(seconds * 1000))
 
@@ -262,6 +264,7 @@ def _name(function: Function) -> str:
 
 
 def _path() -> list[str]:
+    # Other objects are allowed on the path, but cannot be sent as JSON.
     return [entry for entry in sys.path if isinstance(entry, str)]
 
 

@@ -56,6 +56,7 @@ def file_facts(root: Path) -> Iterator[list[str | int]]:
             continue
         except OSError:
             continue
+        # A virtual environment.
         if "pyvenv.cfg" in entries:
             continue
         for name, entry in sorted(entries.items()):

@@ -75,6 +75,7 @@ def main(
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         _, hard = resource.getrlimit(resource.RLIMIT_CORE)
         resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+        # Move the pipes away from stdin and stdout, which code may read and print to.
         request_fd, answer_fd = (fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3) for number in (0, 1))
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number in (0, 1, 2):
@@ -113,6 +114,7 @@ def _examine(
     request: dict[str, Any], request_fd: int, answer_fd: int, awaited_module: str
 ) -> Finding | None:
     """Run a request in a fork; None if the fork needs the slow modules imported first."""
+    # A new token for every fork, so that no message can be forged or replayed.
     token = secrets.token_hex(16)
     readers, writers = zip(*(os.pipe() for _ in range(3)), strict=True)
     pid = os.fork()
@@ -229,6 +231,7 @@ class _PipeReporter(Reporter):
 
     def begin(self, stage: str, patience: float = 1.0) -> None:
         super().begin(stage)
+        # Only long stages need signs of life; a thread costs time in every fork.
         if patience > 1 and not self._beats:
             self._beats = True
             _thread.start_new_thread(self._beat, ())

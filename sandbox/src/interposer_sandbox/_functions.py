@@ -44,21 +44,21 @@ _CLASSES = {
 class _Snapshot(NamedTuple):
     """The watched modules and classes by name, each with a copy of its content.
 
-    ``others`` are names of further classes by module name; ``members`` are objects of the host with
-    the guarded attribute; ``seen`` are the modules that were looked at.
+    ``class_names`` are names of further classes by module; ``members`` are objects of the host with
+    the guarded attribute; ``visited`` are the modules that were looked at.
     """
 
     guarded: Guarded
-    others: dict[str, list[str]]
+    class_names: dict[str, list[str]]
     modules: dict[str, tuple[dict[str, Any], dict[str, Any]]]
     classes: dict[str, tuple[type, dict[str, Any]]]
     members: dict[str, tuple[Any, str]]
-    seen: set[str]
+    visited: set[str]
 
     def refresh(self) -> None:
         """Update the copies with additions and replacements since the last call."""
         # In a fork that runs a single task, nothing is replaced without an import.
-        if _forked and not sys.modules.keys() - self.seen:
+        if _forked and not sys.modules.keys() - self.visited:
             return
         for place, (space, copied) in self.modules.items():
             if not is_same(space, copied):
@@ -70,8 +70,8 @@ class _Snapshot(NamedTuple):
 
     def look(self) -> None:
         """Add the modules that were imported since the last call."""
-        for name in [*(sys.modules.keys() - self.seen)]:
-            self.seen.add(name)
+        for name in [*(sys.modules.keys() - self.visited)]:
+            self.visited.add(name)
             content = getattr(sys.modules.get(name), "__dict__", None)
             if self._is_watched(name) and isinstance(content, dict):
                 self.modules[name] = (content, dict(content))
@@ -84,7 +84,7 @@ class _Snapshot(NamedTuple):
         root = _root(name)
         is_common = root in _PYTHON_PACKAGES or root in self.guarded.bases
         is_common = is_common or name in _TORCH_MODULES
-        return is_common or root.startswith(self.guarded.packages) or name in self.others
+        return is_common or root.startswith(self.guarded.packages) or name in self.class_names
 
     def _note(self, name: str, content: Mapping[str, Any]) -> None:
         """Add the classes and members of an imported module."""
@@ -93,7 +93,7 @@ class _Snapshot(NamedTuple):
             # issubclass on the type, because isinstance would trigger lazy module placeholders.
             classes = [v for v in [*content.values()] if issubclass(type(v), type)]
             self._add({f"{name}.{v.__name__}": v for v in classes if v.__module__ == name})
-        for part in self.others.get(name, ()):
+        for part in self.class_names.get(name, ()):
             self._add({f"{name}.{part}": content[part]})
         if root.startswith(own_packages):
             parts = dict(member.split(".") for member in self.guarded.members)

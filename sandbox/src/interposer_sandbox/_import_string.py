@@ -29,7 +29,7 @@ _MAY_BE_DYNAMIC = re.compile(
 class _Source(NamedTuple):
     """The names that a source file binds; ``imported`` are bound only by imports."""
 
-    own: frozenset[str] = frozenset()
+    defined: frozenset[str] = frozenset()
     imported: frozenset[str] = frozenset()
     complete: bool = True
 
@@ -110,14 +110,14 @@ def _check_attribute(spec: ModuleSpec, module: str, attribute: str) -> str:
     source = _source(spec)
     if not (source and source.complete):
         return ""
-    names = {*source.own, *source.imported, *_submodules(spec.submodule_search_locations or ())}
+    names = {*source.defined, *source.imported, *_submodules(spec.submodule_search_locations or ())}
     if attribute in names or (attribute.startswith("__") and attribute.endswith("__")):
         return ""
     return f"{module} has no {attribute!r}{_nearest(attribute, source.own)}"
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    nearest = nearest_first(name, known)[:3]
+def _nearest(name: str, names: Iterable[str]) -> str:
+    nearest = nearest_first(name, names)[:3]
     return f"; nearest: {', '.join(nearest)}" if nearest else ""
 
 

@@ -48,7 +48,7 @@ def metadata_text(found: Metadata, name: str) -> str:
         return ""
 
 
-def _text(found: Metadata, name: str) -> str:
+def _text(metadata: Metadata, name: str) -> str:
     """Return the text of a metadata file; empty if it is missing.
 
     Raises:
@@ -56,16 +56,16 @@ def _text(found: Metadata, name: str) -> str:
         UnicodeDecodeError: the file is not UTF-8.
     """
     # Reading a pipe or a device might never end.
-    if isinstance(getattr(found, "_path", None), Path):
+    if isinstance(getattr(metadata, "_path", None), Path):
         try:
-            stat = (metadata_folder(found) / name).stat()
+            stat = (metadata_folder(metadata) / name).stat()
         except (FileNotFoundError, NotADirectoryError):
-            return found.read_text(name) or ""  # a differently spelled name, or an egg file
+            return metadata.read_text(name) or ""  # a differently spelled name, or an egg file
         if not S_ISREG(stat.st_mode):
             raise OSError("it is no file")
         if stat.st_size > _MOST_BYTES:
             raise OSError(f"it has {stat.st_size:,} bytes; {_MOST_BYTES:,} are allowed")
-    return found.read_text(name) or ""
+    return metadata.read_text(name) or ""
 
 
 def metadata_headers(text: str) -> list[tuple[str, str]]:
@@ -87,7 +87,7 @@ def metadata_headers(text: str) -> list[tuple[str, str]]:
 
 
 def entry_points(found: Any, group: str) -> tuple[list[Any], str]:
-    """Return the entry points of a group, or none and the fault of their file."""
+    """Return the entry points of a group, or none and the fault of the file."""
     try:
         text = _text(found, _ENTRY_POINTS)
     except OSError as error:
@@ -105,9 +105,9 @@ def entry_points(found: Any, group: str) -> tuple[list[Any], str]:
         return [], f"its {_ENTRY_POINTS} cannot be read: {described(error)}"
 
 
-def _mentions_group(found: Metadata, group: str) -> bool:
+def _mentions_group(metadata: Metadata, group: str) -> bool:
     try:
-        return group.encode() in (metadata_folder(found) / _ENTRY_POINTS).read_bytes()
+        return group.encode() in (metadata_folder(metadata) / _ENTRY_POINTS).read_bytes()
     except OSError:
         return False
 
@@ -123,6 +123,7 @@ def editable_folder(found: Metadata) -> Path | None:
     if url is None or url.scheme != "file":
         return None
     path = unquote(url.path)
+    # A URL of a Windows path has a slash before the drive letter.
     folder = Path(path[1:] if re.match(r"/[A-Za-z]:", path) else path)
     return folder / "src" if (folder / "src").is_dir() else folder
 

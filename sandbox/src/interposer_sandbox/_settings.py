@@ -41,7 +41,7 @@ class Setting(NamedTuple):
 
     name: str
     get: Callable[[], Any]
-    put: Callable[[Any], object]
+    restore: Callable[[Any], object]
 
 
 def settings(light: bool) -> Iterator[Setting]:
@@ -71,8 +71,8 @@ def settings(light: bool) -> Iterator[Setting]:
     if hasattr(
         torch, "set_float32_matmul_precision"
     ):  # otherwise another thread may still be importing torch
-        for name, get, put in _TORCH:
-            yield Setting(f"torch's {name}", attrgetter(get)(torch), attrgetter(put)(torch))
+        for name, get, restore in _TORCH:
+            yield Setting(f"torch's {name}", attrgetter(get)(torch), attrgetter(restore)(torch))
         yield _generator(torch)
         yield _autocast(torch)
         yield from _interceptors(torch)
@@ -104,24 +104,27 @@ _TORCH = (
 def _generator(torch: Any) -> Setting:
     def state() -> bytes:
         tensor = torch.get_rng_state()
+        # As bytes, because settings are compared with ``!=``.
         return ctypes.string_at(tensor.data_ptr(), tensor.numel())
 
-    def put(state: bytes) -> None:
+    def restore(state: bytes) -> None:
         # The code may have changed the default dtype and device, so the tensor must not use them.
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-    return Setting("the state of torch's generator", state, put)
+    return Setting("the state of torch's generator", state, restore)
 
 
 def _autocast(torch: Any) -> Setting:
     accelerator = torch.accelerator.current_accelerator()
     devices = ["cpu", *([accelerator.type] if accelerator is not None else [])]
 
-    def put(state: list[bool]) -> None:
+    def restore(state: list[bool]) -> None:
         for device, enabled in zip(devices, state, strict=True):
             torch.set_autocast_enabled(device, enabled)
 
-    return Setting("torch's autocast", lambda: [torch.is_autocast_enabled(d) for d in devices], put)
+    return Setting(
+        "torch's autocast", lambda: [torch.is_autocast_enabled(d) for d in devices], restore
+    )
 
 
 def _interceptors(torch: Any) -> Iterator[Setting]:
@@ -136,12 +139,12 @@ def _interceptors(torch: Any) -> Iterator[Setting]:
         )
     hooks = [hooks for name, hooks in vars(torch.nn.modules.module).items() if _is_hooks(name)]
 
-    def put_hooks(state: list[dict[Any, Any]]) -> None:
+    def restore_hooks(state: list[dict[Any, Any]]) -> None:
         for registered, before in zip(hooks, state, strict=True):
             registered.clear()
             registered.update(before)
 
-    yield Setting("torch's hooks of all modules", lambda: [dict(h) for h in hooks], put_hooks)
+    yield Setting("torch's hooks of all modules", lambda: [dict(h) for h in hooks], restore_hooks)
     # Only the owner of the library object can remove a kernel, so nothing is restored.
     yield Setting("torch's kernels of aten", _Overrides(torch.library._impls), lambda before: None)
 
@@ -176,11 +179,11 @@ def _numpy(module: Any) -> Setting:
         kind, values, *remaining_state = module.get_state()
         return kind, values.tobytes(), *remaining_state
 
-    def put(state: tuple[Any, ...]) -> None:
+    def restore(state: tuple[Any, ...]) -> None:
         kind, values, *remaining_state = state
         module.set_state((kind, memoryview(values).cast("I"), *remaining_state))
 
-    return Setting("the state of numpy.random", state, put)
+    return Setting("the state of numpy.random", state, restore)
 
 
 def _start_method(module: Any) -> Setting:
@@ -195,7 +198,7 @@ def _collector() -> tuple[bool, tuple[int, ...], int]:
     return gc.isenabled(), gc.get_threshold(), gc.get_debug()
 
 
-def _put_collector(state: tuple[bool, tuple[int, ...], int]) -> None:
+def _restore_collector(state: tuple[bool, tuple[int, ...], int]) -> None:
     (gc.enable if state[0] else gc.disable)()
     gc.set_threshold(*state[1])
     gc.set_debug(state[2])
@@ -210,12 +213,12 @@ def _error_handlers() -> list[Any]:
     return [codecs.lookup_error(name) for name in _ERROR_HANDLERS]
 
 
-def _put_error_handlers(state: list[Any]) -> None:
+def _restore_error_handlers(state: list[Any]) -> None:
     for name, handler in zip(_ERROR_HANDLERS, state, strict=True):
         codecs.register_error(name, handler)
 
 
-def _put_async_hooks(state: Any) -> None:
+def _restore_async_hooks(state: Any) -> None:
     sys.set_asyncgen_hooks(*state)
 
 
@@ -240,13 +243,13 @@ def _sys_setting(name: str) -> Setting:
         value = getattr(sys, name, None)
         return [*value] if isinstance(value, list) else value
 
-    def put(state: Any) -> None:
+    def restore(state: Any) -> None:
         if state is None and name == "tracebacklimit":  # None differs from an absent value
             del sys.tracebacklimit
         else:
             setattr(sys, name, state)
 
-    return Setting(f"sys.{name}", get, put)
+    return Setting(f"sys.{name}", get, restore)
 
 
 def _arithmetic() -> tuple[bool, ...]:
@@ -258,12 +261,12 @@ def _arithmetic() -> tuple[bool, ...]:
     return _TINY / 2 > 0, 1 + _TINY == 1, 1 - _TINY == 1, -1 - _TINY == -1
 
 
-def _put_arithmetic(_state: object) -> None:
+def _restore_arithmetic(_state: object) -> None:
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_flush_denormal(False)
 
 
-def _put_locale(state: str) -> None:
+def _restore_locale(state: str) -> None:
     with suppress(locale.Error):
         locale.setlocale(locale.LC_ALL, state)
 
@@ -273,7 +276,7 @@ def _logger() -> tuple[object, ...]:
     return root.level, root.manager.disable, tuple(root.handlers)
 
 
-def _put_logger(state: tuple[Any, ...]) -> None:
+def _restore_logger(state: tuple[Any, ...]) -> None:
     root = logging.root
     root.level, root.manager.disable, root.handlers[:] = state
 
@@ -289,7 +292,7 @@ def _interposer_logger() -> tuple[object, ...]:
     )
 
 
-def _put_interposer_logger(state: tuple[Any, ...]) -> None:
+def _restore_interposer_logger(state: tuple[Any, ...]) -> None:
     logger = logging.getLogger("interposer")
     cls, level, logger.disabled, logger.propagate, logger.handlers[:] = state
     logging.setLoggerClass(cls)
@@ -298,11 +301,11 @@ def _put_interposer_logger(state: tuple[Any, ...]) -> None:
 
 # Settings that code which is not light may change for its own purposes.
 _LIGHT = [
-    Setting("the root logger", _logger, _put_logger),
+    Setting("the root logger", _logger, _restore_logger),
     Setting(
         "the logger of interposer, or the class of loggers",
         _interposer_logger,
-        _put_interposer_logger,
+        _restore_interposer_logger,
     ),
     Setting("the fault handler", faulthandler.is_enabled, lambda _: faulthandler.enable()),
     *map(_sys_setting, ("argv", "dont_write_bytecode", "pycache_prefix", "tracebacklimit")),
@@ -316,12 +319,12 @@ _INTERPRETER = [
     Setting("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
     Setting("the switch interval", sys.getswitchinterval, sys.setswitchinterval),
     Setting("the limit of digits", sys.get_int_max_str_digits, sys.set_int_max_str_digits),
-    Setting("the garbage collector", _collector, _put_collector),
-    Setting("the locale", lambda: locale.setlocale(locale.LC_ALL), _put_locale),
-    Setting("the arithmetic of floats", _arithmetic, _put_arithmetic),
+    Setting("the garbage collector", _collector, _restore_collector),
+    Setting("the locale", lambda: locale.setlocale(locale.LC_ALL), _restore_locale),
+    Setting("the arithmetic of floats", _arithmetic, _restore_arithmetic),
     Setting("the lock of imports", _imp.lock_held, _unlock_imports),
-    Setting("the handlers of codecs' errors", _error_handlers, _put_error_handlers),
-    Setting("the hooks of asynchronous generators", sys.get_asyncgen_hooks, _put_async_hooks),
+    Setting("the handlers of codecs' errors", _error_handlers, _restore_error_handlers),
+    Setting("the hooks of asynchronous generators", sys.get_asyncgen_hooks, _restore_async_hooks),
     Setting(
         "the origins of coroutines",
         sys.get_coroutine_origin_tracking_depth,
@@ -334,7 +337,7 @@ if sys.platform != "win32":
     def _limits() -> list[tuple[int, int]]:
         return [resource.getrlimit(limit) for limit in _LIMITS]
 
-    def _put_limits(state: list[tuple[int, int]]) -> None:
+    def _restore_limits(state: list[tuple[int, int]]) -> None:
         for limit, (soft, hard) in zip(_LIMITS, state, strict=True):
             with suppress(ValueError, OSError):  # a hard limit cannot be raised again
                 resource.setrlimit(limit, (soft, hard))
@@ -349,15 +352,15 @@ if sys.platform != "win32":
     def _timers() -> list[bool]:
         return [any(signal.getitimer(timer)) for timer in _TIMERS]
 
-    def _put_timers(state: list[bool]) -> None:
+    def _restore_timers(state: list[bool]) -> None:
         for timer, runs in zip(_TIMERS, state, strict=True):
             if not runs:  # a timer that the code stopped cannot be restarted
                 signal.setitimer(timer, 0)
 
     _SYSTEM += [
-        Setting("the limits of the process", _limits, _put_limits),
+        Setting("the limits of the process", _limits, _restore_limits),
         Setting("the mask of new files", _umask, os.umask),
-        Setting("the timers of the process", _timers, _put_timers),
+        Setting("the timers of the process", _timers, _restore_timers),
         Setting(
             "the blocked signals",
             lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),

@@ -187,7 +187,7 @@ class SideEffects:
         yield ""
         for setting, value in before:
             if setting.get() != value:
-                setting.put(value)
+                setting.restore(value)
                 yield f"changes {setting.name}"
 
     def _functions(self) -> Iterator[str]:

@@ -205,6 +205,7 @@ class Watch:
 
     def _read(self) -> None:
         for descriptor in [*self._open]:
+            # Bounded, so that endless output does not keep the watch from its deadlines.
             for _ in range(_MOST_CHUNKS):
                 try:
                     chunk = os.read(descriptor, _CHUNK_BYTES)
@@ -225,6 +226,7 @@ class Watch:
         for line in lines:
             with suppress(ValueError, TypeError, RecursionError):  # foreign code wrote it
                 self._handle_message(json.loads(line))
+        # A line without an end would fill the memory; treat the process as gone.
         if len(self._unread) > _LINE_BYTES:
             self._open.discard(self._pipes.lines)
 

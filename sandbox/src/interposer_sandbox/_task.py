@@ -163,10 +163,10 @@ def _is_installed(module: str) -> bool:
 
 def _fit(text: str, limit: int) -> str:
     """Truncate ``text`` to ``limit`` characters, with unprintable characters escaped."""
-    shown = text[: limit + 1]
-    if not shown.replace("\n", "").replace("\t", "").isprintable():  # rare, and slow to fix
-        shown = "".join(
+    printable = text[: limit + 1]
+    if not printable.replace("\n", "").replace("\t", "").isprintable():  # rare, and slow to fix
+        printable = "".join(
             letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
-            for letter in shown
+            for letter in printable
         )
-    return shown if len(shown) <= limit else f"{shown[:limit]}..."
+    return printable if len(printable) <= limit else f"{printable[:limit]}..."

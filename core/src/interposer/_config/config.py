@@ -1,7 +1,7 @@
-"""The configuration, merged from all of its sources, and access to the environment.
+"""The configuration, merged from all sources, and access to the environment.
 
-No other module accesses the environment. It is never written, except that changes which a plugin
-made during its examination are undone.
+No other module accesses the environment. The environment is never written, except to undo a
+plugin's changes after an examination.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Config(Settings):
         require: properties that kernels, attention backends and communicators must promise.
         disable: names of plugins or distributions that must not be loaded.
         plugins: distributions whose plugins may be loaded; None or ``"all"`` allows every plugin,
-            ``"none"`` only those of the SDK.
+            ``"none"`` only the SDK's own plugins.
         strict: an unmet preference or a tie raises.
         locked: load only distributions that the lock file lists.
-        canary: providers whose kernels are compared with the reference before the first use.
+        canary: scope of the canary, which compares kernels with the reference before the first use.
         fallback: replace a kernel that fails at run time by the next best one.
-        emulation: allow references that do without the arithmetic that their op is meant for.
-        dequantize: if the op of a quantized weight has only its reference here, dequantize the
-            weight once, while it loads, and use the op ``linear``, if memory suffices.
+        emulation: allow references without the arithmetic that the op is meant for.
+        dequantize: if the op of a quantized weight has only a reference here, dequantize the weight
+            once, while loading, and use the op ``linear``, if memory suffices.
         tables: use measured run times in the selection.
         kv_cache: format of stored keys and values: ``"auto"`` follows the checkpoint, or else the
             model's dtype; ``"int4"`` uses 4 bits, and raises if a layer of the model cannot.
@@ -83,13 +83,13 @@ class Config(Settings):
         reduce_in_16_bits: allow 16-bit partial sums in 16-bit matmuls, if the platform has such a
             setting.
         seed: for the device's generators when a model is loaded, and for the noise of requests
-            without a seed of their own; None leaves the generators unchanged and uses random noise.
+            without a seed; None leaves the generators unchanged and uses random noise.
         isolation: whether plugin code is examined in a child process first.
         probe_seconds: time limit of each stage of such an examination.
         cache_dir: folder for verdicts, measurements and packed weights; None is the user's cache
             directory.
         packed: map packed weights of kernels from a file, which ``"auto"`` stores for large models;
-            ``"on"`` stores the file for every model, and raises if it cannot.
+            ``"on"`` stores the file for every model, and raises on failure.
         packed_bytes: size limit of all such files in ``cache_dir``; 0 stores none.
         weight_check: reaction of the loader to a weight that is NaN or infinite: ``"refuse"``
             raises, ``"warn"`` logs the weight, ``"off"`` does not check.
@@ -188,8 +188,8 @@ class Config(Settings):
 
         Raises: ConfigError: a source holds an unknown key or an unusable value.
         """
-        for read in (_external_config, _user_file, _environment):
-            read.forget()
+        for cached_reader in (_external_config, _user_file, _environment):
+            cached_reader.forget()
         return effective_config()
 
     @classmethod
@@ -211,6 +211,7 @@ class Config(Settings):
             return super().model_validate_json(json_data, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Mappings are MappingProxyType, which cannot be pickled.
         values = ((name, getattr(self, name)) for name in sorted(self.model_fields_set))
         plain: dict[str, Any] = {n: dict(v) if isinstance(v, Mapping) else v for n, v in values}
         return partial(Config, **plain), ()
@@ -219,11 +220,12 @@ class Config(Settings):
         return self  # immutable
 
     def __hash__(self) -> int:
+        # pydantic's own hash fails on mappings.
         fields = (getattr(self, name) for name in Config.model_fields)
         return hash(tuple(frozenset(f.items()) if isinstance(f, Mapping) else f for f in fields))
 
     def __repr_args__(self) -> Iterable[tuple[str, Any]]:
-        """Yield the fields that differ from their default, in the order of the fields."""
+        """Yield the fields with a value other than the default, in order."""
         for name, field in Config.model_fields.items():
             value = getattr(self, name)
             if value != field.get_default(call_default_factory=True):
@@ -256,8 +258,8 @@ def effective_config(argument: Config | None = None) -> Config:
 
     Precedence, highest first: argument, ``use(...)`` context, project file, user file, environment.
     Mappings are merged key by key, everything else is replaced. Files and the environment are read
-    once per process, the project file once per working directory; ``Config.refresh()`` reads them
-    again. An error in one of them raises at every call.
+    once per process, the project file once per working directory; ``Config.refresh()`` reads both
+    again. An error in a source raises at every call.
 
     Raises: ConfigError: a source holds an unknown key or an unusable value.
     """
@@ -269,7 +271,7 @@ def effective_config(argument: Config | None = None) -> Config:
 def config_sources(argument: Config | None = None) -> list[Source]:
     """Return the sources of the effective configuration, the strongest first.
 
-    Files are listed if they exist, the environment if it sets a field.
+    Only existing files are listed, and only an environment that sets a field.
     """
     argument_sources = [] if argument is None else [Source("argument", "", _check_type(argument))]
     context_sources = [Source("use()", "", config) for config in reversed(_context.get())]
@@ -280,8 +282,8 @@ def config_sources(argument: Config | None = None) -> list[Source]:
 def use(config: Config | None = None, /, **changes: Any) -> Iterator[Config]:
     """Apply a configuration, or single fields of one, inside a ``with`` block.
 
-    Safe in threads and asyncio tasks: a thread sees only the blocks that it entered itself, a task
-    also those in which it was created.
+    Safe in threads and asyncio tasks: a thread sees only blocks entered in that thread, a task also
+    blocks around its creation.
     """
     if config is not None and changes:
         raise ConfigError("use() takes a Config or single fields, not both")
@@ -304,7 +306,7 @@ def _converting_errors() -> Iterator[None]:
 
 
 def variables() -> MutableMapping[str, str]:
-    """Return the environment variables; only the sandbox writes to them, to undo changes."""
+    """Return the environment variables; only the sandbox writes variables, to undo changes."""
     return os.environ
 
 
@@ -321,6 +323,7 @@ def _check_type(config: object) -> Config:
 
 def _merge(*configs: Config) -> Config:
     """Merge ``configs``; the last is the strongest."""
+    # Only fields that were set take part, so that a default never overrides a weaker source.
     merged: dict[str, Any] = {}
     for config in configs:
         for name in config.model_fields_set:
@@ -333,7 +336,7 @@ def _merge(*configs: Config) -> Config:
 
 @cached
 def _external_config(folder: str) -> tuple[Config, tuple[Source, ...]]:
-    """Return the merged configuration of files and environment, and its sources, for a folder."""
+    """Merge the configuration of files and environment for a folder; return the sources too."""
     project = _from_file("project file", read_project_file(Path(folder)) if folder else None)
     sources = (*project, *_user_file(), *_environment())
     return _merge(*(source.config for source in reversed(sources))), sources
@@ -373,6 +376,7 @@ def _validate(fields: dict[str, Any], source: str) -> Config:
     try:
         return Config(**fields)
     except UnknownNameError as error:
+        # For users of files and variables, fields are "keys".
         kind, where = error.kind, f"{error.where} of {source}"
         if kind == "field":
             kind, where = "key", f"in {source}"

@@ -38,8 +38,8 @@ class SharedCacheWarning(UserWarning):
 def irregular(path: str | os.PathLike[str]) -> str:
     """Describe why a path leads to no regular file; "" for a regular or a missing file.
 
-    FIFOs and devices are never opened, because reading them may never end. Links are followed,
-    because downloaded models consist of links.
+    FIFOs and devices are never opened, because a read may never end. Links are followed, because
+    downloaded models consist of links.
     """
     try:
         kind = stat.S_IFMT(Path(path).stat().st_mode)
@@ -54,7 +54,7 @@ def open_owned(path: Path, *, writes: bool = False) -> int:
     """Open a regular file that this user or root owns, without following links.
 
     Args:
-        writes: open the file to read and write, and create it if it is missing.
+        writes: open for reading and writing, and create a missing file.
     Returns: the file descriptor.
     Raises: OSError: the text names the problem.
     """
@@ -73,6 +73,7 @@ def open_owned(path: Path, *, writes: bool = False) -> int:
             raise PermissionError(
                 f"{path} belongs to user {status.st_uid}, not to this one or root"
             )
+        # Another name may be a hard link that another user planted.
         if writes and status.st_nlink > 1:
             raise PermissionError(
                 f"{path} has {status.st_nlink} names, so that writing it harms others"

@@ -36,7 +36,7 @@ class Policy:
 
     ``strict`` refuses an unmet preference, and a tie that only names could decide. Without
     ``emulation`` no emulation may be chosen. ``default`` is the platform's preference: it ranks
-    after the user's preferences, and ``strict`` does not require it.
+    after the user's preferences, and is optional even if ``strict``.
     """
 
     pin: str | None = None

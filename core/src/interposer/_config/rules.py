@@ -79,7 +79,7 @@ class Rule(Settings):
     Attributes:
         pin: name or ``provider/name`` of the only candidate that may be chosen.
         prefer: globs over names and ``provider/name``: matches of the first glob rank before
-            matches of the second, and these before all other candidates.
+            matches of the second, and so on; other candidates rank last.
         forbid: globs over names and ``provider/name`` of candidates that may not be chosen.
         require: properties that the chosen candidate must promise, out of ``REQUIRABLE``.
 
@@ -169,8 +169,8 @@ def config_error(error: ValidationError, model: type[BaseModel]) -> ConfigError:
     if isinstance(cause, ConfigError):
         return ConfigError(f"{place}: {cause}" if place else str(cause))
     if first["type"] == "literal_error" and isinstance(first["input"], str):
-        known = get_args(model.model_fields[place].annotation)
-        return UnknownNameError("value", first["input"], known, where=f"of {place}")
+        literals = get_args(model.model_fields[place].annotation)
+        return UnknownNameError("value", first["input"], literals, where=f"of {place}")
     return ConfigError(
         f"{place} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
     )

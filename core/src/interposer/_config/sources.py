@@ -32,7 +32,7 @@ class ConfigFile(NamedTuple):
 
 
 def read_project_file(folder: Path) -> ConfigFile | None:
-    """Read the project file of ``folder`` or its nearest parent that has one.
+    """Read the project file of ``folder`` or of the nearest parent with one.
 
     A project file is ``interposer.toml``, or ``pyproject.toml`` with the table
     ``[tool.interposer]``. The search ends at a folder with ``.git``.
@@ -95,7 +95,7 @@ def _read(path: Path, only_with: str = "") -> ConfigFile | None:
 def read_variables(environment: Mapping[str, str]) -> dict[str, Any]:
     """Convert environment variables to fields of a ``Config``; an empty variable sets nothing.
 
-    Raises: ConfigError: a variable of this prefix is unknown, or its value cannot be used.
+    Raises: ConfigError: a variable of this prefix is unknown, or a value cannot be used.
     """
     fields: dict[str, Any] = {}
     for variable in sorted(name for name in environment if name.startswith(_PREFIX)):

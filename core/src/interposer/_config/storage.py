@@ -1,9 +1,9 @@
 """Storage shared by processes: JSON with a checksum, one file per entry, never pickle.
 
 A file is written completely under a temporary name and then renamed, so a reader sees the old entry
-or the new one, and writers need no lock. An entry is valid only if its bytes are exactly those that
-``Store`` writes for its key and value, in a regular file of this user or root. Files that other
-users leave in a shared folder are refused with an error that names the file, and links are never
+or the new one, and writers need no lock. An entry is valid only if the bytes equal the output of
+``Store`` for the same key and value, in a regular file of this user or root. Files that other users
+leave in a shared folder are refused with an error that names the file, and links are never
 followed.
 """
 
@@ -71,6 +71,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            # Without newline translation, because an entry must match its checksum byte by byte.
             with temporary.open("x", encoding="utf-8", newline="") as file:
                 file.write(text)
             temporary.replace(path)
@@ -146,7 +147,7 @@ class Store:
         return [folder.name for folder in folders if any(self.entries(folder.name))]
 
     def clear(self, kind: str | None = None) -> int:
-        """Remove the entries of one kind or of all, and return their number.
+        """Remove the entries of one kind or of all, and return the number removed.
 
         Files that the store did not write are not touched.
 
@@ -180,11 +181,14 @@ class Store:
                     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
                     with os.fdopen(descriptor, "wb") as file:
                         file.write(secrets.token_bytes(_SECRET_BYTES))
+                    # A link appears with the complete content, so no other process reads a partial
+                    # secret.
                     with suppress(FileExistsError):  # another process created the secret meanwhile
                         os.link(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
         with suppress(OSError), os.fdopen(open_owned(path), "rb") as file:
+            # One byte more detects a file that is too long.
             if len(secret := file.read(_SECRET_BYTES + 1)) == _SECRET_BYTES:
                 return secret
         return None
@@ -205,7 +209,7 @@ class Store:
 def default_store(config: Config | None = None) -> Store:
     """Return the store in ``Config.cache_dir``, or else in the user's cache directory.
 
-    For a user without a home folder, it is in the folder for temporary files, with one warning.
+    Without a home folder, the store is in the folder for temporary files, with one warning.
     """
     folder = (config or effective_config()).cache_dir
     try:

@@ -29,19 +29,18 @@ class AttentionSpec:
 
     Attributes:
         type: with ``encoder_decoder`` a query attends to all tokens of the encoder input.
-            ``forward`` writes their keys and values, to slots without a sequence, and
-            ``forward_stored`` reads them.
-        cache_dtype: of stored keys and values. If it differs from ``dtype``, keys and values are
-            divided by scales and rounded when they are stored; uint4 is quantized in groups with a
-            step and a base each.
+            ``forward`` writes the keys and values of these tokens, to slots without a sequence, and
+            ``forward_stored`` reads the stored ones.
+        cache_dtype: of stored keys and values. If different from ``dtype``, stored keys and values
+            are divided by scales and rounded; uint4 is quantized in groups with a step and a base
+            each.
         head_scales: one scale per kv head instead of one for all.
         window_tokens: a token attends to itself and the ``window_tokens - 1`` tokens before it;
             None means no window.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None leaves scores unchanged.
         sinks: one learned score per head joins the softmax.
-        latent: a cached vector is the key of all heads (MLA), and its first elements are their
-            value.
-        latent_size: elements of that value, and of the output; 0 unless ``latent``.
+        latent: a cached vector is the key of all heads (MLA), and the first elements are the value.
+        latent_size: size of that value, and of the output; 0 unless ``latent``.
         sparse: an indexer selects the tokens that are attended to.
         top_k: largest number of selected tokens; 0 unless ``sparse`` or an indexer.
         prefix_lm: the first tokens of a prompt attend to each other in both directions, and later
@@ -140,16 +139,16 @@ class AttentionBatch:
             excluding, ``query_starts[b + 1]``.
         seq_lens: ``[B]`` int64; tokens in the cache after this step, including the query.
         page_table: ``[B, P]`` int64; pages of each sequence in order, padded with 0. A page of
-            zeros may replace a page whose tokens all left the window.
+            zeros may replace a page that left the window.
         slots: ``[T]`` int64; the slot of each token's key and value: page * page size + offset.
         max_query_tokens: the longest query of the batch.
         max_seq_tokens: the largest of ``seq_lens``.
         state_slots: ``[B]`` int64, row of each sequence in the recurrent states, negative for
             padding; None if no layer has a state.
         prefix_lens: ``[B]`` int64, number of first tokens of each sequence that attend to each
-            other in both directions, all of which are in the cache. None if no layer needs it, and
-            in steps without a token that attends to a later one.
-        host: a copy of the batch in host memory, if its creator had one; see ``on_host``.
+            other in both directions, all of which are in the cache. None if no layer uses it, and
+            in steps without bidirectional attention.
+        host: a copy of the batch in host memory, if available; see ``on_host``.
     """
 
     version: ClassVar[int] = 1
@@ -250,8 +249,8 @@ class KVCacheLayout:
 class AttentionBackend(ABC):
     """One implementation of attention over a paged cache.
 
-    A backend is constructed once per distinct spec. Layers with equal specs share it, and its
-    ``plan`` runs once per step for all of them. Members for quantized caches and for sinks are
+    A backend is constructed once per distinct spec. Layers with equal specs share the backend, and
+    ``plan`` runs once per step for all these layers. Members for quantized caches and for sinks are
     called only if ``accepts`` accepted such a spec.
 
     Attributes:
@@ -259,7 +258,7 @@ class AttentionBackend(ABC):
             does not repeat host code, so ``plan_fixed`` and ``update_plan`` are called around the
             graph. Without this flag, ``plan`` of a backend that promises ``graph_safe`` becomes
             part of the graph.
-        takes_out: ``forward`` and its variants for such specs accept ``out``: contiguous memory of
+        takes_out: ``forward`` and the variants for such specs accept ``out``: contiguous memory of
             the result's shape and dtype, which is written and returned.
     """
 
@@ -271,7 +270,7 @@ class AttentionBackend(ABC):
 
     @property
     def seen_tokens(self) -> int | None:
-        """The most tokens that a token can attend to, including itself; None for no limit.
+        """The most tokens that one token can attend to, inclusive; None for no limit.
 
         Pages that hold only older tokens are freed after the step.
         """
@@ -306,13 +305,13 @@ class AttentionBackend(ABC):
         """
 
     def plan_fixed(self, batch: AttentionBatch) -> Any:
-        """Create a plan for a graph, whose tensors keep their addresses across updates.
+        """Create a plan for a graph; updates keep the addresses of the plan's tensors.
 
         Args:
             batch: one token per sequence, in the memory that the graph reads and that is rewritten
                 before each update; shapes and both ``max_`` numbers never change.
         Raises: MissingMemberError: not overridden. Backends with ``plans_on_host`` must override
-            it.
+            this member.
         """
         raise _lacking(self, "plans on the host", "plan_fixed")
 
@@ -323,7 +322,7 @@ class AttentionBackend(ABC):
     def prepare_scales(self, key_scale: Tensor, value_scale: Tensor) -> Any:
         """Convert the scales of one layer to the form that ``forward_quantized`` takes.
 
-        Called once for each layer, after its weights were loaded.
+        Called once for each layer, after the layer's weights were loaded.
 
         Args:
             key_scale: ``[1]``, or ``[K]`` with ``head_scales``, float32, positive.

@@ -45,7 +45,7 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device of a platform; ``torch_device`` is its name in torch."""
+    """One device of a platform; ``torch_device`` is torch's name for the device."""
 
     platform: str
     torch_device: str

@@ -37,8 +37,8 @@ class CheckpointFile(ABC):
     def names(self) -> Collection[str] | None:
         """Return the names of all tensors that ``stream`` yields, or None if unknown.
 
-        With known names, a layer whose optional tensor is absent can be finalized before the end of
-        the stream.
+        With known names, a layer without an optional tensor can be finalized before the end of the
+        stream.
 
         Raises: CheckpointError: the file is corrupt.
         """
@@ -46,10 +46,10 @@ class CheckpointFile(ABC):
 
     @abstractmethod
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor once, by the name of the parameter that it belongs to.
+        """Yield every tensor once, with the name of the tensor's parameter.
 
-        The name is the tensor's name in Hugging Face checkpoints of the architecture; parameters
-        are those that the linear methods of the quantization scheme register.
+        The name is the tensor's name in Hugging Face checkpoints of the architecture; for quantized
+        weights, the name that the scheme's linear method registers.
 
         Raises: CheckpointError: the file is truncated, or holds a tensor that cannot be a weight.
         """

@@ -14,7 +14,7 @@ from interposer._contract.verdict import Refusal, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One possible answer to a request, with the distribution that provides it."""
+    """One possible answer to a request, with the providing distribution."""
 
     name: str
     provider: str
@@ -83,12 +83,12 @@ class Choice:
 
     Attributes:
         why: the rule of the selection order that decided.
-        refusals: every other candidate with its reason, including outranked candidates.
+        refusals: every other candidate with a reason, including outranked candidates.
         seconds: measured run times of the candidates, by qualified name.
         notes: further facts for the user, such as a preference that could not be met.
         wished: a pin or a preference names the chosen candidate.
-        idle: the chosen candidate is never called at any of its places, as a note says.
-        waits: the calling layers read results on the host between the calls, as a note says.
+        idle: the chosen candidate is never called, as a note explains.
+        waits: the calling layers read results on the host between the calls, as a note explains.
     """
 
     request: Request

@@ -39,8 +39,8 @@ class Ranks:
             described.
         timeout_seconds: time within which every rank must join a collective; a rank that does not
             is lost.
-        backend: torch.distributed backend for device memory; the host-memory backend if the ranks
-            have several platforms, or their platform has no backend.
+        backend: torch.distributed backend for device memory; the host-memory backend if platforms
+            differ, or the platform has no backend.
         experts: expert parallelism, in the form that the experts' layers take; None if every rank
             holds a shard of every expert.
         secret: signs the messages of ``gather``; empty if the launch has none.
@@ -65,7 +65,7 @@ class Ranks:
         Args:
             group: process group of torch.distributed over host memory.
             platform: of this rank.
-            secret: known to these ranks alone.
+            secret: known only to the ranks of this group.
         """
         import torch.distributed as dist
 
@@ -116,9 +116,9 @@ class Communicator(ABC):
     every rank gets the same bits. If a rank does not join a call within ``ranks.timeout_seconds``,
     the call raises ``RankError`` on the other ranks, and so does every later call.
 
-    A subclass implements the methods that its record names in ``collectives``; the others raise. It
-    connects to the other ranks in ``open`` or at its first collective, not in its constructor,
-    because each rank plans by itself and may fail alone.
+    A subclass implements the methods that the record names in ``collectives``; the others raise.
+    Ranks connect in ``open`` or at the first collective, not in the constructor, because each rank
+    plans independently and may fail alone.
 
     Args:
         ranks: with a group.
@@ -133,7 +133,7 @@ class Communicator(ABC):
         self.device = device
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Return itself: a copy of a layer calls the same ranks."""
+        """Return this object: a copy of a layer calls the same ranks."""
         return self
 
     def open(self) -> None:  # noqa: B027 optional: some communicators share nothing
@@ -179,7 +179,7 @@ class Communicator(ABC):
         Args:
             x: ``[sum(sent), ...]``, the rows for each rank in rank order.
             sent: number of rows for each rank.
-            received: number of rows from each rank, equal to its ``sent[rank]``.
+            received: number of rows from each rank, equal to ``sent[rank]`` there.
         """
         raise self._missing("all_to_all")
 

@@ -111,7 +111,7 @@ class PluginConflictError(PluginError):
 
 
 class RecordError(InterposerError):
-    """A record that a plugin declared contradicts itself, or names a missing object."""
+    """A plugin's record is contradictory, or names a missing object."""
 
 
 class GraphError(InterposerError):
@@ -176,6 +176,7 @@ def warn(text: str, category: type[Warning]) -> None:
         _SKIPPED_MODULES
     ):
         frame = frame.f_back
+    # The registry of the named module, so that filters such as "once per location" work as usual.
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(
         text, category, frame.f_code.co_filename, frame.f_lineno, registry=registry

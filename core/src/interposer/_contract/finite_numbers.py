@@ -22,8 +22,8 @@ def are_finite(tensor: Tensor) -> bool:
         return True
     if tensor.itemsize > 1:
         # aminmax returns NaN if any element is NaN, and allocates no tensor of the input's size.
-        least, largest = tensor.aminmax()
-        return bool(least.isfinite() & largest.isfinite())
+        smallest, largest = tensor.aminmax()
+        return bool(smallest.isfinite() & largest.isfinite())
     bits = _EIGHT_BITS.get(str(tensor.dtype).removeprefix("torch."))
     if bits is None:  # 4-bit floats have neither NaN nor infinity
         return True

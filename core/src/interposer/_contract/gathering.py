@@ -1,7 +1,7 @@
 """Exchange of bytes between ranks, without pickles, signed with the secret of a launch.
 
 The process group's library opens the connections, without authentication. A message without the
-signature of its rank is therefore refused before its content is read.
+signature of its rank is therefore refused unread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def gather_bytes(content: bytes, group: Any, secret: bytes = b"") -> list[bytes]
         group: process group of torch.distributed over host memory.
         secret: known to the ranks alone; empty if the launch has none.
     Raises:
-        RankError: a message is too long, or lacks the signature of its rank.
+        RankError: a message is too long, or lacks the sender's signature.
         RuntimeError: a rank is lost, as reported by torch.distributed.
     """
     import torch
@@ -32,6 +32,7 @@ def gather_bytes(content: bytes, group: Any, secret: bytes = b"") -> list[bytes]
 
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     message = _signature(content, rank, size, secret) + content
+    # all_gather needs tensors of one size, so exchange the lengths first and pad the messages.
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(message)]), group=group)
     counts = [int(length) for length in lengths]
@@ -58,4 +59,6 @@ def gather_bytes(content: bytes, group: Any, secret: bytes = b"") -> list[bytes]
 
 
 def _signature(content: bytes, rank: int, size: int, secret: bytes) -> bytes:
+    # The rank and the number of ranks are signed too, so that no rank can replay another's
+    # message.
     return hmac.digest(secret, b"%d of %d " % (rank, size) + content, "sha256")

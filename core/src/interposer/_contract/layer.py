@@ -25,7 +25,7 @@ L = TypeVar("L", bound="PluggableLayer")
 
 
 class BoundKernel(NamedTuple, Generic[P, R]):
-    """A chosen kernel: its function, its choice, its preparation of constants and the inverse."""
+    """A chosen kernel: function, choice, preparation of constants and the inverse preparation."""
 
     function: Callable[P, R]
     prepare: Callable[..., Any] | None
@@ -78,7 +78,7 @@ class Binder(Protocol):
         ...
 
     def layer(self, standard: type[L], site: Site) -> type[L]:
-        """Choose the class to build for ``standard``: itself or its replacement."""
+        """Choose the class to build for ``standard``: the standard layer or a replacement."""
         ...
 
     def attention(self, spec: Any, site: Site) -> Any:
@@ -122,7 +122,7 @@ class Site:
     def bind_kernel(
         self, op: CustomOp[P, R], **dims: int | float | str | bool
     ) -> BoundKernel[P, R]:
-        """Return the chosen kernel with its choice and its preparation of constants."""
+        """Return the chosen kernel with the choice and the preparation of constants."""
         return self.resolver.kernel(op, self.dtype, dims, self.prefix)
 
     def bind_table(
@@ -135,7 +135,7 @@ class Site:
     ) -> tuple[BoundKernel[P, R], BoundKernel[Q, S] | None]:
         """Return the kernels of an embedding lookup and of a head that shares the table.
 
-        Both kernels read one form of the table, so a single copy is held if they prepare the same
+        Both kernels read one form of the table, so a single copy is held if both prepare the same
         tensors. With a head, both requests state ``tied``.
 
         Args:
@@ -155,9 +155,9 @@ class Site:
 class PluggableLayer(nn.Module):
     """A module whose class is chosen when an instance is constructed.
 
-    A class that sets ``layer_id`` is a standard layer. Its constructor asks the site's resolver for
+    A class that sets ``layer_id`` is a standard layer. The constructor asks the site's resolver for
     the class to use: the standard layer or a replacement. A replacement subclasses the standard
-    layer and keeps its signature, so its own ``__init__`` runs with the same arguments.
+    layer and keeps the signature, so the replacement's ``__init__`` runs with the same arguments.
     """
 
     layer_id: ClassVar[str] = ""
@@ -171,6 +171,7 @@ class PluggableLayer(nn.Module):
         ``site`` is missing only when Python copies or unpickles an instance.
         """
         chosen: type[PluggableLayer] = cls
+        # A replacement inherits ``layer_id``, so only a class that sets it itself is standard.
         if site is not None and "layer_id" in cls.__dict__:
             chosen = site.resolver.layer(cls, site)
         return super().__new__(chosen)

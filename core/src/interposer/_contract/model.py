@@ -52,17 +52,17 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def build(self, site: Site, page_size: int) -> CausalModel:
-        """Build the model; its layers with weights are ``PluggableLayer``.
+        """Build the model; layers with weights are ``PluggableLayer``.
 
-        Each layer is finalized once the tensors below its prefix are loaded. Torch's default device
-        is ``meta`` during the call, so no tensor is computed.
+        Each layer is finalized once the tensors below the layer's prefix are loaded. Torch's
+        default device is ``meta`` during the call, so no tensor is computed.
 
         Raises: NoCandidateError: every candidate for a layer was refused.
         """
 
 
 class CausalModel(nn.Module, ABC):
-    """A decoder whose only state is its caches; ``config`` holds the settings that built it."""
+    """A decoder with no state except caches; ``config`` holds the settings of the model."""
 
     config: ModelFamily
 
@@ -73,7 +73,7 @@ class CausalModel(nn.Module, ABC):
 
     @property
     def state_layers(self) -> Sequence[Any]:
-        """The layers with a ``state_layout``; their caches follow those of the attention layers."""
+        """The layers with a ``state_layout``; these caches follow the attention layers' caches."""
         return ()
 
     @abstractmethod
@@ -96,10 +96,10 @@ class CausalModel(nn.Module, ABC):
 
         Args:
             token_ids: ``[T]`` int64, all sequences concatenated.
-            positions: ``[T]`` int64, position of each token in its own sequence.
-            caches: one per attention layer, in its backend's layout; then one per layer with a
-                state, the tensors of its layout.
-            plans: one per attention layer, its backend's plan for this step; then a ``StateBatch``
+            positions: ``[T]`` int64, position of each token in the token's sequence.
+            caches: one per attention layer, in the backend's layout; then one per layer with a
+                state, the tensors of the state layout.
+            plans: one per attention layer, the backend's plan for this step; then a ``StateBatch``
                 per layer with a state.
             rows: ``[R]`` int64, indices into T.
         Returns: ``[R, V]`` or ``[T, V]``.

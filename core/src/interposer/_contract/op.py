@@ -1,4 +1,4 @@
-"""Custom ops: a PyTorch function that defines an op, and its schema, fake version and cases."""
+"""Custom ops: a PyTorch function that defines an op, with schema, fake version and cases."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Case:
     """One set of arguments on which a kernel is compared with the reference.
 
     Attributes:
-        label: the special feature of this case, unique within its op and dtype.
+        label: the special feature of this case, unique within op and dtype.
         arguments: by parameter name, in the op's order.
-        dims: the dims that a layer would state in its request for these arguments.
+        dims: the dims that a layer would request for these arguments.
         reduction: number of sequential float32 additions that produce one output element; 0 if
             elements are only copied.
         magnitude: bound of the absolute values in these additions in any order: the largest sum of
@@ -97,7 +97,7 @@ class Tolerance:
 
 
 class CustomOp(Generic[P, R]):
-    """A named op. Calling it runs the reference; layers bind a kernel instead.
+    """A named op. A call runs the reference; layers bind a kernel instead.
 
     Attributes:
         reference: the plain PyTorch function that defines the op.
@@ -106,7 +106,7 @@ class CustomOp(Generic[P, R]):
         constants: names of the tensor arguments that do not change after the weights were loaded.
         batched: names of the arguments whose dimension 0 counts tokens, sequences or independent
             rows of a weight, or has size 1 and is broadcast. Dimension 0 of every output has the
-            same size. Empty if the op has no such dimension, or if its rows are not independent.
+            same size. Empty if the op has no such dimension, or dependent rows.
         ragged: names of the arguments whose dimension 0 counts the tokens of concatenated
             sequences, each with the name of the int64 argument that holds the sequence starts and,
             last, the end. ``batched`` then names the arguments with one row per sequence, and
@@ -163,7 +163,7 @@ class CustomOp(Generic[P, R]):
         return f"CustomOp({self.schema})"
 
     def allowing(self, extra_roundings: int) -> CustomOp[P, R]:
-        """Return a copy with ``extra_roundings`` more roundings of tolerance; itself for 0."""
+        """Return a copy with ``extra_roundings`` more roundings of tolerance; the op for 0."""
         if not extra_roundings:
             return self
         loosened = copy(self)
@@ -178,6 +178,7 @@ class CustomOp(Generic[P, R]):
         The reference runs on fake copies of the arguments, so the result always agrees with the
         reference. Nothing is computed and nothing is written.
         """
+        # Real tensors are refused, because a reference that creates one would compute.
         with FakeTensorMode(allow_non_fake_inputs=False) as mode:
 
             def to_fake(value: Any) -> Any:

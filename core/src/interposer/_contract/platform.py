@@ -1,7 +1,7 @@
 """The platform contract.
 
-Required members are abstract. Optional members are marked ``@optional``: they raise
-``MissingMemberError`` until a platform overrides them, and ``provides`` tells whether it did.
+Required members are abstract. Optional members are marked ``@optional``: an optional member raises
+``MissingMemberError`` unless a platform overrides it, and ``provides`` tells whether one does.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 class NumericsPolicy:
     """The precision of matmuls, and the random seed, for a block of code.
 
-    torch has these as settings of the process. The defaults are those that the definition of
-    ``linear`` requires. Source: torch's notes on numerical accuracy (reduced precision reductions,
-    TensorFloat-32) and its ``set_float32_matmul_precision``, which sets every backend of torch.
+    torch has these as settings of the process. The defaults meet the definition of ``linear``.
+    Source: torch's notes on numerical accuracy (reduced precision reductions, TensorFloat-32) and
+    ``set_float32_matmul_precision``, which sets every backend of torch.
 
     Attributes:
         float32: arithmetic of float32 matmuls: ``"highest"`` is float32, ``"high"`` is
             TensorFloat-32 or three bfloat16 matmuls, ``"medium"`` is one bfloat16 matmul.
         reduce_in_16_bits: allow 16-bit partial sums in 16-bit matmuls; a platform without such a
             setting uses 32 bits.
-        seed: for the generators of all devices; None leaves them unchanged.
+        seed: for the generators of all devices; None leaves generators unchanged.
 
     Raises: ConfigError: the precision is unknown.
     """
@@ -47,9 +47,11 @@ class NumericsPolicy:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        known = ("highest", "high", "medium")
-        if self.float32 not in known:
-            raise ConfigError(f"float32 is {self.float32!r}, must be one of {', '.join(known)}")
+        precisions = ("highest", "high", "medium")
+        if self.float32 not in precisions:
+            raise ConfigError(
+                f"float32 is {self.float32!r}, must be one of {', '.join(precisions)}"
+            )
 
 
 @contextlib.contextmanager
@@ -160,8 +162,8 @@ class Platform(ABC):
 
         A replay reads the same memory as the captured call, uses the same Python numbers, and
         returns the same tensors each time. One-time setup of ``step`` must not be captured, so a
-        platform first calls ``step`` as often as its captures need. Graphs may share memory: replay
-        them one after the other, and read the result of one before the next one runs.
+        platform first calls ``step`` as often as a capture needs. Graphs may share memory: replay
+        graphs one after the other, and read the result of one before the next one runs.
         """
         raise self._missing("capture_graph")
 
@@ -212,7 +214,7 @@ class Platform(ABC):
 
     @optional
     def facts(self) -> Mapping[str, str]:
-        """Return further facts about this machine, by subject; ``doctor`` shows them."""
+        """Return further facts about this machine, by subject, which ``doctor`` shows."""
         raise self._missing("facts")
 
     @optional
@@ -235,8 +237,10 @@ class Platform(ABC):
         """Tell whether the platform provides an optional member."""
         declared = Platform.__dict__.get(member)
         if declared is None or not getattr(declared, "__interposer_optional__", False):
-            known = ", ".join(sorted(cls.optional_members()))
-            return Verdict.refuse(f"{member!r} is not an optional member; those are {known}")
+            optional_names = ", ".join(sorted(cls.optional_members()))
+            return Verdict.refuse(
+                f"{member!r} is not an optional member; those are {optional_names}"
+            )
         if getattr(cls, member) is declared:
             return Verdict.refuse(f"platform {cls.name!r} does not provide {member!r}")
         return Verdict.accept()
@@ -251,6 +255,7 @@ class Platform(ABC):
     def _unless_overridden(self, member: str) -> Iterator[None]:
         try:
             yield
+        # torch.accelerator raises any of these, depending on the build and the backend.
         except (RuntimeError, ValueError, AssertionError) as error:
             raise MissingMemberError(
                 f"Platform {self.name!r} does not override {member!r}, and torch.accelerator "

@@ -41,9 +41,9 @@ class LinearMethod(ABC):
 
     Attributes:
         input_codes: dtype to which the previous layer can quantize inputs with one scale, known
-            after ``create_weights``; None if it cannot.
+            after ``create_weights``; None if impossible.
         takes_codes: inputs arrive quantized with the scale that is the first operand. The previous
-            layer sets it, before weights are loaded.
+            layer sets this flag, before weights are loaded.
         parts_agree: ``finalize`` requires equal numbers, such as input scales, in all fused layers.
     """
 
@@ -61,18 +61,18 @@ class LinearMethod(ABC):
 
         - ``shard_dim``: dimension along which the rows of fused layers are concatenated; 0 by
           default.
-        - ``parts``: the fused layers that the parameter belongs to, if it does not belong to all.
+        - ``parts``: the fused layers that have the parameter, if not all do.
         - ``per_part``: if true, each of the layers fused there has an equal part of the parameter,
           such as one number.
-        - ``stored_as``: full name of the checkpoint's tensor, if it is not the layer's name with
-          the parameter's name. With ``any_form`` also true, the tensor keeps its stored shape and
-          dtype.
-        - ``passing``: if true, the parameter may be the checkpoint's own memory while ``finalize``
-          reads it; ``finalize`` must neither write to that memory nor keep any of it.
+        - ``stored_as``: full name of the checkpoint's tensor, if different from the layer's name
+          with the parameter's name. With ``any_form`` also true, the tensor keeps its stored shape
+          and dtype.
+        - ``passing``: if true, ``finalize`` may receive the checkpoint's own memory as the
+          parameter, and must neither write to nor keep that memory.
         - ``sample``: draws valid values from a generator, if not every number is valid.
         - ``default``: number, or function without arguments that returns a tensor of the
-          parameter's shape, for a parameter that a checkpoint may leave out. It applies also to
-          single layers of those that are fused.
+          parameter's shape, for a parameter that a checkpoint may leave out. The default also
+          applies to single fused layers.
         - ``num_groups``: if ranks hold shards of the layer, the number of input groups, for a
           parameter whose entries are indices of groups.
         - ``states_sizes``: if true, the parameter holds sizes of the layer, which ``sample``
@@ -83,10 +83,10 @@ class LinearMethod(ABC):
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         """Return ``(kernel, operands)``, so that the layer computes ``kernel(x, *operands)``.
 
-        Called as soon as all weights of the layer are loaded; it frees parameters that the operands
-        replace. To exchange weights, it is called again on a copy of the layer with the new
-        weights: data that depends on weights must be stored in ``layer`` or in the operands, never
-        in the method. Operands of the same form are then written in place.
+        Called as soon as all weights of the layer are loaded; frees parameters that the operands
+        replace. To exchange weights, ``finalize`` is called again on a copy of the layer with the
+        new weights: data that depends on weights must be stored in ``layer`` or in the operands,
+        never in the method. Operands of the same form are then written in place.
 
         Raises: CheckpointError: a parameter has values from which no weight can be computed.
         """
@@ -103,7 +103,7 @@ class LinearMethod(ABC):
     def dequantized_input(self, layer: nn.Module, x: Tensor) -> Tensor:
         """Return the float64 input ``[..., I]`` that the layer multiplies for ``x``.
 
-        A method that quantizes activations overrides it; the default is ``x`` in float64. Called
+        Methods that quantize activations override this; the default is ``x`` in float64. Called
         before ``finalize``.
         """
         return x.double()
@@ -111,9 +111,9 @@ class LinearMethod(ABC):
     def dequantizable(self) -> Verdict:
         """Tell whether the op ``linear`` with the weight of ``dequantized`` may replace the method.
 
-        The replacement happens if the chosen kernel of this method is only the reference of its op.
-        The weight is then dequantized once, on the host, rounded to the model's dtype, and replaces
-        the parameters that ``finalize`` has checked. The default accepts a method that overrides
+        The replacement happens if the chosen kernel of this method is only the op's reference. The
+        weight is then dequantized once, on the host, rounded to the model's dtype, and replaces the
+        parameters that ``finalize`` has checked. The default accepts a method that overrides
         ``dequantized`` and leaves inputs unchanged. Called after ``create_weights``.
         """
         if type(self).dequantized_input is not LinearMethod.dequantized_input:
@@ -165,13 +165,13 @@ class ExpertsMethod(ABC):
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
         """Register the parameters under the names that checkpoints use.
 
-        Attributes of parameters are those of ``LinearMethod.create_weights``, except those about
+        Attributes of parameters are as in ``LinearMethod.create_weights``, without the ones for
         fused layers. If checkpoints store every matrix separately, ``expert_parts`` of a parameter
         ``[E, rows, ...]`` lists the names of an expert's matrices in the parameter, in order, with
-        the rows of each, and ``expert_tensor`` the name of their tensor, if it is not ``weight``.
+        the rows of each, and ``expert_tensor`` the name of the tensor, if not ``weight``.
         Submodules that are added to ``layer`` instead are loaded and finalized separately.
 
-        Raises: ConfigError: the method cannot store experts of these sizes.
+        Raises: ConfigError: the method does not support experts of such sizes.
         """
 
     @abstractmethod
@@ -195,10 +195,9 @@ class ExpertsMethod(ABC):
 
 
 class EmbeddingMethod(ABC):
-    """Stores a table of token embeddings, looks tokens up and, for a tied head, multiplies by it.
+    """Stores a table of token embeddings for lookups and, for a tied head, for matmuls.
 
-    A head that shares the table has no weight of its own: lookup and matmul read the same stored
-    form.
+    A head that shares the table has no other weight: lookup and matmul read the same stored form.
     """
 
     @abstractmethod
@@ -207,17 +206,17 @@ class EmbeddingMethod(ABC):
     ) -> None:
         """Register the parameters under the names that checkpoints use.
 
-        Attributes of parameters are those of ``LinearMethod.create_weights``, except those about
+        Attributes of parameters are as in ``LinearMethod.create_weights``, without the ones for
         fused layers.
 
         Args:
             head: the site of the head that shares the table, None without one.
-        Raises: ConfigError: the method cannot store a table of these sizes.
+        Raises: ConfigError: the method does not support tables of such sizes.
         """
 
     @abstractmethod
     def finalize(self, layer: nn.Module) -> tuple[Call, Call | None]:
-        """Return ``(kernel, operands)`` of the lookup, and those of the matmul for a head.
+        """Return ``(kernel, operands)`` of the lookup, and of the matmul for a head.
 
         ``kernel(token_ids, *operands)`` returns rows ``[T, H]``, the stored values rounded to the
         model's dtype; ``kernel(hidden, *operands)`` returns the logits ``[T, V]``. Everything else
@@ -256,7 +255,7 @@ class QuantizationScheme(ABC):
 
     @abstractmethod
     def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return the method for the linear layer at ``prefix``, or None to leave it unquantized.
+        """Return the method for the linear layer at ``prefix``, or None for no quantization.
 
         Args:
             parts: names of the checkpoint's layers that are fused there, such as ``("q_proj",
@@ -270,7 +269,7 @@ class QuantizationScheme(ABC):
     def restored(
         self, tensors: Iterator[tuple[str, Tensor]], places: Container[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield a checkpoint's tensors, dequantizing those whose scales no method can store.
+        """Yield a checkpoint's tensors; dequantize tensors with scales that no method can store.
 
         Args:
             tensors: the checkpoint's tensors by name.
@@ -279,7 +278,7 @@ class QuantizationScheme(ABC):
         return tensors
 
     def head_method(self, prefix: str) -> LinearMethod | None:
-        """Return the method for a head at ``prefix`` with its own weight; None if unquantized.
+        """Return the method for an untied head at ``prefix``; None if unquantized.
 
         For a head that shares the embedding's table, ``embedding_method`` is called instead.
         """

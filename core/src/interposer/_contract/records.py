@@ -1,7 +1,7 @@
 """The declarative records that a plugin returns.
 
 Every heavy object is named by an import string, ``"package.module:attribute"``, and loaded only
-after its record was chosen. This module imports neither torch nor any plugin.
+after the record was chosen. This module imports neither torch nor any plugin.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TARGETS = ("target", "predicate", "prepare", "restore", "confirm", "cases", "exa
 
 
 class _Checked:
-    """Base of records that are checked when they are constructed."""
+    """Base of records that are checked at construction."""
 
     __slots__ = ()
 
@@ -46,7 +46,7 @@ class _Checked:
 
 @dataclass(frozen=True, slots=True)
 class OpEntry(_Checked):
-    """A ``CustomOp``: ``target`` is the op object, defined next to its reference.
+    """A ``CustomOp``: ``target`` is the op object, defined next to the reference.
 
     Attributes:
         properties: promises of the reference, a subset of ``PROPERTIES``.
@@ -75,26 +75,24 @@ class Kernel:
         predicate: import string of ``(Request) -> Verdict`` for requirements that ``requires``
             cannot declare.
         prepare: import string of a function that takes the op's constant tensors by name and
-            returns the kernel's form of these constants by name; called once, after the weights
-            were loaded.
-        restore: import string of the inverse of ``prepare``: it takes the prepared constants and,
-            as ``into``, empty tensors by name, and must fill these tensors with the original
-            constants, bit for bit.
+            returns the prepared constants by name; called once, after the weights were loaded.
+        restore: import string of the inverse of ``prepare``: takes the prepared constants and, as
+            ``into``, empty tensors by name, to be filled with the original constants, bit for bit.
         score: among the accepted kernels the highest score wins; the reference has 0.
         properties: promises, a subset of ``PROPERTIES``.
         form: name of the prepared form, if kernels of several ops of one distribution share one
-            prepared copy of the same tensors; without ``form`` every kernel holds its own copy.
+            prepared copy of the same tensors; without ``form`` every kernel holds a separate copy.
         confirm: import string of ``(Request) -> Verdict``, called in this process when the kernel
             would be chosen, and never for a device that is only described. Meant for slow checks,
-            such as whether a library that compiles itself can be imported.
-        extra_roundings: roundings of intermediate results to the dtype, beyond those that the op's
-            tolerance allows, for a kernel that stores fewer bits than the op defines. Comparisons
-            with the reference allow as many more.
+            such as the import of a library that compiles code.
+        extra_roundings: roundings of intermediate results to the dtype, beyond the op's tolerance,
+            for a kernel that stores fewer bits than the op defines. Comparisons with the reference
+            allow as many more.
         proven_on: architectures on which the kernel was compared with the reference. Empty means
             none; None, which states nothing, counts as all. Unproven kernels rank after proven
             kernels.
-        layout: version of the prepared form, if its tensors' bytes mean the same in every process
-            on devices of one capability, so that a file can store them. 0 means that no file can.
+        layout: version of the prepared form, if a file can store the prepared tensors because the
+            bytes mean the same in every process on devices of one capability; otherwise 0.
     """
 
     op: str
@@ -116,6 +114,7 @@ class Kernel:
     def __post_init__(self) -> None:
         _check(self)
         for label in ("form", "restore", "layout"):
+            # All three describe the result of ``prepare``.
             if (value := getattr(self, label)) and not self.prepare:
                 raise RecordError(
                     f"{self.name!r} has the {label} {value!r}, but prepares nothing. "
@@ -127,11 +126,11 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class LayerEntry(_Checked):
-    """A class for a layer id: the standard layer, or a replacement that subclasses it.
+    """A class for a layer id: the standard layer, or a subclass that replaces it.
 
     ``cases`` of a standard layer is the import string of a ``LayerCaseGenerator``; the conformance
     suite compares replacements with the standard layer on these cases. ``properties`` are promises
-    of the layer's own code; the kernels that the layer binds have promises of their own.
+    of the layer's own code; bound kernels have separate promises.
     """
 
     layer_id: str
@@ -147,14 +146,13 @@ class LayerEntry(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class AttentionEntry(_Checked):
-    """An ``AttentionBackend`` class; its ``accepts`` judges the specification.
+    """An ``AttentionBackend`` class; ``accepts`` judges the specification.
 
     ``predicate`` is an import string of ``(AttentionSpec, Capability) -> Verdict`` that replaces
     ``accepts``, so that the backend's module is not imported to judge a specification.
 
     ``page_sizes`` are page sizes in tokens from which an engine can choose, the preferred one
-    first; empty leaves the size to the engine. ``proven_on`` has the meaning that it has in
-    ``Kernel``.
+    first; empty leaves the size to the engine. ``proven_on`` is explained in ``Kernel``.
     """
 
     name: str
@@ -192,7 +190,7 @@ class SchemeEntry(_Checked):
 class ModelEntry(_Checked):
     """A ``ModelFamily`` class for the ``architectures`` that config.json names.
 
-    ``reads`` are the fields of config.json that the family uses; explanations show them.
+    ``reads`` are the fields of config.json that the family uses, for explanations.
 
     ``examples`` is the import string of a function without parameters that returns contents of
     config.json by label, each of a model with few weights. The conformance suite compares the
@@ -226,15 +224,15 @@ class CheckpointEntry:
 
 @dataclass(frozen=True, slots=True)
 class PlatformEntry:
-    """A ``Platform`` class; its ``probe`` tells whether this machine has such a device.
+    """A ``Platform`` class; ``probe`` tells whether this machine has such a device.
 
-    ``driver_files`` are absolute paths whose content changes with the driver: verdicts and
-    measurements are stored per driver. An ``explicit`` platform is used, and probed, only if the
-    user names it; a simulator is the typical case.
+    ``driver_files`` are absolute paths of files that change with the driver: verdicts and
+    measurements are stored per driver. An ``explicit`` platform is used, and probed, only if named
+    by the user; a simulator is the typical case.
 
     ``runs`` are names of other platforms whose kernels, layers and attention backends run on this
-    platform too. The other requirements of their records are judged by this platform's devices. The
-    relation is not transitive, and the other platforms need not be installed.
+    platform too. Further requirements are judged by this platform's devices. The relation is not
+    transitive, and the other platforms need not be installed.
     """
 
     name: str
@@ -249,22 +247,21 @@ class PlatformEntry:
         runs = f"{self.name!r} runs"
         if not isinstance(self.runs, tuple):
             raise RecordError(f"{runs} {self.runs!r}, which is no tuple. Try: runs=('cpu',)")
-        for other in self.runs:
-            if not (isinstance(other, str) and other):
-                raise RecordError(f"{runs} {other!r}, which is not the name of a platform")
-            if other == self.name:
+        for platform in self.runs:
+            if not (isinstance(platform, str) and platform):
+                raise RecordError(f"{runs} {platform!r}, which is not the name of a platform")
+            if platform == self.name:
                 mend = "leave it out; what names a platform runs there anyway"
-                raise RecordError(f"{runs} {other!r}, which is itself. Try: {mend}")
+                raise RecordError(f"{runs} {platform!r}, which is itself. Try: {mend}")
 
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorEntry(_Checked):
-    """A ``Communicator`` class for the collectives that it names; all but fused ones by default.
+    """A ``Communicator`` class for the listed collectives; all but fused ones by default.
 
     Requests for a collective state ``ranks`` (number of ranks), ``hosts`` and ``platforms``
     (numbers of distinct ones) and ``bytes`` (of one rank), so that ``requires`` can limit sizes and
-    topologies. ``predicate``, ``confirm`` and ``proven_on`` have the meanings that they have in
-    ``Kernel``.
+    topologies. ``predicate``, ``confirm`` and ``proven_on`` are explained in ``Kernel``.
     """
 
     name: str
@@ -377,8 +374,10 @@ def _check(record: Record) -> None:
         raise RecordError(f"{record.name!r} has the score {score!r}, which is not a number")
     unknown = sorted(getattr(record, "properties", frozenset()) - PROPERTIES)
     if unknown:
-        known = ", ".join(sorted(PROPERTIES))
-        raise RecordError(f"{record.name!r} has unknown properties {unknown}; known: {known}")
+        known_properties = ", ".join(sorted(PROPERTIES))
+        raise RecordError(
+            f"{record.name!r} has unknown properties {unknown}; known: {known_properties}"
+        )
     if isinstance(record, DeviceEntry | TuningEntry):
         package, _, inside = record.resource.partition(":")
         if not all(part.isidentifier() for part in package.split(".")) or not inside:

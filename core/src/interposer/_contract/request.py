@@ -32,7 +32,7 @@ class Request:
         kind: the kind of thing that is requested.
         name: the op, layer id, attention type, quantization method, architecture, file suffix or
             collective; empty for platforms.
-        platform: name of the platform to run on; empty when platforms themselves are chosen.
+        platform: name of the platform to run on; empty in a request for a platform.
         capability: capability of the device to run on.
         dtype: torch name without ``torch.``, or empty if the dtype does not matter.
         dims: static dimensions and options by name.
@@ -53,6 +53,7 @@ class Request:
     @property
     def key(self) -> tuple[object, ...]:
         """A key that is equal for all requests of one device that must get equal answers."""
+        # The capability is left out: a resolver has one device.
         dims = tuple(sorted(self.dims.items()))
         return (self.kind, self.name, self.platform, self.dtype, dims, self.detail)
 

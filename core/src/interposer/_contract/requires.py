@@ -89,7 +89,7 @@ class Requires:
                 )
 
     def judge(self, request: Request) -> Verdict:
-        """Accept ``request``, or refuse with the first requirement that it does not meet."""
+        """Accept ``request``, or refuse with the first unmet requirement."""
         capability = request.capability
         if self.architectures and capability.architecture not in self.architectures:
             architectures = ", ".join(sorted(self.architectures))

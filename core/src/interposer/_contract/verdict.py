@@ -36,7 +36,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One candidate that was not chosen, its provider, and the reason."""
+    """One candidate that was not chosen, with provider and reason."""
 
     candidate: str
     provider: str

@@ -58,7 +58,7 @@ def examine(dist: Distribution, task: Task, config: Config, *, driver: str = "")
     """Return the finding of a task for code of ``dist``, made now or remembered.
 
     With ``config.isolation`` the task runs in another process, where each stage may take
-    ``config.probe_seconds``. A remembered refusal is only reused while its cause can persist, so
+    ``config.probe_seconds``. A remembered refusal is only reused while the cause can persist, so
     not after a time limit was raised or a missing module was installed. Code that exceeded the
     limit is examined once more by the next process, because the machine may have been busy. The
     finding's facts contain ``times_late`` if the limit was exceeded twice in a row, and
@@ -73,6 +73,7 @@ def examine(dist: Distribution, task: Task, config: Config, *, driver: str = "")
     finding = _remembered.get(memory_key)
     if finding is not None and finding.stands(config.probe_seconds):
         return finding
+    # Checked again below, because another thread may have finished meanwhile.
     with _lock.held:  # concurrent threads share one examination
         finding = _remembered.get(memory_key)
         if finding is not None and finding.stands(config.probe_seconds):
@@ -90,20 +91,22 @@ def examine(dist: Distribution, task: Task, config: Config, *, driver: str = "")
             finding = replace(finding, facts={**finding.facts, "times_late": 2})
         if is_lasting:
             _remembered[memory_key] = finding
+            # A process that was killed from outside says nothing about the code, so it is not
+            # stored.
             if not finding.facts.get("passing"):
                 _write(store, key, finding)
         return replace(finding, span=span)
 
 
 def forget_verdicts() -> None:
-    """Forget the verdicts in this process's memory; those on disk stay."""
+    """Forget the verdicts in this process's memory, but not on disk."""
     with _lock.held:
         _remembered.clear()
         _warned.clear()
 
 
 def _examine_now(task: Task, config: Config) -> tuple[Finding, bool]:
-    """Return a finding, and whether it describes the code rather than a temporary condition."""
+    """Return a finding, and False if only a temporary condition caused it."""
     if config.isolation == "off":
         return perform(task), True
     try:

@@ -1,4 +1,4 @@
-"""The tasks of an examination, stage by stage; they run in a fork or in this process."""
+"""The tasks of an examination, stage by stage, run in a fork or in this process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Arguments = Mapping[str, Any]
 
 
 def perform(task: Task) -> Finding:
-    """Run a task in this process and return its finding.
+    """Run a task in this process and return the finding.
 
     An exception in the examined code becomes a refusal; a crash or a hang affects this process.
     """
@@ -73,14 +73,14 @@ def load_value(value: str) -> Any:
 def check_plugin(
     plugin: object, name: str, value: str = "", *, reporter: Reporter | None = None
 ) -> tuple[tuple[Record, ...], list[str]]:
-    """Return the records of an imported plugin and the faults found in it.
+    """Return the records and the faults of an imported plugin.
 
     Checks the API version, the hooks, the behaviour and result of ``interposer_records``, and the
-    records, without importing their targets. Records are returned only if there is no fault.
-    Exceptions in the plugin's code are passed on.
+    records, without importing targets. Records are returned only if there is no fault. Exceptions
+    in the plugin's code are passed on.
 
     Args:
-        value: of its entry point; empty for a plugin registered in code.
+        value: of the entry point; empty for a plugin registered in code.
     """
     reporter = reporter or Reporter()
     reporter.begin("reading INTERPOSER_API")
@@ -104,7 +104,7 @@ def check_plugin(
 
 
 def examine_plugin(arguments: Arguments, reporter: Reporter) -> Finding:
-    """Import a plugin, take its records, and check the records and their targets."""
+    """Import a plugin, and check the plugin's records and targets."""
     value, name = str(arguments["value"]), str(arguments["name"])
     stage = f"importing {value.partition(':')[0].strip()}"
     plugin = reporter.run(stage, _watch(value, reporter), load_value, value)
@@ -128,7 +128,7 @@ def examine_targets(arguments: Arguments, reporter: Reporter) -> Finding:
 
 
 def examine_platform(arguments: Arguments, reporter: Reporter) -> Finding:
-    """Call a platform's probe, and list its devices if the probe accepts."""
+    """Call a platform's probe, and list the devices if the probe accepts."""
     target = str(arguments["target"])
     (platform,) = _load([target], reporter)
     watch = _watch(target, reporter, light=False)
@@ -142,7 +142,7 @@ def examine_platform(arguments: Arguments, reporter: Reporter) -> Finding:
 
 
 def examine_predicate(arguments: Arguments, reporter: Reporter) -> Finding:
-    """Call a predicate once to detect a hang; the verdict itself is not stored."""
+    """Call a predicate once to detect a hang; the verdict is not stored."""
     target, member = str(arguments["target"]), str(arguments["member"])
     (loaded,) = _load([target], reporter)
     predicate = getattr(loaded, member) if member else loaded
@@ -257,7 +257,7 @@ def read_request(value: Mapping[str, Any]) -> Request:
 
 
 def _load(targets: Iterable[str], reporter: Reporter) -> list[Any]:
-    """Load the objects of import strings, each as a stage of its own."""
+    """Load the objects of import strings, one stage per object."""
     reporter.unmute()  # printing is forbidden only while the plugin's own module is imported
     loaded = []
     for target in targets:
@@ -280,7 +280,7 @@ def _watch(
 def _verdict(
     reporter: Reporter, stage: str, watch: SideEffects, action: Callable[..., Any], *arguments: Any
 ) -> Verdict:
-    """Run a stage and return its verdict.
+    """Run a stage and return the verdict.
 
     Raises: RefusedError: the stage had side effects, or returned something else than a verdict.
     """

@@ -49,7 +49,7 @@ class Explainable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One entry of the policy: a field, its key if it is a mapping, and its source."""
+    """One entry of the policy: a field, the key in a mapping, and the source of the value."""
 
     field: str
     key: str
@@ -67,7 +67,7 @@ class Explanation:
     Attributes:
         policy: every setting that is not left to the selection.
         subjects: everything that can be chosen, if no model is explained.
-        failures: kernels that failed while they ran, and were replaced.
+        failures: kernels that failed at run time and were replaced.
         notes: further facts.
         unasked: everything that can be chosen, if a model is explained.
         full: the text includes every place, requirement and traceback.
@@ -196,10 +196,10 @@ def explain(
             built model is planned anew.
         config: policy that precedes all other sources; a built model has its own.
         dtype: to compute in, for a directory; ``"auto"`` takes the checkpoint's.
-        quantization: the method by which unquantized weights of a directory are quantized while
-            they load, or its settings; a built model has its own.
-        tensor_parallel: the number of processes that compute a directory's model together; they
-            need not exist.
+        quantization: the method for quantizing a directory's unquantized weights at load time, or
+            the settings of a method; a built model has its own.
+        tensor_parallel: the number of processes that compute a directory's model together, without
+            starting any.
         expert_parallel: the expert parallelism, in the form that the planner takes.
     Raises:
         ConfigError: arguments other than ``model`` and ``device`` are given for a built model, one
@@ -309,7 +309,7 @@ def _step_notes(
 
 
 def _names(subject: Subject | Request) -> tuple[str, ...]:
-    """Return the names by which ``why`` selects a subject; attention has all of its types."""
+    """Return the names by which ``why`` selects a subject; for attention, all types."""
     if subject.kind == "attention" and isinstance(subject, Subject):
         return "attention", *get_args(AttentionType)
     if subject.kind == "attention":
@@ -351,7 +351,7 @@ def _option_dict(option: Option) -> dict[str, Any]:
 
 
 def settings(config: Config, placement: Placement | None = None) -> tuple[Setting, ...]:
-    """Return the settings of ``config``, in the order of its fields.
+    """Return the settings of ``config``, in the order of the fields.
 
     A setting that none of the current sources has was an argument, or is a platform default.
     """
@@ -362,6 +362,7 @@ def settings(config: Config, placement: Placement | None = None) -> tuple[Settin
             value = getattr(config, name)
             entries = value if isinstance(value, Mapping) else {"": value}
             for key, entry in entries.items():
+                # Sources are listed from the strongest, so the first match is the origin.
                 origins = (s.name for s in sources if _set_by(s.config, name, key) == entry)
                 result.append(Setting(name, key, _text(entry), next(origins, "argument")))
         if name == "kernels" and placement is not None:

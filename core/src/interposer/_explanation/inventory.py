@@ -24,7 +24,7 @@ _RECORDS_WITH_REQUIREMENTS = (Kernel, LayerEntry, AttentionEntry, CommunicatorEn
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A candidate, and whether the device meets its requirements for some dtype and dims."""
+    """A candidate, and whether the device suits it for some dtype and dims."""
 
     candidate: Candidate
     verdict: Verdict
@@ -37,7 +37,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """An op, layer id, scheme, architecture, collective or attention, with its candidates."""
+    """An op, layer id, scheme, architecture, collective or attention, with all candidates."""
 
     kind: Kind
     name: str
@@ -49,7 +49,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """A kernel that is never chosen, because no plugin defines its op."""
+    """A kernel that is never chosen, because no plugin defines the op."""
 
     plugin: Plugin
     kernel: Kernel
@@ -65,7 +65,7 @@ class Stray:
 
 
 def inventory(registry: Registry, device: Device) -> tuple[Subject, ...]:
-    """Return everything that a model can request, with its candidates, the highest score first."""
+    """Return everything that a model can request, with candidates by descending score."""
     all_subjects = []
     for kind in KINDS:
         for name in registry.subjects(kind):
@@ -192,7 +192,7 @@ def row_lines(row: Row, full: bool) -> list[str]:
 
 
 def refused_lines(refusals: Iterable[Refusal], full: bool, start: str) -> Iterator[str]:
-    """Yield a line for every refusal; ``full`` adds its traceback."""
+    """Yield a line for every refusal; ``full`` adds tracebacks."""
     for refusal in refusals:
         yield f"{start}{refusal}"
         if full:
@@ -200,7 +200,7 @@ def refused_lines(refusals: Iterable[Refusal], full: bool, start: str) -> Iterat
 
 
 def subject_lines(subject: Subject, full: bool) -> list[str]:
-    """Return the text of one subject: its candidates, and whether the device meets their needs."""
+    """Return the text of one subject: each candidate, and whether it fits the device."""
     lines = [str(subject)]
     for option in subject.options:
         candidate = option.candidate
@@ -210,7 +210,7 @@ def subject_lines(subject: Subject, full: bool) -> list[str]:
         if full:
             lines.append(f"      target: {getattr(candidate.record, 'target', '')}")
             lines += [f"      needs {need}" for need in requirements(candidate)]
-            lines += [f"      {read}" for read in reads(candidate)]
+            lines += [f"      {line}" for line in reads(candidate)]
             if candidate.properties:
                 lines.append(f"      promises {', '.join(sorted(candidate.properties))}")
     return lines

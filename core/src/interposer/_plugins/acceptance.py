@@ -1,4 +1,4 @@
-"""The code of plugins: its trial, its loading, and its verdicts on requests."""
+"""The code of plugins: trial, loading, and verdicts on requests."""
 
 from __future__ import annotations
 
@@ -99,14 +99,16 @@ class PluginCode(Code):
     def _is_sound(self, task: Task) -> bool:
         """Tell whether a part of the SDK can be loaded; one examination covers a whole package.
 
-        The SDK's modules are many and small. If their joint examination fails, each is examined by
-        itself.
+        The SDK's modules are many and small. If the joint examination fails, each module is
+        examined separately.
         """
         (target,) = task.arguments.get("targets") or [task.arguments["target"]]
         package = _package(target)
         if package not in self._sound:
             targets = {r.target for r in self.plugin.records if hasattr(r, "target")} | {target}
-            package_targets = sorted(other for other in targets if _package(other) == package)
+            package_targets = sorted(
+                candidate for candidate in targets if _package(candidate) == package
+            )
             if self.examine(Task("target", {"targets": package_targets})):
                 self._sound.add(package)
         return package in self._sound
@@ -143,12 +145,12 @@ def _runs_itself(platform: str) -> Collection[str]:
 
 
 def acceptance_of(record: Record, code: Code | None = None, runs: Runs = _runs_itself) -> Accepts:
-    """Return the function by which a record judges requests; without ``code``, it is trusted.
+    """Return the function by which a record judges requests; trusted without ``code``.
 
     An exception in the plugin's code becomes a refusal with the traceback.
 
     Args:
-        runs: see ``Registry.runs``; by default a platform runs its own records and those for any
+        runs: see ``Registry.runs``; by default a platform runs records for itself and for any
             platform.
     """
     code = code or Code()
@@ -161,7 +163,7 @@ def acceptance_of(record: Record, code: Code | None = None, runs: Runs = _runs_i
 
 
 def judge_requirements(record: Judged, request: Request, runs: Runs) -> Verdict:
-    """Judge whether ``request`` is for the record's platform and meets its requirements.
+    """Judge ``request`` by the platform and the requirements of the record.
 
     A platform that runs the record's platform is accepted too, and the reason then says so.
     """
@@ -179,8 +181,7 @@ def judge_requirements(record: Judged, request: Request, runs: Runs) -> Verdict:
 class _Acceptance:
     """Judges a request by platform, requirements and the record's own code, in that order.
 
-    The last verdict is kept, because a request is judged both for its measurements and for the
-    choice.
+    The last verdict is kept, because a request is judged both for measurements and for the choice.
     """
 
     def __init__(self, record: Judged, code: Code, runs: Runs) -> None:
@@ -191,6 +192,7 @@ class _Acceptance:
 
     def __call__(self, request: Request) -> Verdict:
         last = self._last
+        # Compared by identity, because a predicate may read the prefix, which equality ignores.
         if last is None or last[0] is not request:
             last = self._last = (request, _guarded(self._judge, request))
         return last[1]

@@ -33,8 +33,8 @@ _MOST_PLUGINS = 100
 def discover(config: Config | None = None) -> Plugins:
     """Load every installed plugin that the policy allows; broken plugins are quarantined.
 
-    Code is imported here only after a child process has imported it without harm, now or at an
-    earlier time whose verdict is remembered.
+    Code is imported here only after a child process has imported the same code without harm, now or
+    earlier with a remembered verdict.
 
     Raises:
         UnknownNameError: the allow list names a distribution that is not installed.
@@ -135,35 +135,40 @@ def _find_sources() -> tuple[list[Source], dict[Source, str]]:
         for entry in entries:
             place = (entry.name, distribution.name, distribution.location, entry.value)
             sources[place] = _source(distribution, entry.name, entry.value)
+    # Sorted, because the order of distributions on the path is arbitrary.
     return [sources[place] for place in sorted(sources)], broken
 
 
 def _read_entry_points(metadata: Any, group: str = hookspecs.GROUP) -> tuple[list[Any], str]:
-    """Return the entry points of a group, or none and the fault of their file."""
+    """Return the entry points of a group, or none and the fault of the file."""
     entries, fault = announced(metadata, group)
     if len(entries) > _MOST_PLUGINS:
         return [], f"it announces {len(entries):,} plugins; {_MOST_PLUGINS} are allowed"
     return entries, fault
 
 
-def _is_same_installation(first: Metadata, other: Metadata) -> bool:
+def _is_same_installation(first: Metadata, second: Metadata) -> bool:
     """Tell whether the path has one folder twice, or the source code of an editable install.
 
     Build tools leave metadata in such source code next to the metadata of the installation.
     """
-    first_folder, other_folder = metadata_folder(first).resolve(), metadata_folder(other).resolve()
-    editable = other_folder.suffix == ".egg-info" and read_distribution(first).editable
-    return first_folder == other_folder or (
-        editable and Path(read_distribution(first).location) == other_folder.parent
+    first_folder, second_folder = (
+        metadata_folder(first).resolve(),
+        metadata_folder(second).resolve(),
+    )
+    editable = second_folder.suffix == ".egg-info" and read_distribution(first).editable
+    return first_folder == second_folder or (
+        editable and Path(read_distribution(first).location) == second_folder.parent
     )
 
 
-def _describe_duplicate(first: Metadata, other: Distribution) -> str:
+def _describe_duplicate(first: Metadata, duplicate: Distribution) -> str:
     """Describe the conflict of a distribution with an earlier one of the same name."""
-    used = read_distribution(first)
+    first_facts = read_distribution(first)
     return (
-        f"there are two distributions of the name {other.name!r} on the path: {used.version} in "
-        f"{used.location}, which is used, and {other.version} in {other.location}"
+        f"there are two distributions of the name {duplicate.name!r} on the path: "
+        f"{first_facts.version} in {first_facts.location}, which is used, and "
+        f"{duplicate.version} in {duplicate.location}"
     )
 
 
@@ -173,7 +178,7 @@ def _source(distribution: Distribution, name: str = "", value: str = "") -> Sour
 
 
 def _folder(metadata: Metadata) -> str:
-    """Return the normalized name of a distribution, taken from its metadata folder."""
+    """Return the normalized name of a distribution, taken from the metadata folder."""
     # Reading the name from the metadata takes ten times as long.
     return canonicalize_name(metadata_folder(metadata).stem.partition("-")[0])
 
@@ -204,10 +209,10 @@ def _filter_sources(plugins: Plugins, sources: list[Source], config: Config) -> 
     return allowed_sources
 
 
-def _warn_of_unknown(disabled: set[str], known: Iterable[str]) -> None:
+def _warn_of_unknown(disabled: set[str], installed_names: Iterable[str]) -> None:
     """Only warn, because one policy may serve machines with different plugins."""
-    for name in sorted(disabled.difference(known)):
-        listed = ", ".join(repr(k) for k in nearest_first(name, known)) or "(none)"
+    for name in sorted(disabled.difference(installed_names)):
+        listed = ", ".join(repr(k) for k in nearest_first(name, installed_names)) or "(none)"
         text = f"The configuration disables {name!r}, which is not installed. Installed: {listed}."
         warn(text, PluginWarning)
 
@@ -219,7 +224,7 @@ def _resolve_name_conflicts(plugins: Plugins, sources: list[Source]) -> list[Sou
     """
     unique_sources = []
     for source in sources:
-        rivals = [other for other in sources if other.name == source.name]
+        rivals = [rival for rival in sources if rival.name == source.name]
         if _keeps_claim(source, rivals):
             unique_sources.append(source)
         else:
@@ -228,7 +233,7 @@ def _resolve_name_conflicts(plugins: Plugins, sources: list[Source]) -> list[Sou
 
 
 def _keeps_claim(source: Source, rivals: Sequence[Source]) -> bool:
-    """Tell whether ``source`` has no rivals, or is the only part of the SDK among them."""
+    """Tell whether ``source`` has no rivals, or is the only part of the SDK among the rivals."""
     return len(rivals) == 1 or [rival for rival in rivals if rival.standard] == [source]
 
 
@@ -256,7 +261,7 @@ def _quarantine_refused(plugins: Plugins, source: Source, finding: Finding) -> N
 
 
 def _load(plugins: Plugins, source: Source) -> None:
-    """Import a plugin that passed its examination, and take its records."""
+    """Import a plugin that passed the examination, and take the records."""
     try:
         plugin = load_value(source.value)
     except foreign_errors() as error:
@@ -275,8 +280,8 @@ def _load(plugins: Plugins, source: Source) -> None:
 def _resolve_op_conflicts(plugins: Plugins) -> None:
     """Quarantine the plugins that define an op which another distribution defines too.
 
-    Kernels are checked against the definition, so no other plugin may replace it. A part of the SDK
-    keeps its ops; other rivals are all quarantined, because no order among them would be right.
+    Kernels are checked against the definition, so no other plugin may replace a definition. A part
+    of the SDK keeps an op; other rivals are all quarantined, because no order would be right.
     """
     owners: dict[str, list[Source]] = {}
     for plugin in plugins.loaded:

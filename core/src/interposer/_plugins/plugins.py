@@ -1,4 +1,4 @@
-"""The plugins of one discovery: those in use, those that failed or are skipped, and observers."""
+"""The plugins of one discovery: in use, failed or skipped; and the observers."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class Source:
 
     @property
     def standard(self) -> bool:
-        """True for a part of the SDK itself."""
+        """True for a part of the SDK."""
         return self.installed is not None and self.installed.standard
 
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """A usable plugin with its records and the names of its other hooks."""
+    """A usable plugin with records and the names of other hooks."""
 
     source: Source
     records: tuple[Record, ...]
@@ -99,7 +99,7 @@ class Plugin:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A quarantined plugin: the error, and the traceback if its own code raised.
+    """A quarantined plugin: the error, and the traceback if the plugin's code raised.
 
     ``platforms`` are names and scores of the platforms that the plugin is known to declare.
     """
@@ -126,8 +126,8 @@ class Blame:
     """Failures of kernels that were detected while the kernels were used.
 
     Attributes:
-        failures: reasons by qualified name, for kernels that failed at run time; these are no
-            longer chosen.
+        failures: reasons by qualified name, for kernels that failed at run time and are no longer
+            chosen.
         departures: refusals by qualified name and dtype, for kernels that differ from the
             reference.
     """
@@ -137,7 +137,7 @@ class Blame:
 
 
 class Plugins:
-    """All plugins of one discovery, those registered in code, and the observers among them.
+    """All plugins of one discovery and all registered in code, including observers.
 
     Attributes:
         blame: failures of installed plugins' kernels, shared with copies of this collection.
@@ -157,8 +157,8 @@ class Plugins:
     def of(cls, *plugins: Any) -> Plugins:
         """Collect the given modules or objects as plugins, without installed ones.
 
-        The name of a plugin is its ``__name__`` or the name of its class. A plugin that fails is
-        quarantined. Its targets are not checked; ``interposer.register`` checks strictly.
+        The name of a plugin is the object's ``__name__`` or class name. A plugin that fails is
+        quarantined. Targets are not checked; ``interposer.register`` checks strictly.
         """
         collection = cls()
         sources = [(in_code(plugin), plugin) for plugin in plugins]
@@ -200,8 +200,11 @@ class Plugins:
     def _conflict(self, source: Source, records: tuple[Record, ...]) -> str:
         """Describe a name or op of a plugin in code that is already taken, or return ""."""
         names = dict.fromkeys(STANDARD, "the SDK")
-        for other in self._sources.values():
-            names |= {other.name: other.origin, other.distribution: other.origin}
+        for loaded_source in self._sources.values():
+            names |= {
+                loaded_source.name: loaded_source.origin,
+                loaded_source.distribution: loaded_source.origin,
+            }
         if source.name in names:
             return f"the name {source.name!r} is taken by {names[source.name]}"
         ops = {
@@ -238,9 +241,10 @@ class Plugins:
             self.loaded.append(Plugin(source, tuple(records), hook_names(plugin)))
 
     def _check(self, source: Source, records: list[Any]) -> str:
-        """Describe faults in records, which may differ from those that the examination saw."""
+        """Describe faults in records, which may differ from the examined records."""
         neighbours = [p for p in self.loaded if p.distribution == source.distribution]
         declared = [record for plugin in neighbours for record in plugin.records]
+        # Identities must be unique within a distribution, not only within a plugin.
         faults = check_facts(records) or check_facts([*declared, *records])
         return f"interposer_records {'; '.join(faults)}" if faults else ""
 
@@ -253,9 +257,10 @@ class Plugins:
     def observe(self, hook: str, **facts: Any) -> None:
         """Call every observer; an observer that raises is quarantined and never breaks the caller.
 
-        Observers receive copies, because the originals remain in use. An observer that changes its
-        copy, although it is frozen, is quarantined as well.
+        Observers receive copies, because the originals remain in use. An observer that changes a
+        (frozen) copy is quarantined as well.
         """
+        # A copy of the list, because a quarantine below unregisters plugins.
         for implementation in list(getattr(self._manager.hook, hook).get_hookimpls()):
             name = implementation.plugin_name
             if not self._manager.has_plugin(name):
@@ -272,7 +277,7 @@ class Plugins:
                 self._disown(name, reason)
 
     def observe_examination(self, plugin: str, task: Task, finding: Finding) -> None:
-        """Notify the observers of an examination, unless its finding was remembered."""
+        """Notify the observers of an examination, unless the finding was remembered."""
         if finding.span is None:
             return
         self.observe(
@@ -287,13 +292,14 @@ class Plugins:
     def first_result(
         self, hook: str, needed: Collection[str] = (), **facts: Any
     ) -> tuple[Any, str]:
-        """Return the first answer to ``hook`` that is not None, and the plugin that gave it.
+        """Return the first answer to ``hook`` that is not None, with the plugin's name.
 
-        Parts of the SDK are called last, the others in the order of their names. An error of
-        interposer's own kinds is passed on, because it is an answer. Any other exception
-        quarantines the plugin, and the next one is called. A plugin whose hook does not take every
-        fact in ``needed`` is skipped, because it would answer another question.
+        Plugins are called in the order of names, parts of the SDK last. An error of interposer's
+        own kinds counts as an answer and is passed on. Any other exception quarantines the plugin,
+        and the next one is called. A hook that does not take every fact in ``needed`` is skipped,
+        because the answer would be to another question.
         """
+        # Copied, because another thread may quarantine a plugin meanwhile.
         standard = {name for name, source in [*self._sources.items()] if source.standard}
         implementations = getattr(self._manager.hook, hook).get_hookimpls()
         for implementation in sorted(
@@ -330,7 +336,7 @@ class Plugins:
         self._disown(plugin.name, reason, mend=mend)
 
     def conflict(self, source: Source, rivals: Iterable[Source]) -> None:
-        """Quarantine a plugin whose name is claimed more than once."""
+        """Quarantine a plugin with a name that is claimed more than once."""
         claims = ", ".join(sorted(rival.origin for rival in rivals))
         reason = f"the name {source.name!r} is claimed by {claims}"
         mend = f"uninstall one, or disable one: INTERPOSER_DISABLE={source.distribution}"
@@ -355,7 +361,7 @@ class Plugins:
     def _disown(
         self, name: str, reason: str, cause: BaseException | None = None, mend: str = ""
     ) -> None:
-        """Quarantine a plugin and stop calling its hooks; its records stay."""
+        """Quarantine a plugin and stop calling the plugin's hooks; records stay."""
         source = self._sources.pop(name, None)
         if source is not None:  # otherwise another thread did the same
             if self._manager.has_plugin(name):

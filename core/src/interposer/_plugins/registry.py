@@ -81,8 +81,10 @@ class Registry:
         self.definers: dict[str, Plugin] = {entry.name: plugin for plugin, entry in entries}
         self._runs: dict[str, frozenset[str]] = {}
         for _, entry in self.records(PlatformEntry):
-            stated = frozenset(entry.runs)
-            self._runs[entry.name] = self._runs.get(entry.name, stated) & stated
+            declared_runs = frozenset(entry.runs)
+            # Several plugins may declare one platform name; only relations that all declare are
+            # safe.
+            self._runs[entry.name] = self._runs.get(entry.name, declared_runs) & declared_runs
         self._drivers: dict[str, str] = {}
         self._own_blame = Blame()
         self._code: dict[tuple[str, tuple[str, str, str]], PluginCode] = {}
@@ -96,7 +98,7 @@ class Registry:
                 self._file(record, code)
 
     def records(self, kind: type[R]) -> list[tuple[Plugin, R]]:
-        """Return all records of one class with the plugins that declare them."""
+        """Return all records of one class with the declaring plugins."""
         return [
             (plugin, record)
             for plugin in self.plugins.loaded
@@ -109,12 +111,12 @@ class Registry:
 
         Raises: UnknownNameError: no installed plugin knows the subject.
         """
-        known = self.subjects(kind)
-        if subject and subject not in known:
+        subjects = self.subjects(kind)
+        if subject and subject not in subjects:
             hint = "Is the plugin for it installed? `interposer doctor` says what is."
             if kind == "scheme" and (instead := self._instead(subject)):
                 hint = f"It is not read. Try: a checkpoint of the same model in {instead}"
-            raise UnknownNameError(_SUBJECTS[kind], subject, known, self._hint(hint))
+            raise UnknownNameError(_SUBJECTS[kind], subject, subjects, self._hint(hint))
         return self._candidates[kind].get(subject, [])
 
     def subjects(self, kind: Kind) -> list[str]:
@@ -122,9 +124,9 @@ class Registry:
         return sorted(self.ops if kind == "kernel" else self._candidates[kind])
 
     def runs(self, platform: str) -> frozenset[str]:
-        """Return the platforms whose records run on ``platform``.
+        """Return every platform with records that run on ``platform``.
 
-        These are ``platform`` itself, the platforms that all entries of its name declare in
+        The result contains ``platform``, the platforms that all entries of this name declare in
         ``runs``, and the empty string, for records without a platform.
         """
         return self._runs.get(platform, frozenset()) | {"", platform}
@@ -154,7 +156,7 @@ class Registry:
         return self._own_blame if installed is None else self.plugins.blame
 
     def driver(self, platform: str) -> str:
-        """Return a digest of a platform's driver files; empty if it declares none."""
+        """Return a digest of a platform's driver files; empty if none are declared."""
         if platform not in self._drivers:
             entries = (r for _, r in self.records(PlatformEntry) if r.name == platform)
             files = {Path(file) for record in entries for file in record.driver_files}
@@ -167,12 +169,12 @@ class Registry:
         A preferred or forbidden name without any candidate raises too; a glob may match nothing.
         """
         for kind, field in FIELDS.items():
-            known = get_args(AttentionType) if kind == "attention" else self.subjects(kind)
+            subjects = get_args(AttentionType) if kind == "attention" else self.subjects(kind)
             rules: dict[str, Rule] = getattr(config, field)
             for key, rule in rules.items():
                 name, where = key.partition("@")[0], f"in Config.{field}"
-                if name != "*" and name not in known:
-                    raise UnknownNameError(_SUBJECTS[kind], name, known, self._hint(), where)
+                if name != "*" and name not in subjects:
+                    raise UnknownNameError(_SUBJECTS[kind], name, subjects, self._hint(), where)
                 _check_values(rule, self._candidates_for(kind, name), f"{where}[{key!r}]")
 
     def _code_of(self, candidate: Candidate) -> PluginCode:
@@ -225,10 +227,10 @@ class Registry:
 
 @dataclass(eq=False, repr=False)
 class Registration:
-    """A plugin that was registered in code, until it is removed.
+    """A plugin that was registered in code and can be removed.
 
-    As a context manager it removes the plugin at the end of the block. Objects that were built with
-    the plugin keep working; later objects are built without it.
+    Used as a context manager, it removes the plugin at the end of the block. Objects built with the
+    plugin keep working; later objects are built without the plugin.
     """
 
     source: Source
@@ -239,7 +241,9 @@ class Registration:
         """Remove the plugin; a second call does nothing."""
         global _registered
         with _lock.held:
-            _registered = tuple(other for other in _registered if other is not self)
+            _registered = tuple(
+                registration for registration in _registered if registration is not self
+            )
         _forget_registries()
 
     def __enter__(self) -> Registration:
@@ -260,8 +264,8 @@ _caches: list[cached[Any, Any]] = []
 def register(plugin: Any, name: str = "") -> Registration:
     """Register a module or object with hooks as a plugin of this process.
 
-    Its hooks, records, targets and classes are checked like those of an installed plugin. Its name
-    is ``name``, or else its ``__name__`` or the name of its class.
+    Hooks, records, targets and classes are checked as for installed plugins. The plugin's name is
+    ``name``, or else the object's ``__name__`` or class name.
 
     Raises:
         PluginError: the plugin cannot be used; the text says why.
@@ -281,7 +285,9 @@ def register(plugin: Any, name: str = "") -> Registration:
     registration = Registration(source, plugin, records)
     global _registered
     with _lock.held:
-        _with_added(Plugins(), (*_registered, registration))  # raises on a name conflict
+        # Raises on a conflict with another plugin in code. Conflicts with installed plugins are
+        # found at the next use, because registration discovers nothing.
+        _with_added(Plugins(), (*_registered, registration))
         _registered = (*_registered, registration)
     return registration
 
@@ -309,7 +315,7 @@ def current_registry(config: Config | None = None) -> Registry:
 
 
 def forget_discovery() -> None:
-    """Discover and examine all plugins again at their next use."""
+    """Discover and examine all plugins again at the next use."""
     forget_verdicts()
     _discovered.forget()
     _forget_registries()

@@ -30,22 +30,24 @@ _MOST_NAMED = 5
 def allowed(config: Config, distributions: Iterable[Distribution]) -> dict[str, Verdict]:
     """Return, by name, whether ``Config.plugins`` allows each distribution to provide plugins.
 
-    Parts of the SDK itself are always allowed.
+    Parts of the SDK are always allowed.
 
     Raises: UnknownNameError: the allow list names a distribution that is not in ``distributions``.
     """
-    known = {distribution.name for distribution in distributions}
+    installed_names = {distribution.name for distribution in distributions}
     if config.plugins is None:
-        return dict.fromkeys(known, Verdict.accept())
+        return dict.fromkeys(installed_names, Verdict.accept())
     listed = {str(canonicalize_name(name)) for name in config.plugins}
-    unknown = sorted(listed - known - STANDARD)
+    unknown = sorted(listed - installed_names - STANDARD)
     if unknown:
         hint = "Try: install it, or take it off the list."
-        raise UnknownNameError("distribution", unknown[0], known, hint, "in Config.plugins")
+        raise UnknownNameError(
+            "distribution", unknown[0], installed_names, hint, "in Config.plugins"
+        )
     reason = "the allow list lacks it" if listed else "the configuration allows no plugins"
     return {
         name: Verdict.accept() if name in listed | STANDARD else Verdict.refuse(reason)
-        for name in known
+        for name in installed_names
     }
 
 
@@ -58,8 +60,8 @@ def _canonical(name: str) -> str:
 class LockedDistribution(Exact):
     """One distribution as locked.
 
-    ``record_hash`` is ``Distribution.fingerprint``. An editable installation changes with every
-    edit, so it is locked as ``"editable"``: by name and version only.
+    ``record_hash`` is ``Distribution.fingerprint``. Editable installations change with every edit,
+    so the hash is ``"editable"``: by name and version only.
     """
 
     name: Annotated[str, Field(min_length=1), AfterValidator(_canonical)]
@@ -76,7 +78,7 @@ def _distinct(distributions: tuple[LockedDistribution, ...]) -> tuple[LockedDist
 
 
 class Lock(Exact):
-    """The distributions whose plugins may be used, with a hash of their content.
+    """The distributions with allowed plugins, each with a hash of the content.
 
     The file is formatted JSON, sorted by name, with a checksum over the other fields, and is meant
     to be committed.
@@ -89,8 +91,8 @@ class Lock(Exact):
     def of(cls, distributions: Iterable[Distribution]) -> Lock:
         """Lock the installed distributions.
 
-        Raises: LockError: the metadata of a distribution is unusable, its files were altered, or
-            another one has its name.
+        Raises: LockError: a distribution has unusable metadata, altered files, or the same name as
+            another.
         """
         installed = sorted(dict.fromkeys(distributions), key=lambda d: d.name)
         for distribution in installed:
@@ -181,7 +183,7 @@ def lock_path(config: Config) -> Path:
 def check_lock(config: Config, distributions: Iterable[Distribution]) -> None:
     """Check that ``distributions`` are those of the lock file.
 
-    Raises: LockError: they differ, or there is no usable lock file.
+    Raises: LockError: the distributions differ, or there is no usable lock file.
     """
     Lock.read(lock_path(config)).check(distributions)
 

@@ -1,7 +1,7 @@
 """A bound kernel that is replaced when it fails, if the policy asks for that.
 
 Without ``Config(fallback=True)`` no such object exists: the bound attribute is the kernel's own
-function, and its exceptions reach the caller.
+function, and the kernel's exceptions reach the caller.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Replace(Protocol):
 
 
 class Fallback:
-    """Calls a functional kernel; when it raises, the next candidate replaces it permanently.
+    """Calls a functional kernel; after an exception, the next candidate replaces it for good.
 
     If the reference refuses the arguments too, the caller made the mistake: the error is passed on
     and nothing is quarantined. Wrong numbers are not detected here, but by the canary. Under
@@ -50,7 +50,7 @@ class Fallback:
         self._lock = Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the kernel; if it fails, call its replacement."""
+        """Call the kernel; after a failure, call the replacement."""
         function = self.function
         try:
             return function(*args, **kwargs)
@@ -62,8 +62,11 @@ class Fallback:
             except foreign_errors():
                 raise error from None
             self._take_over(function, error)
+        # The replacement may fail too. The recursion ends, because every failure excludes a
+        # candidate and the reference is never replaced.
         return self(*args, **kwargs)
 
+    # Traced code cannot replace a kernel, so the compiler must not look inside.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _take_over(self, failed: Callable[..., Any], error: BaseException) -> None:
         with self._lock:

@@ -146,7 +146,7 @@ def address(key: Key) -> str:
 
 
 def duration(seconds: float, digits: int = 4) -> str:
-    """Format a time with its unit, as ``"1.234 ms"``."""
+    """Format a time with a unit, as ``"1.234 ms"``."""
     units = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
     unit, size = next((pair for pair in units if seconds >= pair[1]), ("ns", 1e-9))
     return f"{seconds / size:.{digits}g} {unit}"

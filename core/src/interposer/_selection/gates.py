@@ -59,13 +59,13 @@ class Confirms(_OfRegistry):
 
 
 class AgreesWithReference:
-    """The canary: compares a kernel with the reference when it is first bound for a dtype.
+    """The canary: compares a kernel with the reference before the first binding for a dtype.
 
-    The kernel runs on cases of its op in the examining process, so that a crash or hang only
+    The kernel runs on cases of the op in the examining process, so that a crash or hang only
     refuses the kernel. Two providers are trusted unless the policy says ``all``: the part of the
-    SDK that defines the op, because it also defines the correct result, and the distribution of the
-    current platform, because its code runs in this process anyway. A kernel that is not proven on
-    the device is always compared, whoever provides it.
+    SDK that defines the op, and therefore the correct result, and the distribution of the current
+    platform, which runs in this process anyway. A kernel that is not proven on the device is always
+    compared, even from a trusted provider.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ Form = tuple[str, str]
 
 
 def form_of(candidate: Candidate) -> Form:
-    """Return the form in which a kernel holds its constants.
+    """Return the form in which a kernel holds the constants.
 
-    Kernels without preparation share the stored form, whoever provides them. A kernel with a
-    preparation and without a declared form has a form of its own.
+    Kernels without preparation share the stored form, also across providers. A kernel with a
+    preparation and without a declared form has a unique form.
     """
     if not getattr(candidate.record, "prepare", ""):
         return ("", "")
@@ -166,7 +166,7 @@ def form_of(candidate: Candidate) -> Form:
 
 
 class IsReadByLookup:
-    """Accepts an lm_head kernel whose form of the shared weight some lookup kernel reads."""
+    """Accepts an lm_head kernel if some lookup kernel reads the same form of the weight."""
 
     def __init__(self, forms: Collection[Form], lookup: str) -> None:
         self._forms = forms
@@ -199,7 +199,7 @@ class ReadsFormOf:
 
 
 class Loads(_OfRegistry, ABC):
-    """The last gate: loads the object that a record names, once, and keeps it for the binder.
+    """The last gate: loads the object that a record names, once, and keeps it for binding.
 
     Attributes:
         loaded: the last loaded object.
@@ -235,7 +235,7 @@ class LoadsKernel(Loads):
 
 
 class LoadsLayer(Loads):
-    """Loads the class that replaces a standard layer, and checks that it fits."""
+    """Loads the class that replaces a standard layer, and checks compatibility."""
 
     def __init__(self, registry: Registry, standard: type[PluggableLayer], divided: bool) -> None:
         super().__init__(registry)
@@ -253,7 +253,7 @@ class LoadsLayer(Loads):
 
 
 class LoadsBackend(Loads):
-    """Builds an attention backend for a spec, once for all layers that share it."""
+    """Builds an attention backend for a spec, once for all layers with an equal spec."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class LoadsBackend(Loads):
 
 
 class LoadsCommunicator(Loads):
-    """Builds a communicator over ranks, once for all collectives that it is chosen for."""
+    """Builds a communicator over ranks, once for all collectives."""
 
     def __init__(
         self, registry: Registry, ranks: Ranks, device: str, built: dict[str, Communicator]

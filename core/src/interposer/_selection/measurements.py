@@ -113,6 +113,7 @@ class Measurements:
             for plugin, record in self.registry.records(TuningEntry)
             if fnmatchcase(self.device.name, record.device)
         ]
+        # The longest glob is the most specific; origin and name make the order deterministic.
         matching.sort(key=lambda pair: (-len(pair[0].device), pair[1], pair[0].name))
         results: list[Measured | str | None] = []
         for record, origin in matching:
@@ -142,8 +143,9 @@ def _shipped_entries(resource: str, device: str) -> dict[str, Entry]:
 def _check_current(
     value: Measurement, accepted: Sequence[Candidate], source: str
 ) -> Measured | str:
-    """Return the run times, or the reason why they do not cover the accepting candidates."""
+    """Return the run times, or the reason why some accepting candidate is not covered."""
     measured_versions = {name: figures.version for name, figures in value.candidates.items()}
+    # A candidate that could not be measured counts as known, and is never chosen by time.
     measured_versions |= {name: version for name, (version, _) in value.failed.items()}
     current_versions = {candidate.qualified_name: candidate.version for candidate in accepted}
     changes = [

@@ -1,4 +1,4 @@
-"""The current platform with its device, and plans of models for it."""
+"""The current platform and device, and plans of models for the device."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def current_platform(config: Config | None = None) -> Platform:
     """Return the current platform; repeated calls with the same configuration are cheap.
 
     Raises:
-        PlatformUnavailableError: no platform accepts this machine, the pinned one refuses it, or a
-            platform failed that might have ranked higher.
+        PlatformUnavailableError: no platform accepts this machine, the pinned platform refuses, or
+            a platform failed that might have ranked higher.
         UnknownNameError: no installed plugin has the pinned platform.
     """
     return place(config).platform
 
 
 def place(config: Config | None = None) -> Placement:
-    """Return the current platform with its first device, see ``current_platform``."""
+    """Return the current platform with the first device, see ``current_platform``."""
     config = effective_config(config)
     return _place(current_registry(config), policy_for(config, _REQUEST))
 
@@ -85,7 +85,7 @@ def _place(registry: Registry, policy: Policy) -> Placement:
 
 
 def unless_explicit(candidate: Candidate, policy: Policy) -> Candidate:
-    """Wrap ``candidate`` to refuse, without a probe, if it is explicit and not pinned."""
+    """Wrap an explicit candidate that is not pinned, so that it refuses without a probe."""
     is_pinned = policy.pin in (candidate.name, candidate.qualified_name)
     if is_pinned or not _is_explicit(candidate):
         return candidate
@@ -99,7 +99,7 @@ def _is_explicit(candidate: Candidate) -> bool:
 
 
 def _open(registry: Registry, choice: Choice) -> Placement:
-    """Load the chosen platform and its first device; raise if the platform fails here."""
+    """Load the chosen platform and the first device; raise if the platform fails here."""
     chosen = choice.chosen
     assert isinstance(chosen.record, PlatformEntry)
     try:
@@ -123,10 +123,12 @@ def _refuse_silent_fallback(
     """Raise if the choice is only second best because a better platform or plugin failed."""
     chosen = placement.choice.chosen
     candidates = registry.candidates("platform")
+    # Only a platform that would have ranked at least as high makes the choice a fallback.
     better = {(c.name, c.origin) for c in candidates if c.score >= chosen.score}
     failures = [
         refusal
         for refusal in placement.choice.refusals
+        # A traceback marks a crash. A platform that merely finds no device has none.
         if refusal.traceback and (refusal.candidate, refusal.provider) in better
     ]
     failed_origins = [
@@ -184,8 +186,8 @@ def planned(
         config: policy for the plan, which precedes every other source.
         dtype: to compute in, such as ``"bfloat16"``.
         placement: the target of the plan, instead of this machine; a built model is planned anew.
-        quantization: the method by which unquantized weights are quantized while they load, or its
-            settings; None for a built model means the method that it was loaded with.
+        quantization: the method for quantizing unquantized weights at load time, or the settings of
+            a method; None for a built model keeps the model's method.
         tensor_parallel: the number of processes that compute the model together.
         expert_parallel: the expert parallelism, in the form that the planner takes.
     Raises: ConfigError: no installed plugin can plan ``model``.

@@ -76,7 +76,8 @@ class Resolver:
         scheme: the checkpoint's quantization scheme, or None if weights are not quantized.
         described: the device is only described, so kernels are chosen but never loaded.
         ranks: the processes that compute the model together; None for a single process.
-        communicators: the chosen communicators by qualified name; the model's owner closes them.
+        communicators: the chosen communicators by qualified name; the model's owner closes the
+            communicators.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Resolver:
     def at(
         cls, placement: Placement, config: Config | None = None, ranks: Ranks | None = None
     ) -> Resolver:
-        """Create a resolver for the device of ``placement``, with its platform's defaults."""
+        """Create a resolver for the device of ``placement``, with the platform's defaults."""
         config = effective_config(config)
         resolver = cls(
             current_registry(config),
@@ -151,8 +152,8 @@ class Resolver:
     ) -> tuple[BoundKernel[P, R], BoundKernel[Q, S]]:
         """Choose kernels for the lookup in a table and the matmul with it that share one copy.
 
-        The matmul's kernel is chosen first, among those whose form of the table some lookup kernel
-        reads. A kernel that the configuration pins is chosen in any case.
+        The matmul's kernel is chosen first, among kernels with a form of the table that some lookup
+        kernel reads. A kernel that the configuration pins is chosen in any case.
 
         Args:
             lookup: the op with its dims and prefix.
@@ -186,7 +187,7 @@ class Resolver:
         return self._bound(lookup[0], lookup_request, choice, *loaded), product_kernel
 
     def layer(self, standard: type[L], site: Site) -> type[L]:
-        """Choose the class to build for ``standard``: itself or its replacement."""
+        """Choose the class to build for ``standard``: the standard layer or a replacement."""
         dims = sum_dims(self, standard, site.dtype)
         request = self._request("layer", standard.layer_id, site, dims)
         loads = LoadsLayer(self.registry, standard, self.ranks is not None)
@@ -230,7 +231,7 @@ class Resolver:
     def choose_model(
         self, architecture: str, config: Mapping[str, Any], source: object
     ) -> ModelFamily:
-        """Choose the family for an architecture, and let it parse config.json.
+        """Choose the family for an architecture and parse config.json with it.
 
         Args:
             source: origin of ``config``, which errors name.
@@ -252,16 +253,16 @@ class Resolver:
         return [c for c in self._candidates(request) if c.judge(request)]
 
     def record(self, choice: Choice) -> None:
-        """Add a choice that was made elsewhere for this model, so that explanations include it."""
+        """Add a choice that was made elsewhere, so that explanations of this model include it."""
         self.choices[choice.request.key, choice.why] = (choice, [choice.request.prefix])
 
     def annotate(self, key: tuple[object, ...], note: str, *, idle: bool = False) -> None:
-        """Add a note to the choice of ``key``; ``idle`` marks its kernel as never called."""
+        """Add a note to the choice of ``key``; ``idle`` marks the kernel as never called."""
         choice, prefixes = self.choices[key]
         self.choices[key] = (replace(choice, notes=(*choice.notes, note), idle=idle), prefixes)
 
     def check_places(self) -> None:
-        """Raise ConfigError for a rule whose glob matched no place, after the model is built.
+        """Raise ConfigError for a rule with a glob that matched no place, after the model is built.
 
         A strict configuration raises for any rule about a thing that this model never requests.
         """
@@ -320,7 +321,7 @@ class Resolver:
 
     @contextmanager
     def _observing(self, request: Request) -> Iterator[list[Choice]]:
-        """Notify observers of the choice that a block appends, or of the error that it raises."""
+        """Notify observers of the choice that a block appends, or of the block's error."""
         start, plugins = time.time_ns(), self.registry.plugins
         choices: list[Choice] = []
         try:
@@ -331,8 +332,8 @@ class Resolver:
                 if not failures:
                     raise
                 # The plugin that provides the name may be among the plugins that failed.
-                known = ", ".join(error.known)
-                what = f"{request.kind} {error.name!r} for {request}; known: {known}"
+                known_names = ", ".join(error.known)
+                what = f"{request.kind} {error.name!r} for {request}; known: {known_names}"
                 raise NoCandidateError(what, failures, "mend what failed") from error
         except NoCandidateError as error:
             plugins.observe("interposer_refused", error=error)
@@ -357,7 +358,7 @@ class Resolver:
         prepare: Callable[..., Any] | None,
         restore: Callable[..., None] | None,
     ) -> BoundKernel[P, R]:
-        """Bind the kernel's own function, or a fallback around it if the policy asks for one."""
+        """Bind the kernel's own function, or wrap it in a fallback if the policy requests one."""
         # Writes to arguments and prepared constants cannot be undone, so a call of such a kernel
         # cannot be repeated with another kernel.
         can_repeat = self.config.fallback and not (op.mutates or prepare)
@@ -372,7 +373,7 @@ class Resolver:
     def _replace(
         self, op: CustomOp[..., Any], request: Request, failed: Candidate, reason: str, trace: str
     ) -> tuple[Callable[..., Any], Candidate]:
-        """Quarantine ``failed`` and return its replacement for ``request``."""
+        """Quarantine ``failed`` and return the next kernel for ``request``."""
         with self._replacing:
             key = (*request.key, self._policy(request))
             choice, _ = self.choices[key]
@@ -405,10 +406,10 @@ class Resolver:
         return self.registry.candidates(request.kind, subject)
 
     def _measured(self, request: Request) -> Measured | str | None:
-        known = self._measurements.lookup(request, partial(self.accepted, request))
-        if isinstance(known, str) and self.config.strict:
+        measured = self._measurements.lookup(request, partial(self.accepted, request))
+        if isinstance(measured, str) and self.config.strict:
             raise ConfigError(
-                f"{known}. Try: `interposer tune` again, or Config(tables=False), "
+                f"{measured}. Try: `interposer tune` again, or Config(tables=False), "
                 "for a strict configuration takes no table that does not fit"
             )
-        return known
+        return measured

@@ -88,6 +88,7 @@ def select(
             break
         refused.append((contender, verdict))
         accepted = [c for c in accepted if c is not contender]
+    # Gates append refusals in the order of ranks; reports list them by score.
     refused.sort(key=lambda entry: _by_score(entry[0]))
     if chosen is None:
         raise _no_candidate_error(request, policy, ordered, accepted, refused)
@@ -202,6 +203,7 @@ class _Ranking:
 
     def differ(self, first: Candidate, second: Candidate) -> _Rule:
         """Return the first rule that ranks two candidates differently."""
+        # The same order as ``key``.
         if self.preference(first) != self.preference(second):
             return "wish"
         if self.seconds(first) != self.seconds(second):
@@ -210,17 +212,17 @@ class _Ranking:
             return "proof"
         return "score" if first.score != second.score else "name"
 
-    def why(self, chosen: Candidate, others: Sequence[Candidate]) -> str:
+    def why(self, chosen: Candidate, rivals: Sequence[Candidate]) -> str:
         if self.policy.pin is not None:
             return "pinned by the configuration"
         preferred = self.preferred(chosen)
         if preferred:
-            others = [c for c in others if self.differ(chosen, c) != "wish"]
-            if not others:
+            rivals = [c for c in rivals if self.differ(chosen, c) != "wish"]
+            if not rivals:
                 return preferred
-        if not others:
+        if not rivals:
             return "the only one accepted"
-        match self.differ(chosen, others[0]):
+        match self.differ(chosen, rivals[0]):
             case "time":
                 source = "" if self.measured is None else self.measured.source
                 reason = f"fastest in {source} ({self.shown(chosen)})"
@@ -276,7 +278,7 @@ class _Ranking:
 def _acceptance_notes(
     request: Request, verdicts: Iterable[tuple[Candidate, Verdict]], chosen: Candidate
 ) -> tuple[str, ...]:
-    """Return the chosen candidate's reason for acceptance; for a platform the probe reports it."""
+    """Return the chosen candidate's reason for acceptance, except for platforms."""
     reasons = (verdict.reason for candidate, verdict in verdicts if candidate is chosen)
     return tuple(filter(None, reasons)) if request.kind != "platform" else ()
 
@@ -350,9 +352,9 @@ def _no_candidate_error(
 
 
 def _refuse_tie(
-    request: Request, ranking: _Ranking, chosen: Candidate, others: Sequence[Candidate]
+    request: Request, ranking: _Ranking, chosen: Candidate, rivals: Sequence[Candidate]
 ) -> None:
-    tied = [c for c in others if ranking.differ(chosen, c) == "name"]
+    tied = [c for c in rivals if ranking.differ(chosen, c) == "name"]
     if tied:
         names = " or ".join(repr(c.qualified_name) for c in (chosen, *tied))
         raise NoCandidateError(

@@ -16,7 +16,7 @@ _NAMES: WeakKeyDictionary[Any, dict[torch.dtype, str]] = WeakKeyDictionary()
 
 
 def sum_dims(resolver: Any, standard: type[PluggableLayer], dtype: torch.dtype) -> Dims:
-    """Return the dims that a summing layer adds to its request: rank count and communicator.
+    """Return the dims of a summing layer's request: rank count and communicator.
 
     Args:
         resolver: the ``Resolver``, which imports this module.

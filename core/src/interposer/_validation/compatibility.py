@@ -1,4 +1,4 @@
-"""Compatibility of a plugin: its requirements, the plugin API that it states, and its hooks."""
+"""Compatibility of a plugin: requirements, declared plugin API, and hooks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _LEADING_NAME = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 def check_requirements(dist: Distribution) -> Verdict:
     """Check the metadata, and that the required torch and SDK versions are installed.
 
-    Requirements of extras are ignored, and so are those whose marker is false here.
+    Requirements of extras, and with a marker that is false here, are ignored.
     """
     if dist.problem:
         return Verdict.refuse(dist.problem)
@@ -65,7 +65,7 @@ def check_api(plugin: object, in_code: bool) -> Verdict:
     """Check that ``INTERPOSER_API`` and ``INTERPOSER_TORCH`` of a plugin fit this process.
 
     Both are version ranges such as ``">=1.0,<2"``. An installed plugin must state the first; a
-    plugin registered in code may omit it. A version's local part matters only if the range has one
+    plugin registered in code need not. A version's local part matters only if the range has one
     too, and prereleases are allowed.
     """
     try:
@@ -145,6 +145,7 @@ def _parse_requirement(text: str) -> Requirement:
 def installed_version(name: str) -> str | None:
     """Return the installed version of a distribution, or None without one."""
     try:
+        # The path is part of the cache key, because it decides which distributions are visible.
         return _read_version(name, tuple(sys.path))
     except importlib_metadata.PackageNotFoundError:
         return None
@@ -158,7 +159,7 @@ def _read_version(name: str, path: tuple[str, ...]) -> str:
 
 
 def register_hooks(manager: pluggy.PluginManager, plugin: Any, name: str) -> list[str]:
-    """Add the hooks of an imported plugin, or return the faults in them."""
+    """Add the hooks of an imported plugin, or return the hooks' faults."""
     has_hooks = False
     faults: list[str] = []
     for label, member in _members(plugin):
@@ -179,13 +180,13 @@ def register_hooks(manager: pluggy.PluginManager, plugin: Any, name: str) -> lis
 
 
 def hook_names(plugin: Any) -> tuple[str, ...]:
-    """Return the names of a plugin's hooks, except the one for its records."""
+    """Return the names of a plugin's hooks, except ``interposer_records``."""
     names = {name for name, member in _members(plugin) if hasattr(member, _MARK)}
     return tuple(sorted(names - {"interposer_records"}))
 
 
 def declared_records(manager: pluggy.PluginManager, name: str) -> list[Any]:
-    """Return the objects that the plugin ``name`` declares, unchecked; its exceptions pass.
+    """Return the objects that the plugin ``name`` declares, unchecked; exceptions pass.
 
     At most one object more than the limit is read, so that an endless generator is detected.
 

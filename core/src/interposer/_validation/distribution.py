@@ -1,4 +1,4 @@
-"""Facts of an installed distribution, read from its metadata without importing its code."""
+"""Facts of an installed distribution, read from metadata without importing code."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Distribution:
     Attributes:
         name: the normalized name; ``"unknown"`` if the metadata has no usable one.
         version: ``"0"`` if the metadata has no usable one.
-        fingerprint: hexadecimal SHA-256 that changes with the code. It covers the paths and hashes
-            in RECORD, except files that the installer adds, so it is the same on every machine with
-            the same wheel. Without RECORD, and for an editable installation in addition, it covers
-            paths, sizes and times of the source files.
+        fingerprint: hexadecimal SHA-256 that changes with the code. Covers the paths and hashes in
+            RECORD, except files that the installer adds, so that every machine with the same wheel
+            has the same fingerprint. Without RECORD, and additionally for an editable installation,
+            covers paths, sizes and times of the source files.
         requires: the lines ``Requires-Dist``.
         location: the base folder of RECORD's paths, or the folder of the source files.
         editable: the code is a source folder that may change at any time.
@@ -63,13 +63,13 @@ class Distribution:
 
     @property
     def standard(self) -> bool:
-        """True for a part of the SDK itself."""
+        """True for a part of the SDK."""
         return self.name in STANDARD
 
     def altered_files(self) -> list[str]:
-        """Return the paths in RECORD whose file is missing, has other content or has no hash.
+        """Return the paths in RECORD of missing, altered and unhashed files.
 
-        An editable installation has no record of its code, so its list is empty.
+        Empty for an editable installation, which has no record of the code.
         """
         return altered_files(self.record, Path(self.location))
 
@@ -120,7 +120,7 @@ def read_distribution(metadata: Metadata) -> Distribution:
 
 
 def _identity(metadata: Metadata, headers: list[tuple[str, str]]) -> tuple[str, str, str]:
-    """Return the name and version of a distribution, and a description of faults in them."""
+    """Return the name and version of a distribution, and a description of faults."""
     names = [value for key, value in headers if key == "name"]
     versions = [value for key, value in headers if key == "version"]
     folder = metadata_folder(metadata)

@@ -1,4 +1,4 @@
-"""Checks of declared records, without running their targets, and of their classes."""
+"""Checks of declared records, without running targets, and of the records' classes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_records(records: Iterable[object]) -> list[str]:
 
 
 def check_facts(records: Iterable[object]) -> list[str]:
-    """Return the faults in records themselves, without looking up their targets."""
+    """Return the faults in records, without looking up targets."""
     records = list(records)
     if len(records) > MOST_RECORDS:
         return [f"declares more than {MOST_RECORDS:,} records"]
@@ -86,10 +86,10 @@ def check_classes(
     load: Callable[[str], Any] = load_target,
     begin: Callable[[str], None] = lambda stage: None,
 ) -> list[str]:
-    """Load the classes of layers and platforms, and return the faults in them.
+    """Load the classes of layers and platforms, and return the faults found.
 
-    Other classes are checked if their modules are already imported. A class whose import fails here
-    is skipped, because its requirements may be installed on another machine.
+    Other classes are checked if already imported. A class with a failing import is skipped, because
+    requirements may be missing on this machine only.
 
     Args:
         load: returns the object of an import string.
@@ -152,11 +152,11 @@ def _check_targets(records: list[Record]) -> Iterator[str]:
 
 def _check_fields(record: object) -> Iterator[str]:
     name = getattr(record, "name", None)
-    shown = plain_name(name) if type(name) is str else "without a name"
+    label = plain_name(name) if type(name) is str else "without a name"
     for field in fields(record):  # type: ignore[arg-type]
         fault = _check_field(field.name, getattr(record, field.name, None))
         if fault:
-            yield f"{type(record).__name__} {shown} has {fault}"
+            yield f"{type(record).__name__} {label} has {fault}"
 
 
 def _check_field(label: str, value: object) -> str:
@@ -242,7 +242,7 @@ def _check_requires(value: object) -> str:
     for name, dim in dims.items():
         if type(name) is not str or type(dim) is not Dim:
             return "requires whose dims are not of the form {'name': Dim(...)}"
-        bounds = {type(bound) for bound in (dim.at_least, dim.at_most, dim.multiple_of)}
+        bounds = {type(limit) for limit in (dim.at_least, dim.at_most, dim.multiple_of)}
         if not bounds <= {int, type(None)}:
             return f"requires whose dim {plain_name(name)} has a bound that is no int"
         if type(dim.one_of) is not tuple:
