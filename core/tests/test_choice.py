@@ -51,12 +51,12 @@ def test_a_record_without_properties_promises_nothing() -> None:
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -1e-6])
-def test_a_figure_that_is_no_duration_is_refused(seconds: float) -> None:
+def test_a_measurement_that_is_no_duration_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match=r"acme/fast took \S+ seconds, according to the table 'x'"):
         Measured({"acme/fast": seconds}, "the table 'x'")
 
 
-def test_a_choice_can_be_hashed_whatever_was_measured() -> None:
+def test_a_choice_with_measurements_is_hashable() -> None:
     request = Request("scheme", "gptq")
     chosen = candidate(SCHEME)
     plain = Choice(request, chosen, "the only one accepted", ())

@@ -175,18 +175,18 @@ def choices(rule: Any) -> list[str]:
     ]
 
 
-def test_nothing_set_is_the_default() -> None:
+def test_an_empty_configuration_is_the_default() -> None:
     assert effective_config() == Config()
     assert effective_config(Config()).kernels == {}
     assert config_sources() == []
 
 
-def test_none_as_an_argument_overrides_a_platform_from_below() -> None:
+def test_none_as_an_argument_overrides_a_weaker_platform() -> None:
     with use(platform="cpu"):
         assert effective_config(Config(platform=None)).platform is None
 
 
-def test_an_empty_rule_lifts_one_from_below() -> None:
+def test_an_empty_rule_removes_a_weaker_rule() -> None:
     with use(kernels={"a": "x", "b": "y"}):
         found = effective_config(Config(kernels={"a": {}}))
     assert found.kernels == {"a": Rule(), "b": Rule(pin="y")}
@@ -212,13 +212,13 @@ def test_a_config_survives_json_and_pickle(fields: dict[str, Any]) -> None:
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_a_folder_in_the_home_counts_from_there(tmp_path: Path) -> None:
+def test_a_folder_in_the_home_is_relative_to_the_home(tmp_path: Path) -> None:
     (tmp_path / "interposer.toml").write_text("cache_dir = '~/caches'")
     assert Config.refresh().cache_dir == "~/caches"
 
 
 @pytest.mark.parametrize("bad", [{"platfrom": "cpu"}, {"strict": 3}, {"kernels": 3}, "cpu"])
-def test_what_is_no_configuration_raises_however_it_is_validated(bad: Any) -> None:
+def test_every_way_to_validate_an_invalid_configuration_raises(bad: Any) -> None:
     with pytest.raises(ConfigError) as validated:
         Config.model_validate(bad)
     with pytest.raises(ConfigError) as read:
@@ -245,14 +245,14 @@ def test_a_config_is_frozen() -> None:
         Config().platform = Rule(pin="cpu")
 
 
-def test_a_config_keeps_no_link_to_what_it_was_made_from() -> None:
+def test_a_config_does_not_change_with_its_arguments() -> None:
     kernels = {"a": "x"}
     config = Config(kernels=kernels)
     kernels["a"] = "y"
     assert config.kernels == {"a": Rule(pin="x")}
 
 
-def test_a_config_prints_what_differs_from_the_default() -> None:
+def test_a_config_prints_the_fields_that_differ_from_the_default() -> None:
     config = Config(kernels={"a": "x", "b": Rule(forbid={"y"})}, disable=["d", "c"], strict=False)
     text = "Config(kernels={'a': Rule(pin='x'), 'b': Rule(forbid=['y'])}, disable=['c', 'd'])"
     assert (str(config), repr(config)) == (text, text)
@@ -261,11 +261,11 @@ def test_a_config_prints_what_differs_from_the_default() -> None:
 
 @pytest.mark.parametrize("names", [{"a", "b"}, ["a", "b"], ("b", "a"), frozenset("ab")])
 @pytest.mark.parametrize("field", ["disable", "plugins"])
-def test_names_are_taken_from_any_collection(field: str, names: Any) -> None:
+def test_any_collection_of_names_is_accepted(field: str, names: Any) -> None:
     assert getattr(Config(**{field: names}), field) == {"a", "b"}
 
 
-def test_allowed_plugins_in_a_word() -> None:
+def test_a_word_can_allow_all_or_no_plugins() -> None:
     assert Config(plugins="none").plugins == frozenset()
     assert Config(plugins="all").plugins is None
     assert Config().plugins is None
@@ -428,7 +428,7 @@ def test_a_bad_source_raises_at_every_use_until_it_is_mended(tmp_path: Path) -> 
     assert Config.refresh() == effective_config() == Config(platform="cpu")
 
 
-def test_threads_that_ask_first_at_once_get_one_answer() -> None:
+def test_concurrent_first_reads_share_one_result() -> None:
     barrier = threading.Barrier(8, timeout=WAIT_SECONDS)
 
     def ask(_: int) -> Config:
@@ -440,7 +440,7 @@ def test_threads_that_ask_first_at_once_get_one_answer() -> None:
         assert len({id(config) for config in pool.map(ask, range(8))}) == 1
 
 
-def test_asking_is_cheap() -> None:
+def test_repeated_reads_are_cheap() -> None:
     """Without changes a further question makes few calls, and reads neither files nor variables."""
     first = effective_config()
     calls: list[str] = []
@@ -484,7 +484,7 @@ def test_a_few_fields_have_a_variable(field: str, monkeypatch: pytest.MonkeyPatc
             Config.refresh()
 
 
-def test_variables_of_others_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_with_other_prefixes_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INTERPOSERX", "1")
     assert Config.refresh() == Config()
 
@@ -544,7 +544,7 @@ def test_a_malformed_rule_is_named_with_the_form(
         ("STRICT", "yes", "^INTERPOSER_STRICT is 'yes', must be 1 or 0"),
     ],
 )
-def test_what_makes_no_sense_in_a_variable_raises(
+def test_an_unusable_variable_raises(
     variable: str, text: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"INTERPOSER_{variable}", text)
@@ -589,7 +589,7 @@ def test_a_block_that_cannot_be_entered_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("ask", [effective_config, config_sources, lambda c: use(c).__enter__()])
-def test_what_is_no_config_is_refused(ask: Any) -> None:
+def test_an_argument_of_another_type_is_refused(ask: Any) -> None:
     with pytest.raises(ConfigError, match=r"\{'platform': 'cpu'\}, must be a Config"):
         ask({"platform": "cpu"})
 

@@ -84,7 +84,7 @@ def site(tmp_path: Path) -> Path:
     return unpack(tmp_path / "site", contents())
 
 
-def test_the_facts_are_those_of_the_metadata(site: Path) -> None:
+def test_facts_are_read_from_the_metadata(site: Path) -> None:
     found = read(site)
     assert (found.name, found.version, found.problem) == ("acme-norms", "1.0", "")
     assert found.requires == ("interposer<2,>=0.1", 'torch>=2.11; python_version >= "3.11"')
@@ -93,7 +93,7 @@ def test_the_facts_are_those_of_the_metadata(site: Path) -> None:
 
 
 @pytest.mark.process
-def test_one_wheel_has_one_fingerprint_however_it_is_installed(tmp_path: Path, site: Path) -> None:
+def test_one_wheel_has_one_fingerprint_for_every_installation(tmp_path: Path, site: Path) -> None:
     records, prints = set(), {read(site).fingerprint}
     for folder in ("first", "second"):  # pip notes where the wheel was, and writes a script
         wheel = tmp_path / folder / "acme_norms-1.0-py3-none-any.whl"
@@ -138,7 +138,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_other_content_is_another_fingerprint(
+def test_changed_content_changes_the_fingerprint(
     other: dict[str, bytes], tmp_path: Path, site: Path
 ) -> None:
     assert read(unpack(tmp_path / "other", other)).fingerprint != read(site).fingerprint
@@ -211,7 +211,9 @@ def editable(tmp_path: Path, layout: str = "src") -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("layout", ["src", "."])
-def test_an_editable_installation_goes_by_its_source_files(tmp_path: Path, layout: str) -> None:
+def test_the_fingerprint_of_an_editable_installation_covers_source_files(
+    tmp_path: Path, layout: str
+) -> None:
     site, source = editable(tmp_path, layout)
     before = read(site)
     assert before.editable
@@ -229,7 +231,9 @@ def test_an_editable_installation_goes_by_its_source_files(tmp_path: Path, layou
     assert len({found.fingerprint for found in (before, touched, grown, shrunk)}) == 4
 
 
-def test_an_editable_installation_goes_by_its_compiled_libraries_too(tmp_path: Path) -> None:
+def test_the_fingerprint_of_an_editable_installation_covers_compiled_libraries(
+    tmp_path: Path,
+) -> None:
     site, _ = editable(tmp_path)
     found = []
     for checksum in ("one", "one", "another"):
@@ -239,7 +243,7 @@ def test_an_editable_installation_goes_by_its_compiled_libraries_too(tmp_path: P
     assert found[0] == found[1] != found[2]
 
 
-def test_caches_environments_and_circles_are_no_source(tmp_path: Path) -> None:
+def test_caches_environments_and_circular_links_are_not_source(tmp_path: Path) -> None:
     site, source = editable(tmp_path)
     before = read(site)
     for folder in (".git", "acme/__pycache__", "environment/lib"):
@@ -275,14 +279,14 @@ def test_another_origin_is_not_editable(direct_url: str, site: Path) -> None:
     assert not before.editable
 
 
-def test_an_editable_folder_that_is_gone_or_the_whole_disk_is_read_to_a_limit(site: Path) -> None:
+def test_a_missing_or_huge_editable_folder_is_read_up_to_a_limit(site: Path) -> None:
     for url in ("file:///no/such/folder", "file:///", "file:"):
         text = f'{{"url": "{url}", "dir_info": {{"editable": true}}}}'
         (site / INFO / "direct_url.json").write_text(text)
         assert read(site).editable
 
 
-def test_without_record_the_installed_files_count(site: Path) -> None:
+def test_without_record_the_fingerprint_covers_installed_files(site: Path) -> None:
     (site / INFO / "RECORD").unlink()
     (site / INFO / "top_level.txt").write_text("acme\nsingle\n/etc\n..\n")
     (site / "single.py").touch()
@@ -314,7 +318,7 @@ def test_without_record_the_installed_files_count(site: Path) -> None:
         (METADATA, ": : :\n  x\n", "unknown", "0", "the name '' and the version ''"),
     ],
 )
-def test_false_metadata_is_no_identity(
+def test_contradictory_metadata_has_no_identity(
     header: str, replacement: str, name: str, version: str, problem: str, tmp_path: Path
 ) -> None:
     found = read(unpack(tmp_path, contents(METADATA.replace(header, replacement, 1))))
@@ -323,7 +327,7 @@ def test_false_metadata_is_no_identity(
     assert bool(found.problem) is bool(problem)
 
 
-def test_metadata_that_is_no_text_is_read_as_none(site: Path) -> None:
+def test_undecodable_metadata_counts_as_missing(site: Path) -> None:
     for name in ("METADATA", "RECORD", "direct_url.json"):
         (site / INFO / name).write_bytes(b"\xff\xfe")
     found = read(site)
@@ -338,7 +342,7 @@ def test_a_record_that_cannot_be_read_is_a_problem(site: Path) -> None:
 
 
 @given(metadata=st.binary(max_size=300), record=st.binary(max_size=300))
-def test_no_metadata_raises(metadata: bytes, record: bytes) -> None:
+def test_no_content_of_metadata_raises(metadata: bytes, record: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         held = {f"{INFO}/METADATA": metadata, f"{INFO}/RECORD": record}
         found = read_distribution(
@@ -356,7 +360,7 @@ def test_every_installed_distribution_can_be_read() -> None:
         assert facts.name == read_distribution(found).name
 
 
-def test_a_record_without_hashes_goes_by_the_files(tmp_path: Path) -> None:
+def test_a_record_without_hashes_is_replaced_by_the_files(tmp_path: Path) -> None:
     metadata = tmp_path / "acme-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")

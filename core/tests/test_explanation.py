@@ -85,7 +85,7 @@ def site(registered: Callable[..., Registry]) -> Site:
     return site
 
 
-def test_the_text_says_what_was_chosen_where_and_why_nothing_else_was(site: Site) -> None:
+def test_the_text_has_every_choice_with_places_reasons_and_refusals(site: Site) -> None:
     assert str(explain(site)) == (
         "device: cpu (a device)\n"
         "\n"
@@ -107,7 +107,7 @@ def test_the_text_says_what_was_chosen_where_and_why_nothing_else_was(site: Site
     )
 
 
-def test_the_json_holds_the_same_facts(site: Site) -> None:
+def test_the_json_has_the_facts_of_the_text(site: Site) -> None:
     explanation = explain(site)
     facts = json.loads(explanation.to_json())
     assert facts == explanation.to_dict()
@@ -140,13 +140,13 @@ def test_every_candidate_appears_in_every_choice(site: Site) -> None:
         assert sorted([choice["chosen"], *refused]) == sorted(candidates)
 
 
-def test_nothing_chosen_is_an_empty_list(registered: Callable[..., Registry]) -> None:
+def test_a_model_without_choices_has_an_empty_list(registered: Callable[..., Registry]) -> None:
     empty = explain(Site(Resolver(registered(), HOST, Config()), "", torch.float32))
     assert empty.to_dict()["choices"] == []
     assert str(empty) == "device: cpu (a device)"
 
 
-def test_figures_notes_and_failures_are_shown(site: Site) -> None:
+def test_run_times_notes_and_failures_are_shown(site: Site) -> None:
     explanation = explain(site)
     seconds = {"acme/reference": 2.5e-3, "acme/negate_fast": 12.34e-6, "acme/negate_slow": 1.5}
     choice = replace(
@@ -174,7 +174,7 @@ def test_why_shows_one_op_with_every_place(site: Site) -> None:
     assert [row.choice for row in shown.rows] == [row.choice for row in explain(site).rows]
 
 
-def test_why_shows_what_the_model_does_not_ask_for_with_what_it_needs(site: Site) -> None:
+def test_why_shows_unrequested_subjects_with_requirements(site: Site) -> None:
     shown = explain(site).why("halve")
     assert [setting.field for setting in shown.policy] == ["strict"]
     assert str(shown) == (
@@ -215,7 +215,7 @@ def test_why_of_an_unknown_name_lists_the_known_ones(site: Site) -> None:
     assert "" not in caught.value.known
 
 
-def test_the_inventory_judges_the_device_and_nothing_else(
+def test_the_inventory_judges_only_the_device(
     registered: Callable[..., Registry],
 ) -> None:
     registry = registered(*RECORDS, *UNASKED)
@@ -235,7 +235,7 @@ def test_the_inventory_judges_the_device_and_nothing_else(
         assert names == ["negate_fast", "negate_wide", "negate_slow", "reference"]
 
 
-def test_a_config_for_what_is_built_is_refused(site: Site) -> None:
+def test_a_config_for_a_built_model_is_refused(site: Site) -> None:
     with pytest.raises(ConfigError, match="it has had its own"):
         explain(site, config=Config())
 
@@ -300,7 +300,7 @@ NINE = {
 }
 
 
-def test_a_described_device_is_explained_without_asking_its_platform(
+def test_a_described_device_is_explained_without_its_platform(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_plugin: Callable[..., ModuleType]
 ) -> None:
     (tmp_path / "explained").mkdir()
@@ -325,7 +325,7 @@ def test_a_described_device_is_explained_without_asking_its_platform(
             assert options["negate_wide"].reason == "needs avx512, which the device lacks"
 
 
-def test_why_of_a_candidate_says_what_it_is_for(site: Site) -> None:
+def test_why_of_a_candidate_names_its_subject(site: Site) -> None:
     for name, op in (("negate_wide", "negate"), ("acme/halve_shift", "halve")):
         with pytest.raises(ConfigError) as caught:
             explain(site).why(name)
@@ -345,7 +345,7 @@ def test_an_unknown_name_lists_the_eight_nearest(registered: Callable[..., Regis
     assert str(caught.value).endswith("\n... and 4 more: interposer explain")
 
 
-def test_a_kernel_for_an_op_that_nobody_defines_is_explained(
+def test_a_kernel_for_an_undefined_op_is_explained(
     registered: Callable[..., Registry],
 ) -> None:
     registry = registered(*RECORDS, Kernel("nagate", "negate_lost", f"{__name__}:negate"))
@@ -357,7 +357,7 @@ def test_a_kernel_for_an_op_that_nobody_defines_is_explained(
     ) in text
 
 
-def test_what_cannot_be_explained_is_named_by_its_type() -> None:
+def test_an_unexplainable_object_is_named_by_its_type() -> None:
     with pytest.raises(ConfigError, match="model is of the type int, must be a model directory"):
         explain(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="device is of the type int, must be the name"):

@@ -92,7 +92,9 @@ def reasons(resolver: Resolver) -> dict[str, str]:
     }
 
 
-def test_the_lookup_reads_what_the_product_prepared(resolver: Callable[..., Resolver]) -> None:
+def test_the_lookup_reads_the_form_that_the_product_prepared(
+    resolver: Callable[..., Resolver],
+) -> None:
     made = resolver(*EVERY)
     assert bound(made) == ("look_packed", "multiply_packed")
     assert reasons(made)["multiply_own"] == (
@@ -105,14 +107,14 @@ def test_the_lookup_reads_what_the_product_prepared(resolver: Callable[..., Reso
     )
 
 
-def test_a_product_by_what_is_stored_is_looked_up_as_it_is_stored(
+def test_a_product_with_the_stored_form_is_looked_up_in_the_stored_form(
     resolver: Callable[..., Resolver],
 ) -> None:
     made = resolver(*EVERY, kernels={"multiply": Rule(prefer=("multiply_plain",))})
     assert bound(made) == ("look_plain", "multiply_plain")
 
 
-def test_what_was_measured_decides_among_those_that_share(
+def test_measurements_decide_among_kernels_that_share_a_form(
     resolver: Callable[..., Resolver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = resolver(*EVERY)
@@ -135,7 +137,7 @@ def test_what_was_measured_decides_among_those_that_share(
         ((*OPS, PACKED, LOOK_PACKED, LOOK_PLAIN), {"look": Rule(forbid={"look_packed"})}),
     ],
 )
-def test_a_form_that_no_lookup_reads_is_not_taken(
+def test_a_form_that_no_lookup_reads_is_not_chosen(
     resolver: Callable[..., Resolver], records: tuple[object, ...], config: dict[str, Any]
 ) -> None:
     assert bound(resolver(*records, kernels=config)) == ("look_plain", "reference")
@@ -158,14 +160,14 @@ def test_a_pin_is_obeyed(
     assert bound(resolver(*EVERY, kernels=pins)) == expected
 
 
-def test_a_lookup_that_cannot_be_loaded_costs_memory_and_nothing_else(
+def test_a_lookup_that_cannot_be_loaded_only_costs_memory(
     resolver: Callable[..., Resolver],
 ) -> None:
     broken = kernel("look", "broken", 10, "packed")
     assert bound(resolver(*OPS, PACKED, broken)) == ("reference", "multiply_packed")
 
 
-def test_without_a_head_nothing_is_said_of_one(resolver: Callable[..., Resolver]) -> None:
+def test_without_a_head_requests_do_not_mention_one(resolver: Callable[..., Resolver]) -> None:
     site = Site(resolver(*EVERY), "embed", torch.float32)
     rows, product = site.bind_table(look, {"v": 9, "tied": False}, multiply, {"o": 9}, None)
     assert product is None
@@ -173,6 +175,6 @@ def test_without_a_head_nothing_is_said_of_one(resolver: Callable[..., Resolver]
     assert rows.choice.request.dims == {"v": 9, "tied": False}
 
 
-def test_a_form_is_of_what_was_prepared() -> None:
+def test_a_form_without_preparation_is_refused() -> None:
     with pytest.raises(RecordError, match=r"has the form 'packed', but prepares nothing"):
         Kernel("look", "look_odd", "a:b", form="packed")

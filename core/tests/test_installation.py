@@ -82,7 +82,7 @@ def test_entry_points_that_cannot_be_read_are_named(
     ],
     ids=["binary", "FIFO", "shadow", "shadowed core"],
 )
-def test_what_cannot_be_imported_is_named(
+def test_a_module_that_cannot_be_imported_is_named(
     way: str, make: Callable[[Path], None], reason: str, folder: Path
 ) -> None:
     make(folder.parent)

@@ -86,7 +86,7 @@ def test_nothing_is_known_at_first(make: MakeMeasurements, tmp_path: Path) -> No
     assert not (tmp_path / "cache").exists()
 
 
-def test_what_was_measured_is_found(make: MakeMeasurements) -> None:
+def test_measurements_are_found(make: MakeMeasurements) -> None:
     write_entry(make().store, made(make()))
     found = make().lookup(REQUEST, lambda: BOTH)
     assert isinstance(found, Measured)
@@ -94,7 +94,7 @@ def test_what_was_measured_is_found(make: MakeMeasurements) -> None:
     assert found.upper.keys() == SECONDS.keys()
 
 
-def test_a_policy_without_tables_finds_nothing(make: MakeMeasurements) -> None:
+def test_a_policy_without_tables_finds_no_measurements(make: MakeMeasurements) -> None:
     write_entry(make().store, made(make()))
     assert make(tables=False).lookup(REQUEST, lambda: BOTH) is None
 
@@ -110,12 +110,12 @@ def test_a_policy_without_tables_finds_nothing(make: MakeMeasurements) -> None:
     ],
     ids=str,
 )
-def test_another_request_is_another_matter(make: MakeMeasurements, other: Request) -> None:
+def test_another_request_has_other_measurements(make: MakeMeasurements, other: Request) -> None:
     write_entry(make().store, made(make()))
     assert make().lookup(other, lambda: BOTH) is None
 
 
-def test_another_device_is_another_matter(make: MakeMeasurements) -> None:
+def test_another_device_has_other_measurements(make: MakeMeasurements) -> None:
     write_entry(make().store, made(make()))
     other = Device("bench", "cpu", "Bench 3", Capability("any"))
     assert make(device=other).lookup(REQUEST, lambda: BOTH) is None
@@ -138,7 +138,7 @@ def test_every_detail_of_attention_tells_requests_apart(make: MakeMeasurements) 
     ("change", "told"),
     [({"torch": "1.0"}, "torch was 1.0"), ({"driver": "old"}, "the driver was old")],
 )
-def test_figures_of_another_installation_are_stale(
+def test_measurements_of_another_installation_are_stale(
     make: MakeMeasurements, change: dict[str, Any], told: str
 ) -> None:
     write_entry(make().store, made(make(), **change))
@@ -147,7 +147,7 @@ def test_figures_of_another_installation_are_stale(
     assert told in found
 
 
-def test_figures_of_another_driver_are_stale(make: MakeMeasurements, tmp_path: Path) -> None:
+def test_measurements_of_another_driver_are_stale(make: MakeMeasurements, tmp_path: Path) -> None:
     driver = tmp_path / "driver"
     platform = PlatformEntry("bench", "m:Bench", driver_files=(str(driver),))
     driver.write_text("570.1")
@@ -165,19 +165,19 @@ def test_figures_of_another_driver_are_stale(make: MakeMeasurements, tmp_path: P
         (candidates("fast", "slow", version="1.1"), "acme/fast was 1.0, is 1.1"),
     ],
 )
-def test_figures_of_other_candidates_are_stale(
+def test_measurements_of_other_candidates_are_stale(
     make: MakeMeasurements, accepted: list[Candidate], told: str
 ) -> None:
     write_entry(make().store, made(make()))
     assert told in reason(make().lookup(REQUEST, lambda: accepted))
 
 
-def test_what_failed_was_measured_too(make: MakeMeasurements) -> None:
+def test_a_failed_candidate_counts_as_measured(make: MakeMeasurements) -> None:
     write_entry(make().store, made(make(), failed={"acme/new": ("1.0", "raised")}))
     assert isinstance(make().lookup(REQUEST, lambda: candidates("fast", "slow", "new")), Measured)
 
 
-def test_a_damaged_entry_is_a_reason(make: MakeMeasurements) -> None:
+def test_a_damaged_entry_is_reported(make: MakeMeasurements) -> None:
     measurements = make()
     write_entry(measurements.store, made(measurements))
     (kept,) = measurements.store.entries(KIND)
@@ -185,7 +185,7 @@ def test_a_damaged_entry_is_a_reason(make: MakeMeasurements) -> None:
     assert "corrupt" in reason(make().lookup(REQUEST, lambda: BOTH))
 
 
-def test_an_entry_of_another_form_is_a_reason(make: MakeMeasurements) -> None:
+def test_an_entry_of_another_form_is_reported(make: MakeMeasurements) -> None:
     measurements = make()
     key = measurements.key(REQUEST).model_dump(mode="json")
     measurements.store.write(KIND, key, {"seconds": 1})
@@ -222,7 +222,7 @@ def ship(
     return shipped
 
 
-def test_a_shipped_table_counts_for_devices_that_it_is_for(
+def test_a_shipped_table_applies_to_matching_devices(
     make: MakeMeasurements, ship: Callable[..., TuningEntry]
 ) -> None:
     # Another driver and torch: they are those of whoever measured it.
@@ -235,7 +235,7 @@ def test_a_shipped_table_counts_for_devices_that_it_is_for(
     assert make(table, device=other).lookup(REQUEST, lambda: BOTH) is None
 
 
-def test_own_figures_go_before_shipped_ones(
+def test_measurements_of_the_host_precede_shipped_tables(
     make: MakeMeasurements, ship: Callable[..., TuningEntry]
 ) -> None:
     table = ship("own-first", "*", factor=7.0)
@@ -245,7 +245,7 @@ def test_own_figures_go_before_shipped_ones(
     assert found.seconds == SECONDS
 
 
-def test_a_shipped_table_stands_in_for_stale_figures(
+def test_a_shipped_table_replaces_stale_measurements(
     make: MakeMeasurements, ship: Callable[..., TuningEntry]
 ) -> None:
     table = ship("stand-in", "*")
@@ -272,7 +272,7 @@ def test_a_shipped_table_of_other_versions_is_stale(
     assert reason(found).startswith("the table 'old' of acme in code cannot be used: stale, as")
 
 
-def test_a_shipped_table_that_is_broken_is_a_reason(
+def test_a_broken_shipped_table_is_reported(
     make: MakeMeasurements, ship: Callable[..., TuningEntry], tmp_path: Path
 ) -> None:
     table = ship("broken", "*")

@@ -50,7 +50,7 @@ def is_in_cached(thread: int) -> bool:
 
 
 @pytest.mark.process
-def test_threads_that_ask_at_once_share_one_call() -> None:
+def test_concurrent_threads_share_one_call() -> None:
     calls, callers = [], []
     release = Event()
 
@@ -75,7 +75,7 @@ def test_threads_that_ask_at_once_share_one_call() -> None:
     assert calls == [1]
 
 
-def test_a_failure_is_tried_again() -> None:
+def test_a_failed_call_is_repeated() -> None:
     answers: Iterator[ValueError | int] = iter([ValueError("not yet"), 3])
 
     @cached

@@ -58,7 +58,7 @@ def test_declarations_are_kept() -> None:
     assert halve_rows.tolerance == Tolerance()
 
 
-def test_the_fake_has_the_form_of_the_result_and_computes_nothing() -> None:
+def test_the_fake_has_the_shape_of_the_result_and_computes_nothing() -> None:
     x = torch.randn(6, 3, dtype=torch.float64)
     fake = halve_rows.fake(x, weight=torch.randn(3, dtype=torch.float64))
     assert isinstance(fake, torch._subclasses.FakeTensor)
@@ -77,7 +77,9 @@ def test_the_fake_of_a_mutation_writes_nothing() -> None:
 
 
 @pytest.mark.parametrize("declared", [{"mutates": ("y",)}, {"constants": ("y",)}])
-def test_a_declaration_about_no_parameter_raises(declared: dict[str, tuple[str, ...]]) -> None:
+def test_a_declaration_about_an_unknown_parameter_raises(
+    declared: dict[str, tuple[str, ...]],
+) -> None:
     with pytest.raises(RecordError, match=r"op 'double' declares \['y'\], which are not its par"):
 
         @custom_op("double", cases=no_cases, **declared)  # type: ignore[arg-type]

@@ -89,14 +89,14 @@ def test_the_bound_kernel_is_the_function_itself(resolve: Resolve) -> None:
     assert site(resolver).bind(double) is double_fast
 
 
-def test_the_reference_is_bound_where_everything_else_refuses(resolve: Resolve) -> None:
+def test_the_reference_is_bound_if_every_kernel_refuses(resolve: Resolve) -> None:
     bound = site(resolve(OP, FAST), torch.float16).bind_kernel(double)
     assert bound.function is double.reference
     assert bound.prepare is None
     assert "needs dtype float32, got float16" in str(bound.choice.refusals[0])
 
 
-def test_what_the_platform_prefers_stands_behind_what_the_user_prefers(
+def test_preferences_of_the_platform_rank_after_those_of_the_user(
     registered: Callable[..., Registry],
 ) -> None:
     slow = Kernel("double", "double_slow", f"{__name__}:double_fast", score=1.0)
@@ -153,7 +153,7 @@ def test_a_choice_may_be_annotated_after_it_was_made(resolve: Resolve) -> None:
     assert explained.notes == ("of the model",)
 
 
-def test_a_pin_at_one_place_is_a_choice_of_its_own(resolve: Resolve) -> None:
+def test_a_pin_at_one_place_makes_a_separate_choice(resolve: Resolve) -> None:
     resolver = resolve(OP, FAST, config=Config(kernels={"double@a.1": "reference"}))
     place = site(resolver)
     assert place.at("0").bind(double) is double_fast
@@ -184,7 +184,7 @@ def test_an_op_that_is_not_installed_raises(resolve: Resolve) -> None:
 
 @pytest.mark.parametrize("field", ["target", "prepare"])
 @pytest.mark.parametrize("missing", ["acme_of_nowhere:fast", "math:fast"])
-def test_a_kernel_that_points_nowhere_is_refused_and_raises_where_it_is_pinned(
+def test_a_kernel_with_a_missing_target_is_refused_and_raises_if_pinned(
     field: str, missing: str, resolve: Resolve
 ) -> None:
     fields: dict[str, Any] = {"target": "math:tau", field: missing}
@@ -211,7 +211,7 @@ def failing(request: Request) -> Verdict:
     raise OSError("its library is broken")
 
 
-def test_a_kernel_confirms_where_it_would_be_chosen(resolve: Resolve) -> None:
+def test_confirm_is_called_for_a_kernel_that_would_be_chosen(resolve: Resolve) -> None:
     ASKED.clear()
     slow = Kernel(
         "double", "double_slow", f"{__name__}:double_fast", confirm=f"{__name__}:confirmed"
@@ -228,7 +228,7 @@ def test_a_kernel_confirms_where_it_would_be_chosen(resolve: Resolve) -> None:
         site(pinned, torch.float16).bind(double)
 
 
-def test_a_kernel_that_is_outranked_or_described_is_not_asked(resolve: Resolve) -> None:
+def test_confirm_is_not_called_for_outranked_or_described_kernels(resolve: Resolve) -> None:
     ASKED.clear()
     slow = Kernel(
         *("double", "double_slow", f"{__name__}:double_fast"),
@@ -243,7 +243,7 @@ def test_a_kernel_that_is_outranked_or_described_is_not_asked(resolve: Resolve) 
     assert ASKED == []
 
 
-def test_what_a_confirmation_raises_is_a_refusal(resolve: Resolve) -> None:
+def test_an_exception_in_confirm_is_a_refusal(resolve: Resolve) -> None:
     broken = Kernel(
         "double", "double_slow", f"{__name__}:double_fast", confirm=f"{__name__}:failing"
     )
@@ -262,7 +262,7 @@ def test_observers_see_every_distinct_choice_once(resolve: Resolve) -> None:
     assert len(seen) == 1
 
 
-def test_observers_see_what_was_refused(resolve: Resolve) -> None:
+def test_observers_see_refused_requests(resolve: Resolve) -> None:
     seen: list[NoCandidateError] = []
     config = Config(kernels={"double": "double_fast"})
     resolver = resolve(OP, FAST, config=config, interposer_refused=lambda error: seen.append(error))
@@ -281,7 +281,7 @@ def test_an_observer_that_raises_does_not_break_the_selection(resolve: Resolve) 
     assert site(resolver, torch.float16).bind(double) is double.reference
 
 
-def test_a_scheme_that_points_nowhere_is_refused(registered: Callable[..., Registry]) -> None:
+def test_a_scheme_with_a_missing_target_is_refused(registered: Callable[..., Registry]) -> None:
     registry = registered(SchemeEntry("gptq", "acme_gptq", "acme_of_nowhere:Gptq"))
     with pytest.raises(NoCandidateError, match="'acme_of_nowhere:Gptq' cannot be loaded"):
         Resolver(registry, DEVICE, Config()).choose_scheme({"quant_method": "gptq"})
@@ -289,7 +289,7 @@ def test_a_scheme_that_points_nowhere_is_refused(registered: Callable[..., Regis
         Resolver(registry, DEVICE, Config()).choose_scheme({"quant_method": "gtpq"})
 
 
-def test_a_family_that_points_nowhere_is_refused(registered: Callable[..., Registry]) -> None:
+def test_a_family_with_a_missing_target_is_refused(registered: Callable[..., Registry]) -> None:
     registry = registered(ModelEntry(("Gem",), "acme_gem", "acme_of_nowhere:Gem"))
     resolver = Resolver(registry, DEVICE, Config())
     with pytest.raises(NoCandidateError, match="'acme_of_nowhere:Gem' cannot be loaded"):

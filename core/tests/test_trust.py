@@ -57,12 +57,12 @@ def named(*names: str) -> list[Distribution]:
     return [Distribution(name, "1.0", "0" * 64, (), "", False) for name in names]
 
 
-def test_without_a_list_everything_is_allowed() -> None:
+def test_without_a_list_every_distribution_is_allowed() -> None:
     verdicts = allowed(Config(), named("acme", "zeta", "interposer-ops"))
     assert list(map(bool, verdicts.values())) == [True] * 3
 
 
-def test_a_list_allows_what_it_names_and_the_parts_of_the_sdk() -> None:
+def test_a_list_allows_its_names_and_the_parts_of_the_sdk() -> None:
     config = Config(plugins=frozenset({"Acme_Norms"}))
     verdicts = allowed(config, named("acme-norms", "zeta", *STANDARD))
     assert {name for name, verdict in verdicts.items() if not verdict} == {"zeta"}
@@ -129,7 +129,7 @@ def test_any_lock_survives_its_file(lock: Lock) -> None:
 
 
 @given(data=st.data())
-def test_no_edit_of_a_lock_goes_unnoticed(data: st.DataObject) -> None:
+def test_every_edit_of_a_lock_is_detected(data: st.DataObject) -> None:
     lock = Lock.of(named("acme", "zeta"))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "interposer.lock")
@@ -175,7 +175,7 @@ ENTRY = {"name": "acme", "version": "1.0", "record_hash": "0" * 64}
         (signed(version=1, distributions=[ENTRY, ENTRY]), "acme listed twice"),
     ],
 )
-def test_what_is_no_lock_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+def test_an_invalid_lock_is_refused(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "interposer.lock"
     path.write_text(text)
     with pytest.raises(LockError, match=reason) as caught:
@@ -241,7 +241,7 @@ def test_every_difference_is_named_at_once(install: Install, tmp_path: Path) -> 
     ]
 
 
-def test_what_the_policy_leaves_out_is_not_missing(
+def test_a_distribution_that_the_policy_excludes_is_not_missing(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used, disabled = install("acme-used"), install("acme-disabled")
@@ -252,7 +252,7 @@ def test_what_the_policy_leaves_out_is_not_missing(
     lock.check([used])
 
 
-def test_the_lock_stands_beside_the_project_file(
+def test_the_lock_is_next_to_the_project_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = tmp_path / "project" / "inner"
@@ -275,7 +275,7 @@ def test_the_lock_of_the_project_is_enforced(install: Install, tmp_path: Path) -
         check_lock(config, [*found, install("zeta")])
 
 
-def test_what_was_altered_is_to_be_reinstalled_and_cannot_be_locked(
+def test_an_altered_distribution_must_be_reinstalled_and_cannot_be_locked(
     install: Install, tmp_path: Path
 ) -> None:
     found = [install("acme")]

@@ -10,7 +10,7 @@ from pathlib import Path
 from interposer_sandbox import digest, file_facts, is_altered, surroundings
 
 
-def test_a_digest_is_that_of_contents(tmp_path: Path) -> None:
+def test_a_digest_covers_the_contents(tmp_path: Path) -> None:
     files = [tmp_path / name for name in "ab"]
     for file in files:
         file.write_text("x")
@@ -21,7 +21,7 @@ def test_a_digest_is_that_of_contents(tmp_path: Path) -> None:
     assert digest([tmp_path / "none"]) == ""
 
 
-def test_a_file_is_altered_unless_it_is_as_recorded(tmp_path: Path) -> None:
+def test_a_file_that_differs_from_its_record_is_altered(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text("x")
 
@@ -38,7 +38,7 @@ def test_a_file_is_altered_unless_it_is_as_recorded(tmp_path: Path) -> None:
     assert is_altered(file, recorded("sha256"))
 
 
-def test_facts_are_of_files_that_hold_code(tmp_path: Path) -> None:
+def test_facts_cover_files_with_code(tmp_path: Path) -> None:
     for path in ("a.py", "b/c.py", "b/__pycache__/c.pyc", ".git/config", "venv/pyvenv.cfg"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("x")

@@ -37,7 +37,7 @@ def test_quiet_code_has_no_effects() -> None:
 
 
 @pytest.mark.parametrize("light", [True, False])
-def test_what_is_changed_is_told_and_put_back(light: bool, tmp_path: Path) -> None:
+def test_changes_are_reported_and_undone(light: bool, tmp_path: Path) -> None:
     # What a library has of its own for it, unknown to Python, could not be put back.
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
     kept = (
@@ -94,7 +94,7 @@ def test_what_is_changed_is_told_and_put_back(light: bool, tmp_path: Path) -> No
         ),
     ],
 )
-def test_settings_of_torch_are_put_back(
+def test_settings_of_torch_are_restored(
     get: Callable[[], object], put: Callable[[object], object], other: object, setting: str
 ) -> None:
     before = get()
@@ -102,7 +102,7 @@ def test_settings_of_torch_are_put_back(
     assert get() == before
 
 
-def test_what_is_printed_is_told_from_its_beginning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_beginning_of_the_output_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     def speak() -> None:
         print("hello")
         print("x" * 1000, file=sys.stderr)
@@ -115,7 +115,7 @@ def test_what_is_printed_is_told_from_its_beginning(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "heard\n"
 
 
-def test_what_other_threads_print_passes() -> None:
+def test_output_of_other_threads_passes() -> None:
     heard = io.StringIO()
     start, done = threading.Event(), threading.Event()
 
@@ -137,7 +137,7 @@ def test_what_other_threads_print_passes() -> None:
     assert heard.getvalue() == "mine\n"
 
 
-def test_changes_of_other_threads_are_neither_blamed_nor_undone(
+def test_changes_of_other_threads_are_neither_reported_nor_undone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ACME_APP", "0")
@@ -189,7 +189,7 @@ def test_blocks_of_several_threads_may_overlap() -> None:
     assert (sys.stdout, sys.stderr) == ours
 
 
-def test_a_stream_that_was_kept_works_afterwards() -> None:
+def test_a_captured_stream_that_code_keeps_works_afterwards() -> None:
     heard = io.StringIO()
     with contextlib.redirect_stderr(heard):
         with SideEffects(HOST) as side_effects:
@@ -200,7 +200,7 @@ def test_a_stream_that_was_kept_works_afterwards() -> None:
 
 
 @pytest.mark.process  # as above
-def test_a_thread_is_told_unless_it_ended() -> None:
+def test_a_thread_is_reported_unless_it_ended() -> None:
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, name="mine")
     assert effects_of(thread.start) == ["leaves the thread 'mine' running"]
@@ -220,7 +220,7 @@ def test_a_thread_is_told_unless_it_ended() -> None:
     library.join()
 
 
-def test_what_is_raised_passes_and_is_effects_of() -> None:
+def test_an_exception_passes_and_effects_are_still_listed() -> None:
     side_effects = SideEffects(HOST)
 
     def change_and_raise() -> None:
@@ -250,7 +250,7 @@ NAMES = st.sampled_from(["GUARD_A", "GUARD_B", "GUARD_C"])
     st.dictionaries(NAMES, st.sampled_from(["", "1", "2"])),
     st.lists(st.tuples(NAMES, st.sampled_from([None, "", "1", "2"]))),
 )
-def test_variables_are_put_back_and_those_that_changed_named(
+def test_variables_are_restored_and_changed_ones_named(
     before: dict[str, str], changes: list[tuple[str, str | None]]
 ) -> None:
     variables, after = {"OTHER": "1", **before}, dict[str, str | None]()
