@@ -57,8 +57,8 @@ def test_a_platform_runs_the_kernels_that_it_states_to_run() -> None:
     assert judge(REQUEST).reason == "for tpu, whose kernels host runs by its own statement"
     elsewhere = replace(REQUEST, platform="board")
     assert judge(elsewhere).reason == "runs on tpu, the request is for board"
-    for own in ("", "host"):
-        assert acceptance_of(kernel(platform=own), runs=lending)(REQUEST) == Verdict.accept()
+    for platform in ("", "host"):
+        assert acceptance_of(kernel(platform=platform), runs=lending)(REQUEST) == Verdict.accept()
 
 
 def test_other_requirements_are_judged_by_the_device() -> None:

@@ -20,18 +20,18 @@ def candidate(record: Record) -> Candidate:
 
 
 def test_names_of_a_candidate() -> None:
-    found = candidate(SCHEME)
-    assert found.qualified_name == "acme-kernels/gptq_fast"
-    assert found.origin == "acme-kernels 1.2"
+    scheme_candidate = candidate(SCHEME)
+    assert scheme_candidate.qualified_name == "acme-kernels/gptq_fast"
+    assert scheme_candidate.origin == "acme-kernels 1.2"
 
 
 def test_a_copy_of_a_candidate_has_a_record_of_its_own() -> None:
-    found = candidate(SCHEME)
-    (copied,) = copy.deepcopy([found])
-    assert copied == found
-    assert copied.judge is found.judge
+    scheme_candidate = candidate(SCHEME)
+    (copied,) = copy.deepcopy([scheme_candidate])
+    assert copied == scheme_candidate
+    assert copied.judge is scheme_candidate.judge
     object.__setattr__(copied.record, "target", "mine:Scheme")
-    assert found.record == SCHEME
+    assert scheme_candidate.record == SCHEME
 
 
 @pytest.mark.parametrize(

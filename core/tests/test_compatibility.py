@@ -43,9 +43,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def module(**members: object) -> ModuleType:
-    made = ModuleType("acme.plugin")
-    vars(made).update(members)
-    return made
+    module = ModuleType("acme.plugin")
+    vars(module).update(members)
+    return module
 
 
 def test_the_api_version_is_public() -> None:
@@ -115,8 +115,8 @@ def test_a_distribution_installed_later_is_found(install: Install) -> None:
 
 
 def test_every_part_of_this_installation_fits() -> None:
-    for found in importlib_metadata.distributions():
-        assert check_requirements(read_distribution(found))
+    for metadata in importlib_metadata.distributions():
+        assert check_requirements(read_distribution(metadata))
 
 
 @pytest.mark.parametrize("version", ["2.12.0.dev20260101+cpu", "2.12.0a0+gitabc", "2.13.0rc1"])

@@ -89,18 +89,18 @@ def test_argument_before_context_before_project_before_user_before_environment(
     ):
         for block in blocks:
             stack.enter_context(use(**block))
-        found = effective_config(Config(**argument))
+        config = effective_config(Config(**argument))
         sources = config_sources(Config(**argument))
     files = [placed(project, folder), placed(user, folder / "home" / "interposer")]
     strongest_first = [argument, *reversed(blocks), *files, environment]
     for name in fields:
-        stated = [source[name] for source in strongest_first if name in source]
+        stated_names = [source[name] for source in strongest_first if name in source]
         if name in MAPPINGS:
-            merged = {key: read_rule(r) for of in reversed(stated) for key, r in of.items()}
-            assert getattr(found, name) == merged
+            merged = {key: read_rule(r) for of in reversed(stated_names) for key, r in of.items()}
+            assert getattr(config, name) == merged
         else:
-            expected = Config(**({name: stated[0]} if stated else {}))
-            assert getattr(found, name) == getattr(expected, name)
+            expected = Config(**({name: stated_names[0]} if stated_names else {}))
+            assert getattr(config, name) == getattr(expected, name)
     kinds = ["argument", *["use()"] * len(blocks), "project file", "user file", "environment"]
     if not any(value is False or value for value in environment.values()):
         kinds.pop()  # empty variables set nothing
@@ -188,14 +188,14 @@ def test_none_as_an_argument_overrides_a_weaker_platform() -> None:
 
 def test_an_empty_rule_removes_a_weaker_rule() -> None:
     with use(kernels={"a": "x", "b": "y"}):
-        found = effective_config(Config(kernels={"a": {}}))
-    assert found.kernels == {"a": Rule(), "b": Rule(pin="y")}
+        config = effective_config(Config(kernels={"a": {}}))
+    assert config.kernels == {"a": Rule(), "b": Rule(pin="y")}
 
 
 def test_the_effective_configuration_as_an_argument_stays_as_it_is() -> None:
     with use(platform="cpu", kernels={"a": "x"}):
-        found = effective_config()
-        assert effective_config(found) == found
+        config = effective_config()
+        assert effective_config(config) == config
 
 
 # Values
@@ -206,9 +206,9 @@ def test_a_config_survives_json_and_pickle(fields: dict[str, Any]) -> None:
     config = Config(**fields)
     plain = Source("argument", "", config).fields
     assert plain.keys() == fields.keys()
-    read = Config(**json.loads(json.dumps(plain)))
-    assert read == config
-    assert hash(read) == hash(config)
+    restored = Config(**json.loads(json.dumps(plain)))
+    assert restored == config
+    assert hash(restored) == hash(config)
     assert pickle.loads(pickle.dumps(config)) == config
 
 
@@ -221,12 +221,12 @@ def test_a_folder_in_the_home_is_relative_to_the_home(tmp_path: Path) -> None:
 def test_every_way_to_validate_an_invalid_configuration_raises(bad: Any) -> None:
     with pytest.raises(ConfigError) as validated:
         Config.model_validate(bad)
-    with pytest.raises(ConfigError) as read:
+    with pytest.raises(ConfigError) as restored:
         Config.model_validate_json(json.dumps(bad))
     if isinstance(bad, dict):
-        with pytest.raises(ConfigError) as made:
+        with pytest.raises(ConfigError) as created:
             Config(**bad)
-        assert str(made.value) == str(validated.value) == str(read.value)
+        assert str(created.value) == str(validated.value) == str(restored.value)
     assert Config.model_validate({"strict": True}) == Config(strict=True)
 
 
@@ -379,9 +379,9 @@ def test_sources_are_read_once_and_again_after_a_refresh(
     (tmp_path / "interposer.toml").write_text("[kernels]\na = 'x'")
     monkeypatch.setenv("INTERPOSER_PLATFORM", "cpu")
     assert effective_config() is before
-    found = Config.refresh()
-    assert found == Config(platform="cpu", kernels={"a": "x"})
-    assert effective_config() is found
+    config = Config.refresh()
+    assert config == Config(platform="cpu", kernels={"a": "x"})
+    assert effective_config() is config
     assert [(s.name, s.path, s.fields) for s in config_sources()] == [
         ("project file", str(tmp_path / "interposer.toml"), {"kernels": {"a": "x"}}),
         ("environment", "", {"platform": "cpu"}),
@@ -605,14 +605,14 @@ def pinned() -> str | None:
 
 
 def test_threads_see_their_own_blocks_only() -> None:
-    seen: dict[str, str | None] = {}
+    seen_by_thread: dict[str, str | None] = {}
     together = threading.Barrier(2, timeout=WAIT_SECONDS)
 
     def work(name: str) -> None:
-        seen[f"{name} before"] = pinned()
+        seen_by_thread[f"{name} before"] = pinned()
         with use(platform=name):
             together.wait()
-            seen[name] = pinned()
+            seen_by_thread[name] = pinned()
             together.wait()
 
     with use(platform="main"):
@@ -622,7 +622,7 @@ def test_threads_see_their_own_blocks_only() -> None:
         for thread in threads:
             thread.join()
         assert pinned() == "main"
-    assert seen == {"one before": None, "two before": None, "one": "one", "two": "two"}
+    assert seen_by_thread == {"one before": None, "two before": None, "one": "one", "two": "two"}
 
 
 def test_tasks_see_their_own_blocks_and_those_they_were_created_in() -> None:

@@ -37,8 +37,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         metadata.mkdir()
         kind = "METADATA" if folder.endswith(".dist-info") else "PKG-INFO"
         (metadata / kind).write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        written = points if isinstance(points, bytes) else points.encode()
-        (metadata / "entry_points.txt").write_bytes(written)
+        content = points if isinstance(points, bytes) else points.encode()
+        (metadata / "entry_points.txt").write_bytes(content)
         module = site / f"{folder.partition('-')[0].partition('.')[0]}_module.py"
         module.write_text(source)
         return module

@@ -46,11 +46,11 @@ def test_unknown_name_without_any_known() -> None:
 def test_nearest_first_is_a_permutation_that_does_not_depend_on_order(
     name: str, known: list[str]
 ) -> None:
-    found = nearest_first(name, known)
-    assert sorted(found) == sorted(set(known))
-    assert found == nearest_first(name, reversed(known))
+    ordered = nearest_first(name, known)
+    assert sorted(ordered) == sorted(set(known))
+    assert ordered == nearest_first(name, reversed(known))
     if name in known:
-        assert found[0].lower() == name.lower()
+        assert ordered[0].lower() == name.lower()
 
 
 def test_plugin_error_names_plugin_distribution_and_mend() -> None:

@@ -373,8 +373,8 @@ def test_without_isolation_this_process_examines(
     make: Callable[..., Plugin], config: Config
 ) -> None:
     plugin = make(plugin=_HEADER + "import builtins; builtins.len = None")
-    here = Config(cache_dir=config.cache_dir, isolation="off")
-    finding = examine(plugin.distribution, plugin.task, here)
+    local_config = Config(cache_dir=config.cache_dir, isolation="off")
+    finding = examine(plugin.distribution, plugin.task, local_config)
     assert "replaces builtins.len" in finding.reason
     assert f"{plugin.package}.plugin" in sys.modules
     assert len("abc") == 3
@@ -430,8 +430,8 @@ def test_packages_without_metadata_can_be_examined(tmp_path: Path) -> None:
             (tmp_path / folder.name).symlink_to(folder)
     path = [str(tmp_path), standard, str(Path(standard) / "lib-dynload")]
     command = [sys.executable, "-S", "-c", _WITHOUT_METADATA, *path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout == "interposer\ntorch\nTrue False\nTrue True\n", done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert completed.stdout == "interposer\ntorch\nTrue False\nTrue True\n", completed.stderr
 
 
 def test_importing_the_examination_does_not_import_torch() -> None:

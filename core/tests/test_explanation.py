@@ -153,31 +153,31 @@ def test_run_times_notes_and_failures_are_shown(site: Site) -> None:
         explanation.rows[0].choice, seconds=seconds, notes=("'acme/x*' is preferred: not there",)
     )
     failure = Refusal("negate_wide", "acme 1", "raised OSError()", "Traceback\n  OSError")
-    shown = replace(explanation, rows=(Row(choice, ("a",)),), failures=(failure,))
-    text = str(shown)
+    explained = replace(explanation, rows=(Row(choice, ("a",)),), failures=(failure,))
+    text = str(explained)
     figures = "acme/negate_fast 12.3 us, acme/reference 2.5 ms, acme/negate_slow 1.5 s"
     assert f"\n     measured: {figures}\n     note: 'acme/x*' is preferred: not there\n" in text
     assert text.endswith("failed while running:\n  negate_wide (acme 1): raised OSError()")
-    facts = shown.to_dict()
+    facts = explained.to_dict()
     assert facts["choices"][0]["seconds"] == seconds
     assert facts["choices"][0]["notes"] == ["'acme/x*' is preferred: not there"]
     assert facts["failures"][0]["traceback"] == "Traceback\n  OSError"
-    in_full = str(shown.why("negate"))
+    in_full = str(explained.why("negate"))
     assert "raised OSError()\n         Traceback\n           OSError" in in_full
 
 
 def test_why_shows_one_op_with_every_place(site: Site) -> None:
-    shown = explain(site).why("negate")
-    text = str(shown)
+    explained = explain(site).why("negate")
+    text = str(explained)
     assert "kernel 'negate' [float32 host size=4], at\n  layers.0\n  layers.1\n  ->" in text
     assert "layers.0\nlayers.1" not in str(explain(site))
-    assert [row.choice for row in shown.rows] == [row.choice for row in explain(site).rows]
+    assert [row.choice for row in explained.rows] == [row.choice for row in explain(site).rows]
 
 
 def test_why_shows_unrequested_subjects_with_requirements(site: Site) -> None:
-    shown = explain(site).why("halve")
-    assert [setting.field for setting in shown.policy] == ["strict"]
-    assert str(shown) == (
+    explained = explain(site).why("halve")
+    assert [setting.field for setting in explained.policy] == ["strict"]
+    assert str(explained) == (
         "device: cpu (a device)\n"
         "note: the model does not ask for 'halve'\n"
         "\n"
@@ -221,17 +221,20 @@ def test_the_inventory_judges_only_the_device(
     registry = registered(*RECORDS, *UNASKED)
     abacus = Device("abacus", "cpu", "", Capability("beads", frozenset({"slide"})))
     for device, fits in ((abacus, True), (HOST, False)):
-        found = {(s.kind, s.name): s.options for s in inventory(registry, device)}
-        assert list(found) == [
+        options_by_subject = {(s.kind, s.name): s.options for s in inventory(registry, device)}
+        assert list(options_by_subject) == [
             ("kernel", "halve"),
             ("kernel", "negate"),
             ("attention", ""),
             ("layer", "negation"),
         ]
-        halve = {option.candidate.name: option.verdict for option in found["kernel", "halve"]}
+        halve = {
+            option.candidate.name: option.verdict
+            for option in options_by_subject["kernel", "halve"]
+        }
         assert bool(halve["halve_shift"]) == fits
         assert halve["reference"]
-        names = [option.candidate.name for option in found["kernel", "negate"]]
+        names = [option.candidate.name for option in options_by_subject["kernel", "negate"]]
         assert names == ["negate_fast", "negate_wide", "negate_slow", "reference"]
 
 
@@ -253,8 +256,8 @@ def test_each_setting_names_the_source_that_decided(
     Config.refresh()
     with use(layers={"negation": "standard"}) as config:
         config = config.model_copy(update={"locked": True, "plugins": frozenset()})
-        found = {str(s): (s.value, s.source) for s in settings(config)}
-    assert found == {
+        options_by_subject = {str(s): (s.value, s.source) for s in settings(config)}
+    assert options_by_subject == {
         "kernels.doubles": ("reference", "environment"),
         "kernels.negate": ("negate_fast", "project file"),
         "kernels.halve": ("reference", "project file"),

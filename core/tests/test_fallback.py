@@ -90,9 +90,9 @@ def bind(resolver: Resolver) -> Callable[..., torch.Tensor]:
 
 
 def choice(resolver: Resolver) -> Choice:
-    ((found, places),) = resolver.choices.values()
+    ((shared_choice, places),) = resolver.choices.values()
     assert places == ["a"]
-    return found
+    return shared_choice
 
 
 @pytest.mark.parametrize("broken", [failing, leaving])
@@ -126,8 +126,8 @@ def test_layers_that_share_a_choice_quarantine_only_the_failed_kernel(
         for layer in layers:
             torch.testing.assert_close(layer(X, SCALE), 6 * X)
     assert len(caplog.messages) == 1
-    ((found, places),) = resolver.choices.values()
-    assert (found.chosen.name, len(places)) == ("working", 5)
+    ((shared_choice, places),) = resolver.choices.values()
+    assert (shared_choice.chosen.name, len(places)) == ("working", 5)
     assert [failure.candidate for failure in resolver.failures] == ["failing"]
 
 

@@ -52,9 +52,9 @@ def test_the_nearest_file_up_to_the_repository_is_read(
             (folder / file).write_text(text)
             if expected is None and (repository is None or depth <= repository):
                 expected = folder / file
-    found = read_project_file(nested[0])
-    assert (found and found.path) == expected
-    assert found is None or found.fields == {"platform": "cpu"}
+    project_file = read_project_file(nested[0])
+    assert (project_file and project_file.path) == expected
+    assert project_file is None or project_file.fields == {"platform": "cpu"}
 
 
 def test_both_in_one_folder_raise(folders: list[Path]) -> None:
@@ -67,8 +67,8 @@ def test_both_in_one_folder_raise(folders: list[Path]) -> None:
 def test_an_empty_file_counts(folders: list[Path]) -> None:
     (folders[0] / "interposer.toml").write_text("")
     (folders[1] / "interposer.toml").write_text("platform = 'cpu'")
-    found = read_project_file(folders[0])
-    assert found == (folders[0] / "interposer.toml", {})
+    file = read_project_file(folders[0])
+    assert file == (folders[0] / "interposer.toml", {})
 
 
 def test_a_broken_file_of_other_tools_is_ignored(folders: list[Path]) -> None:

@@ -95,13 +95,13 @@ def reasons(resolver: Resolver) -> dict[str, str]:
 def test_the_lookup_reads_the_form_that_the_product_prepared(
     resolver: Callable[..., Resolver],
 ) -> None:
-    made = resolver(*EVERY)
-    assert bound(made) == ("look_packed", "multiply_packed")
-    assert reasons(made)["multiply_own"] == (
+    selection = resolver(*EVERY)
+    assert bound(selection) == ("look_packed", "multiply_packed")
+    assert reasons(selection)["multiply_own"] == (
         "prepares a copy of the table that no kernel of 'look' reads here, so that it would be "
         "held twice"
     )
-    assert reasons(made)["look_plain"] == (
+    assert reasons(selection)["look_plain"] == (
         "reads another copy of the table than multiply_packed multiplies by, so that it would be "
         "held twice"
     )
@@ -110,24 +110,24 @@ def test_the_lookup_reads_the_form_that_the_product_prepared(
 def test_a_product_with_the_stored_form_is_looked_up_in_the_stored_form(
     resolver: Callable[..., Resolver],
 ) -> None:
-    made = resolver(*EVERY, kernels={"multiply": Rule(prefer=("multiply_plain",))})
-    assert bound(made) == ("look_plain", "multiply_plain")
+    selection = resolver(*EVERY, kernels={"multiply": Rule(prefer=("multiply_plain",))})
+    assert bound(selection) == ("look_plain", "multiply_plain")
 
 
 def test_measurements_decide_among_kernels_that_share_a_form(
     resolver: Callable[..., Resolver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = resolver(*EVERY)
+    selection = resolver(*EVERY)
 
     def lookup(request: Any, _: object) -> Measured | None:
         if request.name != "multiply":
             return None
-        names = {c.name: c.qualified_name for c in made.accepted(request)}
+        names = {c.name: c.qualified_name for c in selection.accepted(request)}
         times = {"multiply_own": 1.0, "multiply_plain": 2.0, "multiply_packed": 3.0}
         return Measured({names[name]: seconds for name, seconds in times.items()}, "a test")
 
-    monkeypatch.setattr(made._measurements, "lookup", lookup)
-    assert bound(made) == ("look_plain", "multiply_plain")
+    monkeypatch.setattr(selection._measurements, "lookup", lookup)
+    assert bound(selection) == ("look_plain", "multiply_plain")
 
 
 @pytest.mark.parametrize(

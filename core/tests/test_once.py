@@ -108,5 +108,5 @@ def test_discovery_and_placement_happen_once_for_all_threads() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="needs os.fork")
 def test_a_process_forked_during_a_call_does_not_wait_for_it() -> None:
     command = [sys.executable, "-W", "ignore", "-c", _FORK, str(int(WAIT_SECONDS))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "7"
+    completed = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "7"

@@ -106,13 +106,13 @@ def test_a_bound_covers_the_roundings_and_grows_with_the_sum(
 ) -> None:
     expected = torch.tensor([0.0, 1.0, -1000.0], dtype=torch.float64)
     tolerance = Tolerance(roundings)
-    bound = tolerance.bound(expected, dtype, Case("x", {}, {}, reduction, magnitude))
+    limit = tolerance.bound(expected, dtype, Case("x", {}, {}, reduction, magnitude))
     one_rounding = expected.abs() * torch.finfo(dtype).eps / 2
-    assert bool((bound >= roundings * one_rounding).all())
+    assert bool((limit >= roundings * one_rounding).all())
     longer = tolerance.bound(expected, dtype, Case("x", {}, {}, reduction + 1, magnitude))
-    assert bool((longer >= bound).all())
+    assert bool((longer >= limit).all())
 
 
 def test_integers_must_be_equal() -> None:
-    bound = Tolerance().bound(torch.tensor([3, 4]), torch.int64, Case("x", {}))
-    assert torch.equal(bound, torch.tensor([0, 0]))
+    limit = Tolerance().bound(torch.tensor([3, 4]), torch.int64, Case("x", {}))
+    assert torch.equal(limit, torch.tensor([0, 0]))

@@ -105,26 +105,26 @@ Install = Callable[..., None]
 
 def test_the_best_accepting_platform_is_chosen_with_its_first_device(installed: Install) -> None:
     installed(entry(Host, 0.0), entry(Absent, 20.0))
-    found = place()
-    assert type(found.platform) is Host
-    assert found.device.name == "a device"
-    assert found.choice.why == "the only one accepted"
-    assert [str(r) for r in found.choice.refusals] == ["absent (acme in code): no such device"]
-    assert current_platform() is found.platform
+    placement = place()
+    assert type(placement.platform) is Host
+    assert placement.device.name == "a device"
+    assert placement.choice.why == "the only one accepted"
+    assert [str(r) for r in placement.choice.refusals] == ["absent (acme in code): no such device"]
+    assert current_platform() is placement.platform
 
 
 def test_torch_is_not_queried_while_every_plugin_works(
     installed: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    queries = []
 
     def current_accelerator(check_available: bool = False) -> None:
-        asked.append(check_available)
+        queries.append(check_available)
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
     installed(entry(Host, 0.0), entry(Absent, 20.0))
     assert place().platform.name == "host"
-    assert asked == []
+    assert queries == []
 
 
 def test_repeated_calls_return_the_same_platform(installed: Install) -> None:
@@ -186,9 +186,9 @@ def test_a_better_platform_whose_probe_fails_is_not_skipped(
 
 def test_a_worse_platform_whose_probe_fails_is_ignored(installed: Install) -> None:
     installed(entry(Host, 10.0), entry(Broken, 0.0))
-    found = place()
-    assert type(found.platform) is Host
-    assert "driver too old" in found.choice.refusals[0].reason
+    placement = place()
+    assert type(placement.platform) is Host
+    assert "driver too old" in placement.choice.refusals[0].reason
 
 
 def test_a_platform_with_a_missing_target_is_not_skipped(installed: Install) -> None:
@@ -251,10 +251,10 @@ def test_an_explicit_platform_is_neither_chosen_nor_probed_unless_named(
     installed: Install,
 ) -> None:
     installed(entry(Host, 0.0), explicit(Unasked))
-    found = place()
-    assert type(found.platform) is Host
-    assert found.choice.why == "the only one accepted"
-    assert [str(r) for r in found.choice.refusals] == [
+    placement = place()
+    assert type(placement.platform) is Host
+    assert placement.choice.why == "the only one accepted"
+    assert [str(r) for r in placement.choice.refusals] == [
         "unasked (acme in code): is taken only where it is named: Config(platform='unasked')"
     ]
     with pytest.raises(PlatformUnavailableError, match="it was probed"):

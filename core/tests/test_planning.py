@@ -36,15 +36,15 @@ def reader(suffix: str) -> Callable[..., Plan | None]:
 
 
 def test_the_plugin_that_reads_the_directory_plans_it(make_plugin: Make) -> None:
-    one = make_plugin("one", interposer_plan=reader(".one"))
+    plugin = make_plugin("one", interposer_plan=reader(".one"))
     two = make_plugin("two", interposer_plan=reader(".two"))
     config = Config(kernels={"linear": "reference"})
-    with register(one), register(two):
-        found = planned("model.two", config, "float32")
-    assert isinstance(found, Plan)
-    assert found.path == Path("model.two")
-    assert found.asked["config"].kernels == config.kernels
-    assert (found.asked["dtype"], found.asked["placement"]) == ("float32", None)
+    with register(plugin), register(two):
+        plan = planned("model.two", config, "float32")
+    assert isinstance(plan, Plan)
+    assert plan.path == Path("model.two")
+    assert plan.asked["config"].kernels == config.kernels
+    assert (plan.asked["dtype"], plan.asked["placement"]) == ("float32", None)
 
 
 def test_a_model_is_its_own_plan_and_planned_anew_for_another_placement(make_plugin: Make) -> None:
@@ -70,11 +70,11 @@ def test_a_plugin_without_the_quantization_argument_is_skipped(make_plugin: Make
         ):
             planned("model.one", Config(disable={"models"}), quantization="fp8")
         with register(make_plugin("b", interposer_plan=interposer_plan)):
-            found = planned("model.one", quantization="fp8")
+            plan = planned("model.one", quantization="fp8")
             plain = planned("model.one")
-    assert isinstance(found, Plan)
+    assert isinstance(plan, Plan)
     assert isinstance(plain, Plan)
-    assert found.asked == {"quantization": "fp8"}
+    assert plan.asked == {"quantization": "fp8"}
     assert "dtype" in plain.asked
 
 
@@ -87,10 +87,10 @@ def test_a_model_is_planned_anew_with_its_own_quantization(make_plugin: Make) ->
     elsewhere = Placement(None, Device("far", "cpu", "", Capability("any")), None)  # type: ignore[arg-type]
     with register(make_plugin("one", interposer_plan=interposer_plan)):
         again = planned(model, placement=elsewhere)
-        other = planned(model, placement=elsewhere, quantization="int8")
+        second_plan = planned(model, placement=elsewhere, quantization="int8")
     assert isinstance(again, Plan)
-    assert isinstance(other, Plan)
-    assert (again.asked["quantization"], other.asked["quantization"]) == ("fp8", "int8")
+    assert isinstance(second_plan, Plan)
+    assert (again.asked["quantization"], second_plan.asked["quantization"]) == ("fp8", "int8")
 
 
 def test_only_plugins_with_the_rank_arguments_plan_ranks(make_plugin: Make) -> None:
@@ -99,9 +99,9 @@ def test_only_plugins_with_the_rank_arguments_plan_ranks(make_plugin: Make) -> N
 
     ours = make_plugin("b", interposer_plan=interposer_plan)
     with register(make_plugin("a", interposer_plan=reader(".one"))), register(ours):
-        found = planned("model.one", tensor_parallel=2)
-    assert isinstance(found, Plan)
-    assert found.asked == {"tensor_parallel": 2}
+        plan = planned("model.one", tensor_parallel=2)
+    assert isinstance(plan, Plan)
+    assert plan.asked == {"tensor_parallel": 2}
 
 
 def test_ranks_without_a_model_are_refused() -> None:

@@ -21,9 +21,9 @@ KERNEL = Kernel("linear", "linear_fast", "acme.kernels:fast")
 
 
 def module(name: str, **members: object) -> ModuleType:
-    made = ModuleType(name)
-    vars(made).update(members)
-    return made
+    module = ModuleType(name)
+    vars(module).update(members)
+    return module
 
 
 def test_a_plugin_is_loaded_with_its_records(make_plugin: Make) -> None:
@@ -140,36 +140,38 @@ def test_two_plugins_with_one_name_are_both_refused(make_plugin: Make) -> None:
 
 
 def test_observers_receive_the_facts_that_they_request(make_plugin: Make) -> None:
-    seen: list[object] = []
+    observed: list[object] = []
     plugins = Plugins.of(
-        make_plugin("a", interposer_failed=lambda reason: seen.append(reason)),
-        make_plugin("b", interposer_failed=lambda reason, plugin: seen.append((plugin, reason))),
+        make_plugin("a", interposer_failed=lambda reason: observed.append(reason)),
+        make_plugin(
+            "b", interposer_failed=lambda reason, plugin: observed.append((plugin, reason))
+        ),
     )
     plugins.observe("interposer_failed", plugin="x", distribution="y", reason="z")
-    assert sorted(seen, key=str) == [("x", "z"), "z"]
+    assert sorted(observed, key=str) == [("x", "z"), "z"]
 
 
 @pytest.mark.parametrize("name", ["a_broken", "z_broken"])
 def test_observers_are_notified_of_earlier_and_later_failures(name: str, make_plugin: Make) -> None:
-    seen: list[str] = []
-    observer = make_plugin("observer", interposer_failed=lambda plugin: seen.append(plugin))
+    observed: list[str] = []
+    observer = make_plugin("observer", interposer_failed=lambda plugin: observed.append(plugin))
     with pytest.warns(PluginWarning):
         Plugins.of(observer, module(name, interposer_recrods=hookimpl(raising)))
-    assert seen == [name]
+    assert observed == [name]
 
 
 def test_an_observer_that_raises_is_quarantined_and_the_others_are_notified(
     make_plugin: Make,
 ) -> None:
-    seen: list[str] = []
+    observed: list[str] = []
     plugins = Plugins.of(
         make_plugin("a", KERNEL, interposer_selected=raising),
-        make_plugin("b", interposer_selected=lambda choice: seen.append(choice)),
+        make_plugin("b", interposer_selected=lambda choice: observed.append(choice)),
     )
     with pytest.warns(PluginWarning, match="Plugin 'a' of a in code: its observer"):
         plugins.observe("interposer_selected", choice="first")
     plugins.observe("interposer_selected", choice="second")
-    assert seen == ["first", "second"]
+    assert observed == ["first", "second"]
     (failure,) = plugins.failed
     assert (failure.name, failure.version) == ("a", "in code")
     assert "broken on purpose" in failure.traceback

@@ -118,8 +118,8 @@ def test_a_removed_plugin_leaves_no_trace_in_memory(make_plugin: Make) -> None:
 def test_observers_registered_in_code_are_notified_until_they_are_removed(
     make_plugin: Make,
 ) -> None:
-    told: list[str] = []
-    watcher = make_plugin("watcher", interposer_failed=lambda reason: told.append(reason))
+    events: list[str] = []
+    watcher = make_plugin("watcher", interposer_failed=lambda reason: events.append(reason))
     with register(watcher):
         current_registry().plugins.observe(
             "interposer_failed", plugin="x", distribution="y", reason="first"
@@ -127,7 +127,7 @@ def test_observers_registered_in_code_are_notified_until_they_are_removed(
     current_registry().plugins.observe(
         "interposer_failed", plugin="x", distribution="y", reason="second"
     )
-    assert told == ["first"]
+    assert events == ["first"]
 
 
 def test_an_object_can_be_a_plugin() -> None:
@@ -136,8 +136,8 @@ def test_an_object_can_be_a_plugin() -> None:
         def interposer_records(self) -> list[Kernel]:
             return [FAST]
 
-    with register(Plugin()), register(Plugin(), name="other") as other:
-        assert other.source.name == "other"
+    with register(Plugin()), register(Plugin(), name="other") as second:
+        assert second.source.name == "other"
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def test_run_time_failures_outlive_plugins_added_in_code(make_plugin: Make) -> N
     try:
         with register(make_plugin("acme", OP)):
             assert current_registry().blame(candidate).failures is failures
-            own = current_registry().candidates("kernel", "acme_double")[0]
-            assert current_registry().blame(own).failures == {}
+            added = current_registry().candidates("kernel", "acme_double")[0]
+            assert current_registry().blame(added).failures == {}
         assert current_registry().blame(candidate).failures is failures
     finally:
         del failures["some/kernel"]
@@ -227,5 +227,5 @@ def test_concurrent_registrations_lose_nothing(make_plugin: Make) -> None:
     assert names >= {plugin.__name__ for plugin in plugins}
     for added in registered:
         added.remove()
-    left = {plugin.name for plugin in current_registry().plugins.loaded}
-    assert left.isdisjoint(plugin.__name__ for plugin in plugins)
+    plugin_names = {plugin.name for plugin in current_registry().plugins.loaded}
+    assert plugin_names.isdisjoint(plugin.__name__ for plugin in plugins)

@@ -65,10 +65,10 @@ def test_the_runs_relation_is_not_transitive(registered: Register) -> None:
 
 
 def test_a_plugin_cannot_extend_runs_of_another_plugins_platform(make_plugin: Make) -> None:
-    own = make_plugin("acme", PlatformEntry("board", "acme.board:Board", runs=("tpu", "host")))
+    original = make_plugin("acme", PlatformEntry("board", "acme.board:Board", runs=("tpu", "host")))
     foreign = make_plugin("evil", PlatformEntry("board", "evil.board:Board", runs=("tpu", "gpu")))
-    assert Registry(Plugins.of(own)).runs("board") == {"", "board", "tpu", "host"}
-    assert Registry(Plugins.of(own, foreign)).runs("board") == {"", "board", "tpu"}
+    assert Registry(Plugins.of(original)).runs("board") == {"", "board", "tpu", "host"}
+    assert Registry(Plugins.of(original, foreign)).runs("board") == {"", "board", "tpu"}
 
 
 def test_an_empty_registry_has_no_platform_and_no_backend(registered: Register) -> None:

@@ -123,6 +123,6 @@ def test_a_strange_dtype_is_shown_in_printable_ascii() -> None:
 
 def test_dtypes_are_those_of_torch() -> None:
     """A name that only a newer torch has would have to be listed here."""
-    found = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    torch_dtypes = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
     newer: set[str] = set()
-    assert {name.removeprefix("torch.") for name in found} == DTYPES - newer
+    assert {name.removeprefix("torch.") for name in torch_dtypes} == DTYPES - newer

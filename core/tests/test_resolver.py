@@ -82,18 +82,18 @@ def site(resolver: Resolver, dtype: torch.dtype = torch.float32) -> Site:
 
 def test_the_bound_kernel_is_the_function_itself(resolve: Resolve) -> None:
     resolver = resolve(OP, FAST)
-    bound = site(resolver).bind_kernel(double)
-    assert bound.function is double_fast
-    assert bound.prepare is prepared
-    assert bound.choice.chosen.name == "double_fast"
+    bound_kernel = site(resolver).bind_kernel(double)
+    assert bound_kernel.function is double_fast
+    assert bound_kernel.prepare is prepared
+    assert bound_kernel.choice.chosen.name == "double_fast"
     assert site(resolver).bind(double) is double_fast
 
 
 def test_the_reference_is_bound_if_every_kernel_refuses(resolve: Resolve) -> None:
-    bound = site(resolve(OP, FAST), torch.float16).bind_kernel(double)
-    assert bound.function is double.reference
-    assert bound.prepare is None
-    assert "needs dtype float32, got float16" in str(bound.choice.refusals[0])
+    bound_kernel = site(resolve(OP, FAST), torch.float16).bind_kernel(double)
+    assert bound_kernel.function is double.reference
+    assert bound_kernel.prepare is None
+    assert "needs dtype float32, got float16" in str(bound_kernel.choice.refusals[0])
 
 
 def test_preferences_of_the_platform_rank_after_those_of_the_user(
@@ -102,9 +102,9 @@ def test_preferences_of_the_platform_rank_after_those_of_the_user(
     slow = Kernel("double", "double_slow", f"{__name__}:double_fast", score=1.0)
 
     def why(**config: Any) -> tuple[str, str]:
-        made = Config(kernels=config, strict=True)
+        resolver_config = Config(kernels=config, strict=True)
         defaults = {"double": "double_slow", "triple": "triple_slow"}
-        resolver = Resolver(registered(OP, FAST, slow), DEVICE, made, defaults=defaults)
+        resolver = Resolver(registered(OP, FAST, slow), DEVICE, resolver_config, defaults=defaults)
         choice = site(resolver).bind_kernel(double).choice
         return choice.chosen.name, choice.why
 
@@ -133,8 +133,8 @@ def test_equal_requests_share_one_choice_and_keep_their_places(resolve: Resolve)
     for name in ("0", "1"):
         place.at(name).bind(double, size=1)
     place.bind(double, size=2)
-    found = [(dict(c.request.dims), places) for c, places in resolver.choices.values()]
-    assert found == [({"size": 1}, ["a.0", "a.1"]), ({"size": 2}, ["a"])]
+    dims_and_places = [(dict(c.request.dims), places) for c, places in resolver.choices.values()]
+    assert dims_and_places == [({"size": 1}, ["a.0", "a.1"]), ({"size": 2}, ["a"])]
 
 
 def test_a_choice_may_be_annotated_after_it_was_made(resolve: Resolve) -> None:
@@ -188,13 +188,13 @@ def test_a_kernel_with_a_missing_target_is_refused_and_raises_if_pinned(
     field: str, missing: str, resolve: Resolve
 ) -> None:
     fields: dict[str, Any] = {"target": "math:tau", field: missing}
-    gone = Kernel("double", "double_gone", **fields)
-    bound = site(resolve(OP, gone)).bind_kernel(double)
-    assert bound.function is double.reference
-    (refusal,) = bound.choice.refusals
+    kernel = Kernel("double", "double_gone", **fields)
+    bound_kernel = site(resolve(OP, kernel)).bind_kernel(double)
+    assert bound_kernel.function is double.reference
+    (refusal,) = bound_kernel.choice.refusals
     assert refusal.reason.startswith(f"loading {missing} raised ")
     assert "Traceback" in refusal.traceback
-    pinned = resolve(OP, gone, config=Config(kernels={"double": "double_gone"}))
+    pinned = resolve(OP, kernel, config=Config(kernels={"double": "double_gone"}))
     with pytest.raises(NoCandidateError, match=f"loading {missing} raised"):
         site(pinned).bind(double)
 
@@ -217,12 +217,12 @@ def test_confirm_is_called_for_a_kernel_that_would_be_chosen(resolve: Resolve) -
         "double", "double_slow", f"{__name__}:double_fast", confirm=f"{__name__}:confirmed"
     )
     resolver = resolve(OP, slow)
-    bound = site(resolver).bind_kernel(double)
-    assert bound.choice.chosen.name == "double_slow"
+    bound_kernel = site(resolver).bind_kernel(double)
+    assert bound_kernel.choice.chosen.name == "double_slow"
     assert [(request.name, request.dtype) for request in ASKED] == [("double", "float32")]
-    other = site(resolver, torch.float16).bind_kernel(double)
-    assert other.function is double.reference
-    assert other.choice.refusals[0].reason == "not today"
+    second_kernel = site(resolver, torch.float16).bind_kernel(double)
+    assert second_kernel.function is double.reference
+    assert second_kernel.choice.refusals[0].reason == "not today"
     pinned = resolve(OP, slow, config=Config(kernels={"double": "double_slow"}))
     with pytest.raises(NoCandidateError, match="not today"):
         site(pinned, torch.float16).bind(double)
@@ -247,28 +247,30 @@ def test_an_exception_in_confirm_is_a_refusal(resolve: Resolve) -> None:
     broken = Kernel(
         "double", "double_slow", f"{__name__}:double_fast", confirm=f"{__name__}:failing"
     )
-    bound = site(resolve(OP, broken)).bind_kernel(double)
-    (refusal,) = bound.choice.refusals
+    bound_kernel = site(resolve(OP, broken)).bind_kernel(double)
+    (refusal,) = bound_kernel.choice.refusals
     assert refusal.reason == "raised OSError('its library is broken')"
     assert "Traceback" in refusal.traceback
 
 
 def test_observers_see_every_distinct_choice_once(resolve: Resolve) -> None:
-    seen: list[Choice] = []
-    resolver = resolve(OP, FAST, interposer_selected=lambda choice: seen.append(choice))
+    observed: list[Choice] = []
+    resolver = resolve(OP, FAST, interposer_selected=lambda choice: observed.append(choice))
     for _ in range(3):
         site(resolver).bind(double)
-    assert seen == [choice for choice, _ in resolver.choices.values()]
-    assert len(seen) == 1
+    assert observed == [choice for choice, _ in resolver.choices.values()]
+    assert len(observed) == 1
 
 
 def test_observers_see_refused_requests(resolve: Resolve) -> None:
-    seen: list[NoCandidateError] = []
+    observed: list[NoCandidateError] = []
     config = Config(kernels={"double": "double_fast"})
-    resolver = resolve(OP, FAST, config=config, interposer_refused=lambda error: seen.append(error))
+    resolver = resolve(
+        OP, FAST, config=config, interposer_refused=lambda error: observed.append(error)
+    )
     with pytest.raises(NoCandidateError) as caught:
         site(resolver, torch.float16).bind(double)
-    assert seen == [caught.value]
+    assert observed == [caught.value]
 
 
 def test_an_observer_that_raises_does_not_break_the_selection(resolve: Resolve) -> None:

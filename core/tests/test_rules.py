@@ -127,8 +127,8 @@ def test_a_key_matches_a_name_at_a_place(key: str, matches: bool) -> None:
 def test_rules_read_back_from_their_text(written: dict[str, Rule]) -> None:
     written = {key: rule for key, rule in written.items() if rule != Rule()}
     items = [f"{key}={text}" for key, rule in written.items() for text in str(rule).split(", ")]
-    read = parse_rules(items, "--kernel")
-    assert {key: Rule(**fields) for key, fields in read.items()} == written
+    parsed = parse_rules(items, "--kernel")
+    assert {key: Rule(**fields) for key, fields in parsed.items()} == written
 
 
 @given(st.dictionaries(keys, rules, max_size=6), st.sampled_from("abc"), prefixes, st.data())
@@ -138,14 +138,14 @@ def test_the_most_specific_wish_and_every_prohibition_apply(
     kind = data.draw(st.sampled_from(sorted(FIELDS)))
     matching = {}
     for key, rule in written.items():
-        named, _, glob = key.partition("@")
-        if named in (name, "*") and (glob == "" or fnmatchcase(prefix, glob)):
-            matching[named, glob] = rule
+        key_name, _, glob = key.partition("@")
+        if key_name in (name, "*") and (glob == "" or fnmatchcase(prefix, glob)):
+            matching[key_name, glob] = rule
     # From the least specific to the most: what comes later replaces the wish.
     wish, forbid = Rule(), set[str]()
-    for named in ("*", name):
-        for glob in sorted({g for n, g in matching if n == named}, key=lambda g: (len(g), g)):
-            rule = matching[named, glob]
+    for key_name in ("*", name):
+        for glob in sorted({g for n, g in matching if n == key_name}, key=lambda g: (len(g), g)):
+            rule = matching[key_name, glob]
             forbid |= rule.forbid
             if rule.pin or rule.prefer:
                 wish = rule
@@ -169,9 +169,9 @@ def test_everything_required_by_a_matching_rule_or_by_the_config_is_required(
     written: dict[str, Rule], everywhere: set[str], prefix: str, kind: Kind
 ) -> None:
     fields: dict[str, Any] = {FIELDS[kind]: written, "require": everywhere}
-    found = policy_for(Config(**fields), Request(kind, "a", prefix=prefix))
+    policy = policy_for(Config(**fields), Request(kind, "a", prefix=prefix))
     matching = [rule for key, rule in written.items() if pin_matches(key, "a", prefix)]
-    assert found.require == everywhere.union(*(rule.require for rule in matching))
+    assert policy.require == everywhere.union(*(rule.require for rule in matching))
 
 
 @pytest.mark.parametrize("kind", ["platform", "layer", "scheme"])
@@ -192,8 +192,8 @@ def test_rules_of_one_kind_do_not_affect_another() -> None:
 
 def test_the_rule_for_platforms() -> None:
     rule = Rule(prefer=["one"], forbid={"acme/*"})
-    found = policy_for(Config(platform=rule, strict=True), Request("platform", ""))
-    assert found == Policy(prefer=("one",), forbid=frozenset({"acme/*"}), strict=True)
+    policy = policy_for(Config(platform=rule, strict=True), Request("platform", ""))
+    assert policy == Policy(prefer=("one",), forbid=frozenset({"acme/*"}), strict=True)
 
 
 PLACES: list[tuple[dict[str, str], str | None]] = [
@@ -220,10 +220,10 @@ def test_the_most_specific_pin_of_a_place_applies(
 
 
 def test_equal_policies_have_one_key() -> None:
-    one = Policy(prefer=("a", "b"), forbid=frozenset({"c", "d"}))
-    other = Policy(prefer=("a", "b"), forbid=frozenset({"d", "c"}))
-    assert (one, hash(one)) == (other, hash(other))
-    assert one != Policy(prefer=("b", "a"), forbid=frozenset({"c", "d"}))
+    first = Policy(prefer=("a", "b"), forbid=frozenset({"c", "d"}))
+    second = Policy(prefer=("a", "b"), forbid=frozenset({"d", "c"}))
+    assert (first, hash(first)) == (second, hash(second))
+    assert first != Policy(prefer=("b", "a"), forbid=frozenset({"c", "d"}))
 
 
 def test_the_emulation_setting_applies_to_every_request() -> None:

@@ -137,21 +137,21 @@ def allowed(c: Candidate, policy: Policy, wrong: set[str]) -> bool:
 def test_pin_then_preference_then_time_then_proof_then_score_then_names(
     candidates: list[Candidate], policy: Policy, measured: Measured | None, wrong: set[str]
 ) -> None:
-    found = outcome(candidates, policy, measured, wrong)
+    result = outcome(candidates, policy, measured, wrong)
     usable = [c for c in candidates if allowed(c, policy, wrong)]
     if policy.pin is not None:
-        named = [c for c in candidates if policy.pin in (c.name, c.qualified_name)]
-        if len(named) != 1:
-            assert isinstance(found, tuple)
-            assert found[0] is (ConfigError if named else UnknownNameError)
+        pinned = [c for c in candidates if policy.pin in (c.name, c.qualified_name)]
+        if len(pinned) != 1:
+            assert isinstance(result, tuple)
+            assert result[0] is (ConfigError if pinned else UnknownNameError)
             return
-        usable = [c for c in named if c in usable]
+        usable = [c for c in pinned if c in usable]
     # Narrow down rule by rule; what the selection does in one sort.
     best = usable
-    met = False
+    is_met = False
     for glob in policy.prefer:
-        if not met and any(meant(glob, c) for c in usable):
-            best, met = [c for c in usable if meant(glob, c)], True
+        if not is_met and any(meant(glob, c) for c in usable):
+            best, is_met = [c for c in usable if meant(glob, c)], True
     seconds = measured.seconds if measured is not None else {}
     timed = [c for c in best if c.qualified_name in seconds]
     if timed:
@@ -161,23 +161,23 @@ def test_pin_then_preference_then_time_then_proof_then_score_then_names(
         best = [c for c in best if proven(c)]
     best = [c for c in best if c.score == max(c.score for c in best)]
     best.sort(key=lambda c: (c.provider, c.name))
-    if not best or (policy.strict and policy.prefer and not met):
-        assert isinstance(found, tuple)
-        assert found[0] is NoCandidateError
+    if not best or (policy.strict and policy.prefer and not is_met):
+        assert isinstance(result, tuple)
+        assert result[0] is NoCandidateError
     elif policy.strict and len(best) > 1:
         # A tied one that a gate would refuse still ties: only the winner is examined.
-        assert isinstance(found, tuple)
-        assert "strict=True requires" in found[1]
-    elif isinstance(found, tuple):
+        assert isinstance(result, tuple)
+        assert "strict=True requires" in result[1]
+    elif isinstance(result, tuple):
         assert policy.strict
-        assert "strict=True requires" in found[1]
+        assert "strict=True requires" in result[1]
     else:
-        assert found.chosen is best[0]
-        others = {(c.name, c.origin) for c in candidates if c is not best[0]}
-        assert {(r.candidate, r.provider) for r in found.refusals} == others
-        assert len(found.refusals) == len(others)
-        assert all(refusal.reason for refusal in found.refusals)
-        assert found.seconds == {
+        assert result.chosen is best[0]
+        other_origins = {(c.name, c.origin) for c in candidates if c is not best[0]}
+        assert {(r.candidate, r.provider) for r in result.refusals} == other_origins
+        assert len(result.refusals) == len(other_origins)
+        assert all(refusal.reason for refusal in result.refusals)
+        assert result.seconds == {
             c.qualified_name: seconds[c.qualified_name]
             for c in candidates
             if c.qualified_name in seconds
@@ -186,11 +186,11 @@ def test_pin_then_preference_then_time_then_proof_then_score_then_names(
 
 @given(lists_of_candidates, st.data())
 def test_a_pin_is_met_or_raises(candidates: list[Candidate], data: st.DataObject) -> None:
-    wanted = data.draw(st.sampled_from(candidates))
-    policy = Policy(pin=wanted.qualified_name)
-    if wanted.judge(REQUEST):
+    pinned = data.draw(st.sampled_from(candidates))
+    policy = Policy(pin=pinned.qualified_name)
+    if pinned.judge(REQUEST):
         choice = select(REQUEST, candidates, policy)
-        assert choice.chosen is wanted
+        assert choice.chosen is pinned
         assert choice.why == "pinned by the configuration"
         assert len(choice.refusals) == len(candidates) - 1
     else:
@@ -523,21 +523,21 @@ def test_a_measured_winner_is_no_tie() -> None:
 
 
 def test_gates_check_winners_in_order_until_one_passes_all() -> None:
-    asked: list[str] = []
+    checked: list[str] = []
 
     def first(_: Request, c: Candidate) -> Verdict:
-        asked.append(c.name)
+        checked.append(c.name)
         return Verdict.accept() if c.name == "b" else Verdict.refuse("wrong numbers", "trace")
 
     def second(_: Request, c: Candidate) -> Verdict:
-        asked.append(f"{c.name} again")
+        checked.append(f"{c.name} again")
         return Verdict.accept()
 
     candidates = [
         candidate(name, score=score) for name, score in zip("abc", (3, 2, 1), strict=True)
     ]
     choice = select(REQUEST, candidates, gates=(first, second))
-    assert asked == ["a", "b", "b again"]
+    assert checked == ["a", "b", "b again"]
     assert choice.chosen.name == "b"
     assert [(r.candidate, r.reason, r.traceback) for r in choice.refusals] == [
         ("c", "accepted, but outranked (score 1 < 2)", ""),
@@ -596,8 +596,8 @@ def test_a_chosen_emulation_is_noted() -> None:
     assert choice.chosen.name == "reference"
     assert choice.notes == ("an emulation: it dequantizes first",)
     assert select(REQUEST, [emulating()], Policy("reference")).notes == choice.notes
-    wished = select(REQUEST, [emulating()], Policy(prefer=("b",)))
-    assert wished.notes == ("preferred, but not there: 'b'", *choice.notes)
+    preferred = select(REQUEST, [emulating()], Policy(prefer=("b",)))
+    assert preferred.notes == ("preferred, but not there: 'b'", *choice.notes)
 
 
 def test_a_choice_says_whether_it_was_wished() -> None:

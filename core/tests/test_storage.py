@@ -108,8 +108,8 @@ def test_an_entry_is_found_only_by_its_key(key: dict[str, JSON], other: dict[str
 
 @pytest.mark.parametrize("number", [1, 1.0, True])
 def test_numbers_of_three_types_are_three_keys(store: Store, number: JSON) -> None:
-    for each in (1, 1.0, True):
-        store.write("figures", {"number": each}, type(each).__name__)
+    for key_value in (1, 1.0, True):
+        store.write("figures", {"number": key_value}, type(key_value).__name__)
     assert store.read("figures", {"number": number}) == type(number).__name__
 
 
@@ -167,8 +167,8 @@ def test_an_entry_under_the_name_of_another_is_refused(store: Store) -> None:
     store.write("figures", KEY, 1)
     path = only_file(store)
     store.write("figures", {"device": "other"}, 2)
-    (other,) = {entry.path for entry in store.entries("figures")} - {path}
-    path.write_bytes(other.read_bytes())
+    (other_path,) = {entry.path for entry in store.entries("figures")} - {path}
+    path.write_bytes(other_path.read_bytes())
     with pytest.raises(StorageError, match="another key"):
         store.read("figures", KEY)
 
@@ -390,24 +390,26 @@ def test_the_store_is_where_the_configuration_says(
 
 @pytest.mark.process
 def test_light_modules_import_no_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    completed = subprocess.run(
+        [sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.strip() == "[]"
 
 
 def test_nothing_in_the_core_unpickles() -> None:
     loaders = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
     package = Path(interposer._config.storage.__file__).parent
-    found = []
+    imports = []
     for module in package.rglob("*.py"):
         for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
             match node:
                 case ast.Import(names=names):
-                    found += [(module, n.name) for n in names if n.name in loaders]
+                    imports += [(module, n.name) for n in names if n.name in loaders]
                 case ast.ImportFrom(module=str(name)) if name in loaders:
-                    found.append((module, name))
+                    imports.append((module, name))
                 case ast.Attribute(value=ast.Name(id="torch"), attr="load"):
-                    found.append((module, "torch.load"))
-    assert found == []
+                    imports.append((module, "torch.load"))
+    assert imports == []
 
 
 HOMELESS = """
@@ -446,10 +448,10 @@ def homeless(shared: Path, home: str | None = None, cache_dir: str = "") -> tupl
     environment = {name: text for name, text in os.environ.items() if name not in names}
     environment |= {"TMPDIR": str(shared)} | ({"HOME": home} if home else {})
     command = [sys.executable, "-c", HOMELESS, cache_dir]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, env=environment, cwd="/", capture_output=True, text=True, check=False
     )
-    return done.stdout, done.stderr
+    return completed.stdout, completed.stderr
 
 
 @pytest.mark.process

@@ -88,21 +88,21 @@ def test_listing_a_part_of_the_sdk_that_is_not_there_is_no_typo() -> None:
 
 
 def test_a_lock_is_read_as_it_was_written(install: Install, tmp_path: Path) -> None:
-    found = [install("zeta"), install("acme-norms", "2.1"), editable("mine")]
-    lock = Lock.of(found)
+    installed = [install("zeta"), install("acme-norms", "2.1"), editable("mine")]
+    lock = Lock.of(installed)
     path = tmp_path / "project" / "interposer.lock"
     lock.write(path)
     assert Lock.read(path) == lock
     assert [entry.name for entry in lock.distributions] == ["acme-norms", "mine", "zeta"]
-    assert Lock.of(reversed(found)) == lock
+    assert Lock.of(reversed(installed)) == lock
     fields = json.loads(path.read_text())
     assert fields["distributions"][0] == {
         "name": "acme-norms",
         "version": "2.1",
-        "record_hash": found[1].fingerprint,
+        "record_hash": installed[1].fingerprint,
     }
     assert fields["distributions"][1]["record_hash"] == "editable"
-    lock.check(found)
+    lock.check(installed)
 
 
 names = st.from_regex(r"[a-z0-9]+(-[a-z0-9]+){0,2}", fullmatch=True)
@@ -244,12 +244,12 @@ def test_every_difference_is_named_at_once(install: Install, tmp_path: Path) -> 
 def test_a_distribution_that_the_policy_excludes_is_not_missing(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used, disabled = install("acme-used"), install("acme-disabled")
-    lock = Lock.of([used, disabled])
+    allowed_plugin, disabled = install("acme-used"), install("acme-disabled")
+    lock = Lock.of([allowed_plugin, disabled])
     with pytest.raises(LockError, match=r"acme-disabled 1\.0 is locked, but not installed"):
-        lock.check([used])
+        lock.check([allowed_plugin])
     monkeypatch.syspath_prepend(tmp_path / "site")
-    lock.check([used])
+    lock.check([allowed_plugin])
 
 
 def test_the_lock_is_next_to_the_project_file(
@@ -265,23 +265,23 @@ def test_the_lock_is_next_to_the_project_file(
 
 
 def test_the_lock_of_the_project_is_enforced(install: Install, tmp_path: Path) -> None:
-    found, config = [install("acme")], Config(locked=True)
+    installed, config = [install("acme")], Config(locked=True)
     with pytest.raises(LockError, match="does not exist"):
-        check_lock(config, found)
-    Lock.of(found).write(lock_path(config))
+        check_lock(config, installed)
+    Lock.of(installed).write(lock_path(config))
     assert (tmp_path / "interposer.lock").is_file()
-    check_lock(config, found)
+    check_lock(config, installed)
     with pytest.raises(LockError, match=r"zeta 1\.0 is installed, but not locked"):
-        check_lock(config, [*found, install("zeta")])
+        check_lock(config, [*installed, install("zeta")])
 
 
 def test_an_altered_distribution_must_be_reinstalled_and_cannot_be_locked(
     install: Install, tmp_path: Path
 ) -> None:
-    found = [install("acme")]
-    lock = Lock.of(found)
+    installed = [install("acme")]
+    lock = Lock.of(installed)
     (tmp_path / "site" / "acme" / "kernels.py").write_bytes(b"raise SystemExit\n")
-    for act in (lambda: lock.check(found), lambda: Lock.of(found)):
+    for act in (lambda: lock.check(installed), lambda: Lock.of(installed)):
         with pytest.raises(LockError) as caught:
             act()
         _, line, mend = str(caught.value).splitlines()
@@ -290,10 +290,12 @@ def test_an_altered_distribution_must_be_reinstalled_and_cannot_be_locked(
 
 
 def test_two_distributions_of_one_name_are_refused() -> None:
-    one, other = (Distribution("acme", "1.0", "0" * 64, (), place, False) for place in ("/a", "/b"))
-    lock = Lock.of([one, one])
-    lock.check([one, one])
-    for act in (lambda: lock.check([one, other]), lambda: Lock.of([one, other])):
+    first, second = (
+        Distribution("acme", "1.0", "0" * 64, (), place, False) for place in ("/a", "/b")
+    )
+    lock = Lock.of([first, first])
+    lock.check([first, first])
+    for act in (lambda: lock.check([first, second]), lambda: Lock.of([first, second])):
         with pytest.raises(LockError) as caught:
             act()
         assert "acme is installed 2 times: in /a and in /b" in str(caught.value)

@@ -401,10 +401,10 @@ def test_the_names_of_a_script_are_checked(tmp_path: Path) -> None:
         "kernels = [Kernel('a', name, f'__main__:{name}') for name in ('fast', 'fsat', 'three')]\n"
         "print(json.dumps([check_records(kernels), 'torch' in sys.modules]))\n"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, check=True, timeout=WAIT_SECONDS
     )
-    faults, torch = json.loads(done.stdout)
+    faults, torch = json.loads(completed.stdout)
     assert faults == [
         "'fsat' names '__main__:fsat': __main__ has no 'fsat'; nearest: fast, three, kernels",
         "'three' names '__main__:three', which is an int, not a function",

@@ -100,9 +100,9 @@ def test_missing_modules_are_refused(package: Package) -> None:
         "acme_named.sub.deep:x": "",
         "acme_named.sub:deep": "",
     }.items():
-        found = check_import_string(target)
-        assert found.startswith(reason), target
-        assert bool(found) is bool(reason), target
+        fault = check_import_string(target)
+        assert fault.startswith(reason), target
+        assert bool(fault) is bool(reason), target
 
 
 @pytest.mark.parametrize(
@@ -200,9 +200,9 @@ def test_modules_are_judged_by_their_source_until_they_are_imported(package: Pac
 
 
 def test_modules_created_at_run_time_are_inspected(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = ModuleType("acme_made")
-    vars(made).update(fast=len, slow=1)
-    monkeypatch.setitem(sys.modules, "acme_made", made)
+    module = ModuleType("acme_made")
+    vars(module).update(fast=len, slow=1)
+    monkeypatch.setitem(sys.modules, "acme_made", module)
     assert check_import_string("acme_made:slow") == ""
     assert check_import_string("acme_made:fsat") == "acme_made has no 'fsat'; nearest: fast, slow"
 
@@ -223,10 +223,10 @@ def test_a_script_is_inspected(tmp_path: Path) -> None:
         "names = ('fast', 'fsat', 'three')\n"
         "print(json.dumps([check_import_string(f'__main__:{name}') for name in names]))\n"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, check=True, timeout=WAIT_SECONDS
     )
-    assert json.loads(done.stdout) == [
+    assert json.loads(completed.stdout) == [
         "",
         "__main__ has no 'fsat'; nearest: fast, names, three",
         "",

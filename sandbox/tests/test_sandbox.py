@@ -96,8 +96,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def function(name: str) -> Function:
-    found: Function = getattr(importlib.import_module("acme_visits"), name)
-    return found
+    loaded_function: Function = getattr(importlib.import_module("acme_visits"), name)
+    return loaded_function
 
 
 def write(folder: Path, source: str) -> str:
@@ -357,8 +357,8 @@ def test_requested_modules_are_imported_before_the_fork(folder: Path) -> None:
     with Sandbox(Host()) as sandbox:
         late = {"modules": ["acme_late"]}
         assert sandbox.run(function("visit"), {"module": name}, WAIT_SECONDS, **late)
-        other = write(folder, "import sys; assert 'acme_late' in sys.modules")
-        assert sandbox.run(function("visit"), {"module": other}, WAIT_SECONDS)
+        module = write(folder, "import sys; assert 'acme_late' in sys.modules")
+        assert sandbox.run(function("visit"), {"module": module}, WAIT_SECONDS)
 
 
 def test_modules_of_the_host_are_imported_at_the_start(folder: Path) -> None:
@@ -603,18 +603,20 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGALRM, signal
 @pytest.mark.parametrize("before", ["", "sys.path.insert(0, '')", _IGNORING])
 @pytest.mark.parametrize("flags", [[], ["-I"]])
 def test_the_surroundings_do_not_matter(before: str, flags: list[str], folder: Path) -> None:
-    here = folder / "here"
-    here.mkdir()
+    start_folder = folder / "here"
+    start_folder.mkdir()
     for module in ("json", "secrets", "resource", "signal"):
-        (here / f"{module}.py").write_text("import os; os._exit(7)")
+        (start_folder / f"{module}.py").write_text("import os; os._exit(7)")
     (folder / "acme_sound.py").write_text("x = 1")
     (folder / "acme_crash.py").write_text("import os; os.abort()")
     script = folder / "script.py"
     script.write_text(_STRANGE.format(before=before, folder=str(folder)))
     command = [sys.executable, *flags, str(script)]
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
-    assert done.stdout == "\nkilled by SIGABRT while importing acme_crash\n"
-    assert done.stderr == ""
+    completed = subprocess.run(
+        command, cwd=start_folder, capture_output=True, text=True, check=True
+    )
+    assert completed.stdout == "\nkilled by SIGABRT while importing acme_crash\n"
+    assert completed.stderr == ""
 
 
 def test_importing_the_package_imports_nothing_else() -> None:
@@ -622,8 +624,10 @@ def test_importing_the_package_imports_nothing_else() -> None:
         "import sys, interposer_sandbox; "
         "print(sorted({'torch', 'subprocess', 'ctypes', 'interposer'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
+    completed = subprocess.run(
+        [sys.executable, "-I", "-c", program], capture_output=True, text=True
+    )
+    assert completed.stdout == "[]\n", completed.stderr
 
 
 def group(sandbox: Sandbox) -> int:
@@ -634,13 +638,13 @@ def group(sandbox: Sandbox) -> int:
 
 def members(number: int) -> list[int]:
     """Return the processes of a group that run."""
-    found = []
+    loaded_function = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             state, _, its_group = (folder / "stat").read_text().rpartition(") ")[2].split()[:3]
             if int(its_group) == number and state != "Z":
-                found.append(int(folder.name))
-    return found
+                loaded_function.append(int(folder.name))
+    return loaded_function
 
 
 def has_ended(pid: int) -> bool:

@@ -40,7 +40,7 @@ def test_quiet_code_has_no_effects() -> None:
 def test_changes_are_reported_and_undone(light: bool, tmp_path: Path) -> None:
     # What a library has of its own for it, unknown to Python, could not be put back.
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
-    kept = (
+    originals = (
         Path.cwd(),
         [*sys.path],
         signal.getsignal(signal.SIGTERM),
@@ -68,7 +68,7 @@ def test_changes_are_reported_and_undone(light: bool, tmp_path: Path) -> None:
         "changes the working directory",
         "installs a handler for SIGTERM",
     ]
-    assert kept == (
+    assert originals == (
         *(Path.cwd(), [*sys.path], signal.getsignal(signal.SIGTERM)),
         *(builtins.print, len(os.environ)),
     )
@@ -117,19 +117,19 @@ def test_the_beginning_of_the_output_is_reported(capsys: pytest.CaptureFixture[s
 
 def test_output_of_other_threads_passes() -> None:
     heard = io.StringIO()
-    start, done = threading.Event(), threading.Event()
+    start, finished = threading.Event(), threading.Event()
 
     def speak() -> None:
         start.wait()
         print("mine")
-        done.set()
+        finished.set()
 
     thread = threading.Thread(target=speak)
     thread.start()
 
     def let_it_speak() -> None:
         start.set()
-        done.wait()
+        finished.wait()
 
     with contextlib.redirect_stdout(heard):
         assert effects_of(let_it_speak) == []
@@ -144,7 +144,7 @@ def test_changes_of_other_threads_are_neither_reported_nor_undone(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     precision = torch.get_float32_matmul_precision()
-    start, done = threading.Event(), threading.Event()
+    start, finished = threading.Event(), threading.Event()
 
     def work() -> None:
         start.wait(WAIT_SECONDS)
@@ -152,14 +152,14 @@ def test_changes_of_other_threads_are_neither_reported_nor_undone(
         sys.path.append("/acme")
         os.chdir("/")
         torch.set_float32_matmul_precision("medium")
-        done.set()
+        finished.set()
 
     thread = threading.Thread(target=work)
     thread.start()
     try:
         with SideEffects(HOST, alone=False, package="acme") as side_effects:
             start.set()
-            assert done.wait(WAIT_SECONDS)
+            assert finished.wait(WAIT_SECONDS)
         assert side_effects.effects == []
         assert (os.environ["ACME_APP"], sys.path[-1], Path.cwd()) == ("1", "/acme", Path("/"))
         assert torch.get_float32_matmul_precision() == "medium"
@@ -213,10 +213,10 @@ def test_a_thread_is_reported_unless_it_ended() -> None:
         short.join()
 
     assert effects_of(run_and_join) == []
-    other = threading.Event()
-    library = threading.Thread(target=other.wait)
+    event = threading.Event()
+    library = threading.Thread(target=event.wait)
     assert effects_of(library.start, light=False) == []
-    other.set()
+    event.set()
     library.join()
 
 
@@ -262,8 +262,8 @@ def test_variables_are_restored_and_changed_ones_named(
             else:
                 variables[name] = change
     changed = sorted(name for name, value in after.items() if value != before.get(name))
-    told = [f"changes the environment: {', '.join(changed)}"] if changed else []
-    assert side_effects.effects == told
+    expected = [f"changes the environment: {', '.join(changed)}"] if changed else []
+    assert side_effects.effects == expected
     assert variables == {"OTHER": "1", **before}
 
 
