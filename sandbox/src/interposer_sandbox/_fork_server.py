@@ -104,7 +104,9 @@ def _serve(request_fd: int, answer_fd: int, host: _Host) -> None:
         request = json.loads(line)
         if request["modules"]:
             warm = _import(host, request["modules"])
+        # Until the slow modules are imported, a fork stops at the first of them.
         awaited_module = "" if warm else "".join(host.slow_modules[:1])
+        # A fork that needs slow modules returns None; the server imports them and runs it again.
         while (finding := _examine(request, request_fd, answer_fd, awaited_module)) is None:
             warm, awaited_module = _import(host), ""
         os.write(answer_fd, json.dumps(finding.to_json()).encode() + b"\n")
@@ -138,6 +140,7 @@ def _end_orphans() -> None:
     deadline = time.monotonic() + DEATH_SECONDS
     with suppress(ChildProcessError):
         while time.monotonic() < deadline:
+            # Killed processes become children of this one and are reaped here.
             if not os.waitpid(-1, os.WNOHANG)[0]:
                 for pid in children_of(os.getpid()):
                     with suppress(ProcessLookupError, PermissionError):

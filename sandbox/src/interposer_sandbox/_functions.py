@@ -77,6 +77,7 @@ class _Snapshot(NamedTuple):
                 self.modules[name] = (content, dict(content))
                 self._note(name, content)
         torch = sys.modules.get("torch")
+        # Another thread may be importing torch, so its classes may not exist yet.
         if hasattr(torch, "nn") and f"torch.{_TORCH_CLASSES[0]}" not in self.classes:
             self._add({f"torch.{path}": attrgetter(path)(torch) for path in _TORCH_CLASSES})
 
@@ -97,6 +98,7 @@ class _Snapshot(NamedTuple):
             self._add({f"{name}.{part}": content[part]})
         if root.startswith(own_packages):
             parts = dict(member.split(".") for member in self.guarded.members)
+            # A copy, because another thread may import into the module meanwhile.
             for key, value in [*content.items()]:
                 if (member := parts.get(type(value).__name__)) is not None:
                     self.members[f"{name}.{key}.{member}"] = value, member

@@ -46,6 +46,7 @@ def check_import_string(target: str) -> str:
     if loaded is not None and not _is_unfinished(loaded):
         return _check_loaded(loaded, module, attribute)
     parts = module.split(".")
+    # find_spec of a dotted name would import the parents, so walk down by hand.
     spec = _top_level(parts[0])
     if spec is None:
         return "" if sys.modules.get(parts[0]) is not None else f"there is no module {parts[0]!r}"
@@ -154,6 +155,7 @@ def _parse(path: Path, _mtime_ns: int, _size: int) -> _Source | None:
         bindings = list(_bound_names(tree.body))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None  # importing the module gives a better error
+    # Walking the whole tree is slow, so only suspicious modules pay for it.
     nodes = list(ast.walk(tree)) if _MAY_BE_DYNAMIC.search(text) else []
     declared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
     own_names = declared.union(name for name, imported_names in bindings if not imported_names)

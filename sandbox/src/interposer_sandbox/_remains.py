@@ -61,6 +61,7 @@ def offspring(light: bool, calls: bool, package: str) -> Iterator[str]:
     forks, had_children = _num_forks, _has_children()
     threads, num_threads, num_tasks = set(threading.enumerate()), _thread._count(), _num_tasks()
     yield ""
+    # A fork that already ended leaves no child, so forks are counted.
     if _num_forks > forks:
         yield "forks the process"
     elif light and _has_children() and not had_children:

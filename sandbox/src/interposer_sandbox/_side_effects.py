@@ -214,6 +214,7 @@ class SideEffects:
                 if callable(copied[name]) or hasattr(type(copied[name]), "__get__"):
                     names.append(f"{place}.{name}")
                     setattr(owner, name, copied[name])
+            # An added attribute that overrides an inherited one replaces behaviour too.
             for name in [name for name in vars(owner) if name not in copied]:
                 if any(name in vars(base) for base in owner.__mro__[1:]):
                     names.append(f"{place}.{name}")
@@ -339,6 +340,7 @@ def _handlers() -> Iterator[str]:
 def _descriptors(alone: bool) -> Iterator[str]:
     # In a shared process other threads may close their files meanwhile.
     before = _open_files() if alone else {n: file for n in _STANDARD if (file := _file(n))}
+    # Duplicates of the standard descriptors, to restore them from.
     copies = {number: os.dup(number) for number in _STANDARD if number in before}
     yield ""
     for number, file in before.items():

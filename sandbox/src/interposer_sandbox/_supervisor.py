@@ -108,6 +108,7 @@ class Watch:
             text = self._tail.decode(errors="backslashreplace")
             printed = text.partition("\nExtension modules:")[0].strip()
             return Finding.refuse(f"{ending} while {self._stage}", printed, **self._facts, **facts)
+        # Accepted code must not have printed while printing was forbidden.
         if self._finding and self._head:
             printed = self._head.decode(errors="backslashreplace")[:_PRINTED_LIMIT]
             reason = f"prints {printed!r} while it is imported and asked"
@@ -167,6 +168,7 @@ class Watch:
         """Describe how a process ended without a finding or exceeded its limit, with facts."""
         if self._has_answered:
             return "", {}
+        # A late process: let it print the tracebacks of its threads before it is killed.
         if not self._has_exited:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, DUMP_SIGNAL)
@@ -242,6 +244,7 @@ class Watch:
                 self._facts |= facts
             case {"warm": True}:
                 self._wants_imports = True
+            # Only the first finding counts, even if code finds out the token.
             case {"finding": finding} if self._finding is None:
                 self._finding = Finding.from_json(finding)
 

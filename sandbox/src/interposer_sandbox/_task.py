@@ -151,6 +151,7 @@ def run_here(
         finding = Finding.refuse(str(error))
     except foreign_errors() as error:
         finding = Finding.raised(reporter.stage, error)
+    # Facts noted on the way are kept even if the function raised.
     return replace(finding, facts={**reporter.facts, **finding.facts})
 
 

@@ -43,6 +43,7 @@ class Settings(Exact):
                 raise config_error(error, type(self)) from error
 
 
+# A plain string would become a set of letters, so only collections pass.
 def _as_set(names: Any) -> Any:
     if isinstance(names, list | tuple | Set):
         return frozenset(names)

@@ -80,6 +80,7 @@ class Ranks:
         return cls(
             rank=dist.get_rank(group),
             size=len(rank_facts),
+            # Numbers in order of first appearance, equal on every rank.
             hosts=tuple(list(dict.fromkeys(hosts)).index(host) for host in hosts),
             platforms=platforms,
             group=group,

@@ -74,7 +74,7 @@ class Binder(Protocol):
         product: tuple[CustomOp[Q, S], Dims, str],
         dtype: torch.dtype,
     ) -> tuple[BoundKernel[P, R], BoundKernel[Q, S]]:
-        """Choose kernels for the lookup in a table and the matmul with it that share one copy."""
+        """Choose lookup and matmul kernels that share one copy of a table."""
         ...
 
     def layer(self, standard: type[L], site: Site) -> type[L]:

@@ -38,6 +38,7 @@ TARGETS = ("target", "predicate", "prepare", "restore", "confirm", "cases", "exa
 class _Checked:
     """Base of records that are checked at construction."""
 
+    # Without it, the slots of subclasses would not save any memory.
     __slots__ = ()
 
     def __post_init__(self) -> None:
@@ -366,6 +367,7 @@ def resource_path(resource: str) -> Path:
 def _check(record: Record) -> None:
     """Raise RecordError for a meaningless field; exact types are checked with the plugin."""
     for label in (*NAMES, "device"):
+        # A record without this field passes, because the default is a valid name.
         value = getattr(record, label, "absent")
         if not (isinstance(value, str) and value):
             raise RecordError(f"{record!r} has the {label} {value!r}, which is not a name")

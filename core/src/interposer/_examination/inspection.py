@@ -94,6 +94,7 @@ def check_plugin(
     if faults:
         return (), [f"its hooks are not valid: {'; '.join(faults)}"]
     reporter.begin("calling interposer_records")
+    # The records may come from a generator, so the watch covers reading all of them.
     with _watch(value, reporter) as side_effects:
         records = declared_records(manager, name)
     if side_effects.effects:
@@ -114,6 +115,7 @@ def examine_plugin(arguments: Arguments, reporter: Reporter) -> Finding:
     platforms = [record for record in records if isinstance(record, PlatformEntry)]
     reporter.note(platforms=[{"name": entry.name, "score": entry.score} for entry in platforms])
     reporter.unmute()
+    # Classes may import torch and other libraries, which have side effects of their own.
     watch = _watch(value, reporter, light=False)
     faults = reporter.run(
         "checking its classes", watch, check_classes, records, load_target, reporter.begin

@@ -251,6 +251,7 @@ def explain(
     if model is not None:
         subject = cast("str | Planned", model)
         return _explain_built(planned(subject, config, dtype, placement, quantization, **parallel))
+    # A model checks rules while it is planned; without one, nothing else would.
     registry.check_rules(effective_config(config))
     target = placement or place(config)
     return Explanation(
@@ -376,6 +377,7 @@ def settings(config: Config, placement: Placement | None = None) -> tuple[Settin
 
 def _set_by(config: Config, name: str, key: str) -> Any:
     """Return the value that ``config`` itself sets, or this function, which equals no value."""
+    # None may be a value, so the function itself marks an unset field.
     if name not in config.model_fields_set:
         return _set_by
     value = getattr(config, name)

@@ -141,6 +141,7 @@ def _judge(
     record = candidate.record
     if not isinstance(record, _RECORDS_WITH_REQUIREMENTS):
         return Verdict.accept()
+    # Without dtypes and dims, which no request has fixed yet.
     requires = Requires(record.requires.features, record.requires.architectures)
     request = Request(kind, name, device.platform, device.capability)
     verdict = judge_requirements(replace(record, requires=requires), request, registry.runs)

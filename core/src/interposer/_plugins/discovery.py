@@ -52,6 +52,7 @@ def discover(config: Config | None = None) -> Plugins:
     if config.locked:
         check_lock(config, _distributions(allowed_sources))
     sound = []
+    # Names are compared before any code runs, so that a plugin cannot replace another.
     for source in _resolve_name_conflicts(plugins, allowed_sources):
         verdict = _check_metadata(source)
         if verdict:

@@ -213,6 +213,7 @@ class Registry:
 
     def _candidates_for(self, kind: Kind, subject: str) -> list[Candidate]:
         by_subject = self._candidates[kind]
+        # Every attention backend is a candidate for every attention type.
         if kind == "attention" or subject == "*":
             return [candidate for candidates in by_subject.values() for candidate in candidates]
         return by_subject.get(subject, [])

@@ -126,6 +126,7 @@ class Lock(Exact):
             fields: Any = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(fields, dict):
                 raise LockError(_unusable(path, "is not a JSON object"))
+            # The checksum covers every other field.
             if fields.pop("checksum", None) != checksum(fields):
                 raise LockError(_unusable(path, "was changed: content and checksum differ"))
             return cls.model_validate_json(json.dumps(fields))

@@ -109,6 +109,7 @@ class Resolver:
         self._backends: dict[tuple[str, AttentionSpec], AttentionBackend] = {}
         self._measurements = Measurements(registry, device, config)
         self._gates: tuple[Gate, ...] = (HasNotFailed(registry),)
+        # Order matters: cheap gates run before the canary, which starts a process.
         if config.compile != "off":
             self._gates += (BecomesAnOp(),)
         if not described:
@@ -150,7 +151,7 @@ class Resolver:
         product: tuple[CustomOp[Q, S], Dims, str],
         dtype: torch.dtype,
     ) -> tuple[BoundKernel[P, R], BoundKernel[Q, S]]:
-        """Choose kernels for the lookup in a table and the matmul with it that share one copy.
+        """Choose lookup and matmul kernels that share one copy of a table.
 
         The matmul's kernel is chosen first, among kernels with a form of the table that some lookup
         kernel reads. A kernel that the configuration pins is chosen in any case.
@@ -275,6 +276,7 @@ class Resolver:
                 if choice.request.kind == kind
                 for prefix in prefixes
             ]
+            # A rule without a glob may name an op that this model does not use, unless strict.
             for key in (key for key in rules if "@" in key or config.strict):
                 if not any(pin_matches(key, name, place) for name, place in requested):
                     name, _, glob = key.partition("@")
@@ -299,6 +301,7 @@ class Resolver:
             anew: replace a remembered choice.
         """
         policy = self._policy(request)
+        # The policy is part of the key, because rules may differ between places of the model.
         key = (*request.key, policy)
         _, prefixes = self.choices.get(key, (None, []))
         if anew or key not in self.choices:

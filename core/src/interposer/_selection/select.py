@@ -82,6 +82,7 @@ def select(
         contenders = [c for c in accepted if ranking.prefers(c)]
     chosen = None
     for contender in contenders:
+        # Only winners pass through the gates, which are costly.
         verdict = _run_gates(gates, request, contender)
         if verdict:
             chosen = contender
@@ -128,6 +129,7 @@ def _run_gates(gates: Iterable[Gate], request: Request, candidate: Candidate) ->
     except PluginError as error:
         trace = error.trace or traced(error)
         return Verdict.refuse(error.reason, trace)
+    # A candidate that chooses kernels for itself found none.
     except NoCandidateError as error:
         return Verdict.refuse(f"cannot be built: {error}")
     except foreign_errors() as error:

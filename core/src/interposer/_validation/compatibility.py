@@ -113,6 +113,7 @@ def _check_range(label: str, version_range: object, subject: str, version: str |
 def _check_requirement(text: str) -> Verdict:
     match = _LEADING_NAME.match(text)
     name = canonicalize_name(match[1]) if match else ""
+    # Other requirements are pip's business; parsing them all would take time.
     if name and name not in {"torch", "interposer"} and not name.startswith("interposer-"):
         return Verdict.accept()
     try:
@@ -201,6 +202,7 @@ def declared_records(manager: pluggy.PluginManager, name: str) -> list[Any]:
                     f"interposer_records returned {type(returned).__name__}, "
                     "must return a list of records"
                 )
+            # One more than allowed, so that the caller sees that there are too many.
             records += islice(returned, MOST_RECORDS + 1 - len(records))
     return records
 

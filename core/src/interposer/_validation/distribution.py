@@ -84,6 +84,7 @@ def read_distribution(metadata: Metadata) -> Distribution:
         metadata_text(metadata, "METADATA") or metadata_text(metadata, "PKG-INFO")
     )
     name, version, problem = _identity(metadata, headers)
+    # The code of an editable installation is in its source folder, and RECORD lists only the link.
     source = editable_folder(metadata)
     record = "" if source else metadata_text(metadata, "RECORD")
     location = source or Path(str(metadata.locate_file("")))
@@ -103,6 +104,7 @@ def read_distribution(metadata: Metadata) -> Distribution:
         # A RECORD without hashes says nothing about the content, so the files are examined.
         paths = [] if content else [location / name for name, _ in rows if name.isprintable()]
     else:
+        # An egg: the metadata only names top-level modules.
         tops = metadata_text(metadata, "top_level.txt").split() or [name.replace("-", "_")]
         names = [top for top in tops if top.isidentifier()]
         paths = [location / file for top in names for file in (top, f"{top}.py")]

@@ -99,6 +99,7 @@ def check_classes(
     for record in records:
         if isinstance(record, Kernel | DeviceEntry | TuningEntry):
             continue
+        # Layers and platforms are loaded in any case; other modules may be costly to import.
         if not isinstance(record, LayerEntry | PlatformEntry) and not is_loaded(record.target):
             continue
         label = f"{_PARENTS[type(record)][0]} {record.name!r}"
@@ -142,6 +143,7 @@ def _check_targets(records: list[Record]) -> Iterator[str]:
         for label in TARGETS:
             if target := getattr(record, label, ""):
                 is_called = label != "target" or isinstance(record, Kernel)
+                # Many records share a target, which is checked once.
                 targets.setdefault((target, is_called), f"{record.name!r}")
     for (target, is_called), name in targets.items():
         if fault := check_import_string(target):
@@ -288,6 +290,7 @@ def _check_layer(
 ) -> Iterator[str]:
     from interposer._contract.layer import check_replacement
 
+    # The first class of the hierarchy with this layer id is the standard layer.
     for base in layer_class.__mro__:
         if vars(base).get("layer_id") == record.layer_id:
             check_replacement(base, layer_class, record.name)
