@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from tests.waiting import WAIT_SECONDS
 
 from interposer import Config, effective_config, use
+from interposer._config import config as config_module
 from interposer._config.config import Source, config_sources
 from interposer._config.rules import Rule, read_rule
 from interposer.errors import ConfigError, UnknownNameError
@@ -386,6 +387,24 @@ def test_sources_are_read_once_and_again_after_a_refresh(
         ("project file", str(tmp_path / "interposer.toml"), {"kernels": {"a": "x"}}),
         ("environment", "", {"platform": "cpu"}),
     ]
+
+
+@pytest.mark.parametrize("source", ["_user_file", "_environment", "_external_config"])
+def test_a_read_during_a_refresh_does_not_keep_old_sources(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    effective_config()
+    reader = getattr(config_module, source)
+    forget = reader.forget
+
+    def read_and_forget() -> None:
+        effective_config()  # as another thread may do at this moment
+        forget()
+
+    monkeypatch.setattr(reader, "forget", read_and_forget)
+    monkeypatch.setenv("INTERPOSER_PLATFORM", "cpu")
+    assert Config.refresh() == Config(platform="cpu")
+    assert effective_config() == Config(platform="cpu")
 
 
 def test_each_working_directory_has_its_project_file_and_all_share_the_environment(

@@ -188,7 +188,8 @@ class Config(Settings):
 
         Raises: ConfigError: a source holds an unknown key or an unusable value.
         """
-        for cached_reader in (_external_config, _user_file, _environment):
+        # The merged result last: another thread may merge old sources until all are forgotten.
+        for cached_reader in (_user_file, _environment, _external_config):
             cached_reader.forget()
         return effective_config()
 
