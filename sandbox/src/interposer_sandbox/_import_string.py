@@ -52,6 +52,8 @@ def check_import_string(target: str) -> str:
         return "" if sys.modules.get(parts[0]) is not None else f"there is no module {parts[0]!r}"
     for number in range(1, len(parts)):
         name = ".".join(parts[: number + 1])
+        # A parent that is already imported may have changed its search path, so trust its own
+        # spec.
         if name in sys.modules:
             spec = getattr(sys.modules[name], "__spec__", None)
             if spec is None:

@@ -56,6 +56,7 @@ def _text(metadata: Metadata, name: str) -> str:
         UnicodeDecodeError: the file is not UTF-8.
     """
     # Reading a pipe or a device might never end.
+    # Other implementations, such as zip files, have no file to check.
     if isinstance(getattr(metadata, "_path", None), Path):
         try:
             stat = (metadata_folder(metadata) / name).stat()

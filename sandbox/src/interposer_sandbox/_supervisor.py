@@ -150,6 +150,7 @@ class Watch:
         """
         if now > self._deadline:
             return f"did not return within {self._limit_seconds:g} s"
+        # Only stages with more patience than usual must prove that they work.
         if self._limit_seconds > self._seconds:
             seconds = max(self._seconds, _LEAST_SECONDS)
             if now > self._beaten + seconds:

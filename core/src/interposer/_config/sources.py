@@ -47,6 +47,7 @@ def read_project_file(folder: Path) -> ConfigFile | None:
                 "Try: keep one of them"
             )
         file = own_file or shared_file
+        # The root of a repository ends the search; ``.git`` may be a file or a broken link.
         if file is not None or os.path.lexists(place / ".git"):
             return file
     return None

@@ -157,6 +157,7 @@ class Store:
         for folder in map(self._folder, [kind] if kind is not None else self.kinds()):
             try:
                 check_folders(folder / "entry")
+                # Temporary files of killed writers are removed too, but not counted.
                 for path in _listed(folder, _FILE_OR_TEMPORARY):
                     path.unlink(missing_ok=True)
                     removed += not path.name.startswith(".")
@@ -259,6 +260,7 @@ def _read(path: Path) -> Entry | None:
     try:
         fields: Any = json.loads(text)
         key, value = fields["key"], fields["value"]
+        # Comparing the text covers the version, the checksum and the canonical form at once.
         intact = text == _entry_text(key, value)
         has_key = isinstance(key, dict) and path.name == _file_name(key)
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -103,6 +103,7 @@ class Explanation:
             self,
             rows=rows,
             subjects=subjects,
+            # Settings without a key, and for all names, affect this subject too.
             policy=tuple(s for s in self.policy if s.key.partition("@")[0] in (name, "*", "")),
             failures=tuple(f for f in self.failures if f.candidate in candidates),
             notes=(*self.notes, f"the model does not ask for {name!r}")
@@ -113,6 +114,7 @@ class Explanation:
 
     def _unknown(self, name: str, names: Iterable[str]) -> ConfigError:
         """Build the error for a name that ``why`` does not accept."""
+        # The name may be that of a candidate; then name the subjects that it serves.
         serves = {
             _names(subject)[0]
             for subject in (*self.subjects, *self.unasked)

@@ -200,6 +200,7 @@ class _Acceptance:
     def _judge(self, request: Request) -> Verdict:
         record = self._record
         target, member = record.predicate, ""
+        # Without a predicate, the class itself judges, which imports its module.
         if not target and isinstance(record, AttentionEntry):
             target, member = record.target, "accepts"
         verdict = judge_requirements(record, request, self._runs)

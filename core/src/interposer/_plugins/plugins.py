@@ -163,6 +163,7 @@ class Plugins:
         collection = cls()
         sources = [(in_code(plugin), plugin) for plugin in plugins]
         claims = Counter(source.name for source, _ in sources)
+        # Sorted, so that the result does not depend on the order of the arguments.
         for source, plugin in sorted(sources, key=lambda pair: pair[0].name):
             if claims[source.name] > 1:
                 collection.conflict(source, [s for s, _ in sources if s.name == source.name])

@@ -55,6 +55,7 @@ def place(config: Config | None = None) -> Placement:
 def _place(registry: Registry, policy: Policy) -> Placement:
     candidates = [unless_explicit(c, policy) for c in registry.candidates("platform")]
     failures = registry.plugins.refusals()
+    # Without this case, the error would say that every platform refuses, although none was tried.
     if policy.pin is None and all(_is_explicit(candidate) for candidate in candidates):
         refusals = [Refusal(c.name, c.origin, c.judge(_REQUEST).reason) for c in candidates]
         omitted = registry.plugins.omissions()
@@ -194,6 +195,7 @@ def planned(
     """
     if isinstance(model, str | os.PathLike):
         path = Path(model)
+    # A built model is its own plan, unless it is planned for another device or number of ranks.
     elif placement is None and tensor_parallel is None and isinstance(model, Planned):
         return model
     elif isinstance(getattr(model, "path", None), Path):

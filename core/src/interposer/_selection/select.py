@@ -74,6 +74,7 @@ def select(
     ranking = _Ranking(policy, measured, fastest, request.capability.architecture)
     accepted = sorted((c for c, verdict in verdicts if verdict), key=ranking.key)
     refused = [(c, verdict) for c, verdict in verdicts if not verdict]
+    # Candidates that may win; without a pin or strict preferences, all that were accepted.
     contenders = accepted
     if policy.pin is not None:
         pinned = _find(request, ordered, policy.pin)
@@ -88,6 +89,7 @@ def select(
             chosen = contender
             break
         refused.append((contender, verdict))
+        # A candidate that a gate refused is reported as refused, not as outranked.
         accepted = [c for c in accepted if c is not contender]
     # Gates append refusals in the order of ranks; reports list them by score.
     refused.sort(key=lambda entry: _by_score(entry[0]))
