@@ -95,8 +95,7 @@ class AgreesWithReference:
         key = (candidate.qualified_name, request.dtype)
         if key in departures:
             return departures[key]
-        # A provider with several wrong kernels is not worth further comparisons, which take
-        # seconds.
+        # After several wrong kernels of a provider, its other kernels are not compared.
         if sum(name.startswith(f"{provider}/") for name, _ in departures) >= _STRIKES:
             return Verdict.refuse(
                 f"{_STRIKES} kernels of {provider} departed from their reference, "

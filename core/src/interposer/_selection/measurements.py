@@ -98,8 +98,7 @@ class Measurements:
         entry = Entry.stored(key, value)
         if isinstance(entry, str):
             return f"{source} cannot be used: {entry}"
-        # Kernels are compiled by torch and the driver, so another version of either may change
-        # times.
+        # Another torch or driver may change run times.
         for name, measured_version, current_version in (
             ("torch", entry.value.torch, torch_version()),
             ("the driver", entry.value.driver, self.driver()),
