@@ -66,9 +66,9 @@ class _Snapshot(NamedTuple):
         for place, (owner, copied) in self.classes.items():
             if not is_same(vars(owner), copied):
                 self.classes[place] = (owner, dict(vars(owner)))
-        self.look()
+        self.add_new_modules()
 
-    def look(self) -> None:
+    def add_new_modules(self) -> None:
         """Add the modules that were imported since the last call."""
         for name in [*(sys.modules.keys() - self.visited)]:
             self.visited.add(name)

@@ -203,7 +203,7 @@ class SideEffects:
                     callable(value) or _is_constant(path, value)
                 ):
                     continue
-                if self.light or not self._is_a_librarys(path, space, name):
+                if self.light or not self._is_library_replacement(path, space, name):
                     names.append(path)
                     space[name] = value
             snapshot.modules[place] = (space, dict(space))
@@ -219,14 +219,14 @@ class SideEffects:
                 if any(name in vars(base) for base in owner.__mro__[1:]):
                     names.append(f"{place}.{name}")
                     delattr(owner, name)
-        snapshot.look()  # the block may have imported further members
+        snapshot.add_new_modules()  # the block may have imported further members
         for place, (owner, part) in snapshot.members.items() if self.package else ():
             if origin(getattr(owner, part)) == self.package != _root(place):
                 names.append(place)
         if names:
             yield f"replaces {_join_names(names)}"
 
-    def _is_a_librarys(self, path: str, space: Mapping[str, Any], name: str) -> bool:
+    def _is_library_replacement(self, path: str, space: Mapping[str, Any], name: str) -> bool:
         """Tell whether a function was replaced by its own library, or by an error reporter."""
         value = space.get(name)
         if path in _REPORTERS:

@@ -81,7 +81,7 @@ def examine(dist: Distribution, task: Task, config: Config, *, driver: str = "")
         store = default_store(config)
         finding = _read(store, key)
         is_valid = finding is not None and finding.stands(config.probe_seconds)
-        if finding is not None and is_valid and not _has_a_chance(finding, config):
+        if finding is not None and is_valid and not _may_retry(finding, config):
             _remembered[memory_key] = finding
             return finding
         start = time.time_ns()
@@ -122,7 +122,7 @@ def _examine_now(task: Task, config: Config) -> tuple[Finding, bool]:
         return Finding.refuse(f"cannot be examined: {error}"), False
 
 
-def _has_a_chance(finding: Finding, config: Config) -> bool:
+def _may_retry(finding: Finding, config: Config) -> bool:
     """Tell whether code that exceeded this limit only once may be examined again."""
     is_late = not finding and finding.facts.get("limit_seconds") == config.probe_seconds
     return is_late and "times_late" not in finding.facts

@@ -114,7 +114,7 @@ class Registry:
         subjects = self.subjects(kind)
         if subject and subject not in subjects:
             hint = "Is the plugin for it installed? `interposer doctor` says what is."
-            if kind == "scheme" and (instead := self._instead(subject)):
+            if kind == "scheme" and (instead := self._recommended_methods(subject)):
                 hint = f"It is not read. Try: a checkpoint of the same model in {instead}"
             raise UnknownNameError(_SUBJECTS[kind], subject, subjects, self._hint(hint))
         return self._candidates[kind].get(subject, [])
@@ -206,7 +206,7 @@ class Registry:
         platforms |= {r.name for r in plugin.records if isinstance(r, PlatformEntry)}
         return " ".join(filter(None, map(self.driver, sorted(platforms))))
 
-    def _instead(self, method: str) -> str:
+    def _recommended_methods(self, method: str) -> str:
         """Return the methods that records recommend instead of an unsupported one."""
         records = (record for _, record in self.records(SchemeEntry))
         return " or ".join(sorted({repr(r.method) for r in records if method in r.instead_of}))

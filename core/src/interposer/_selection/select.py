@@ -205,7 +205,7 @@ class _Ranking:
         assert self.measured is not None
         return duration(self.measured.seconds[candidate.qualified_name])
 
-    def differ(self, first: Candidate, second: Candidate) -> _Rule:
+    def deciding_rule(self, first: Candidate, second: Candidate) -> _Rule:
         """Return the first rule that ranks two candidates differently."""
         # The same order as ``key``.
         if self.preference(first) != self.preference(second):
@@ -221,12 +221,12 @@ class _Ranking:
             return "pinned by the configuration"
         preferred = self.preferred(chosen)
         if preferred:
-            rivals = [c for c in rivals if self.differ(chosen, c) != "wish"]
+            rivals = [c for c in rivals if self.deciding_rule(chosen, c) != "wish"]
             if not rivals:
                 return preferred
         if not rivals:
             return "the only one accepted"
-        match self.differ(chosen, rivals[0]):
+        match self.deciding_rule(chosen, rivals[0]):
             case "time":
                 source = "" if self.measured is None else self.measured.source
                 reason = f"fastest in {source} ({self.shown(chosen)})"
@@ -243,7 +243,7 @@ class _Ranking:
     def outranked(self, candidate: Candidate, chosen: Candidate) -> str:
         if self.policy.pin is not None:
             return f"accepted, but {chosen.name} is pinned"
-        match self.differ(chosen, candidate):
+        match self.deciding_rule(chosen, candidate):
             case "wish":
                 return f"accepted, but {chosen.name} is preferred"
             case "time" if self.seconds(candidate) == _UNMEASURED:
@@ -358,7 +358,7 @@ def _no_candidate_error(
 def _refuse_tie(
     request: Request, ranking: _Ranking, chosen: Candidate, rivals: Sequence[Candidate]
 ) -> None:
-    tied = [c for c in rivals if ranking.differ(chosen, c) == "name"]
+    tied = [c for c in rivals if ranking.deciding_rule(chosen, c) == "name"]
     if tied:
         names = " or ".join(repr(c.qualified_name) for c in (chosen, *tied))
         raise NoCandidateError(
