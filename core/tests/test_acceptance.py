@@ -57,11 +57,11 @@ def test_a_platform_runs_the_kernels_that_it_states_to_run() -> None:
     assert judge(REQUEST).reason == "for tpu, whose kernels host runs by its own statement"
     elsewhere = replace(REQUEST, platform="board")
     assert judge(elsewhere).reason == "runs on tpu, the request is for board"
-    for own in ("", "host"):
-        assert acceptance_of(kernel(platform=own), runs=lending)(REQUEST) == Verdict.accept()
+    for platform in ("", "host"):
+        assert acceptance_of(kernel(platform=platform), runs=lending)(REQUEST) == Verdict.accept()
 
 
-def test_all_else_is_judged_by_the_device_that_it_runs_on() -> None:
+def test_other_requirements_are_judged_by_the_device() -> None:
     needs = Requires(frozenset({"matrix_unit"}))
     judge = acceptance_of(kernel(even, platform="tpu", requires=needs), runs=lending)
     assert judge(REQUEST).reason == "needs matrix_unit, which the device lacks"
@@ -70,14 +70,14 @@ def test_all_else_is_judged_by_the_device_that_it_runs_on() -> None:
     assert judge(replace(able, dims={"n": 2}))
 
 
-def test_what_the_predicate_says_is_told_as_well() -> None:
+def test_the_reason_includes_that_of_the_predicate() -> None:
     judge = acceptance_of(kernel(talkative, platform="tpu"), runs=lending)
     assert judge(REQUEST).reason == (
         "for tpu, whose kernels host runs by its own statement; in two passes"
     )
 
 
-def test_requirements_go_before_the_predicate() -> None:
+def test_requirements_are_judged_before_the_predicate() -> None:
     verdict = acceptance_of(kernel(failing, requires=Requires(dtypes=("float16",))))(REQUEST)
     assert verdict.reason == "needs dtype float16, got float32"
     assert not verdict.traceback
@@ -105,7 +105,7 @@ def test_a_predicate_that_fails_refuses_with_its_traceback(predicate: object, re
     assert verdict.traceback.startswith("Traceback")
 
 
-def test_a_predicate_that_points_nowhere_refuses() -> None:
+def test_a_missing_predicate_refuses() -> None:
     record = Kernel("linear", "fast", "a:b", predicate=f"{__name__}:odd")
     assert "points nowhere" in acceptance_of(record)(REQUEST).reason
 
@@ -125,7 +125,7 @@ class Spec:
         return "a spec"
 
 
-def test_an_attention_backend_is_asked_for_the_detail_and_the_capability() -> None:
+def test_an_attention_backend_judges_the_detail_and_the_capability() -> None:
     request = Request("attention", "decoder", "host", Capability("x86_64"), detail=Spec())
     judge = acceptance_of(AttentionEntry("paged", f"{__name__}:Backend"))
     assert judge(request).reason == "a spec on x86_64"

@@ -20,18 +20,18 @@ def candidate(record: Record) -> Candidate:
 
 
 def test_names_of_a_candidate() -> None:
-    found = candidate(SCHEME)
-    assert found.qualified_name == "acme-kernels/gptq_fast"
-    assert found.origin == "acme-kernels 1.2"
+    scheme_candidate = candidate(SCHEME)
+    assert scheme_candidate.qualified_name == "acme-kernels/gptq_fast"
+    assert scheme_candidate.origin == "acme-kernels 1.2"
 
 
 def test_a_copy_of_a_candidate_has_a_record_of_its_own() -> None:
-    found = candidate(SCHEME)
-    (copied,) = copy.deepcopy([found])
-    assert copied == found
-    assert copied.judge is found.judge
+    scheme_candidate = candidate(SCHEME)
+    (copied,) = copy.deepcopy([scheme_candidate])
+    assert copied == scheme_candidate
+    assert copied.judge is scheme_candidate.judge
     object.__setattr__(copied.record, "target", "mine:Scheme")
-    assert found.record == SCHEME
+    assert scheme_candidate.record == SCHEME
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_a_record_without_properties_promises_nothing() -> None:
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -1e-6])
-def test_a_figure_that_is_no_duration_is_refused(seconds: float) -> None:
+def test_a_measurement_that_is_no_duration_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match=r"acme/fast took \S+ seconds, according to the table 'x'"):
         Measured({"acme/fast": seconds}, "the table 'x'")
 
 
-def test_a_choice_can_be_hashed_whatever_was_measured() -> None:
+def test_a_choice_with_measurements_is_hashable() -> None:
     request = Request("scheme", "gptq")
     chosen = candidate(SCHEME)
     plain = Choice(request, chosen, "the only one accepted", ())

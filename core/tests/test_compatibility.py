@@ -43,9 +43,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def module(**members: object) -> ModuleType:
-    made = ModuleType("acme.plugin")
-    vars(made).update(members)
-    return made
+    module = ModuleType("acme.plugin")
+    vars(module).update(members)
+    return module
 
 
 def test_the_api_version_is_public() -> None:
@@ -72,7 +72,9 @@ def test_the_api_version_is_public() -> None:
         "torchvision>=99",
     ],
 )
-def test_what_is_installed_or_not_asked_for_is_accepted(requirement: str, install: Install) -> None:
+def test_satisfied_and_inapplicable_requirements_are_accepted(
+    requirement: str, install: Install
+) -> None:
     assert check_requirements(install("acme", "1.0", requirement))
 
 
@@ -94,7 +96,7 @@ def test_what_is_installed_or_not_asked_for_is_accepted(requirement: str, instal
         ("☃", "requires '☃', which cannot be understood"),
     ],
 )
-def test_what_is_missing_is_refused(requirement: str, reason: str, install: Install) -> None:
+def test_a_missing_requirement_is_refused(requirement: str, reason: str, install: Install) -> None:
     verdict = check_requirements(install("acme", "1.0", "pluggy", requirement))
     assert verdict.accepted is not bool(reason)
     assert reason in verdict.reason
@@ -105,7 +107,7 @@ def test_unusable_metadata_is_refused(install: Install) -> None:
     assert verdict.reason == "its metadata states the version 'newest'"
 
 
-def test_what_is_installed_later_is_found(install: Install) -> None:
+def test_a_distribution_installed_later_is_found(install: Install) -> None:
     plugin = install("acme", "1.0", "interposer-later>=2.0.dev1")
     assert "not installed" in check_requirements(plugin).reason
     install("interposer-later", "2.0.dev3")
@@ -113,12 +115,12 @@ def test_what_is_installed_later_is_found(install: Install) -> None:
 
 
 def test_every_part_of_this_installation_fits() -> None:
-    for found in importlib_metadata.distributions():
-        assert check_requirements(read_distribution(found))
+    for metadata in importlib_metadata.distributions():
+        assert check_requirements(read_distribution(metadata))
 
 
 @pytest.mark.parametrize("version", ["2.12.0.dev20260101+cpu", "2.12.0a0+gitabc", "2.13.0rc1"])
-def test_prereleases_of_torch_count(version: str, install: Install) -> None:
+def test_prereleases_of_torch_are_accepted(version: str, install: Install) -> None:
     install("torch", version)
     assert check_requirements(install("acme", "1.0", "torch>=2.11"))
     assert check_api(module(INTERPOSER_API=">=1", INTERPOSER_TORCH=">=2.11"), in_code=False)
@@ -128,7 +130,7 @@ def test_prereleases_of_torch_count(version: str, install: Install) -> None:
     )
 
 
-def test_a_torch_of_no_known_version_fits_no_range(install: Install) -> None:
+def test_an_unparsable_torch_version_fits_no_range(install: Install) -> None:
     install("torch", "homemade")
     assert check_requirements(install("acme", "1.0", "torch"))
     assert "installed is homemade" in check_requirements(install("b", "1", "torch>=2")).reason
@@ -152,7 +154,7 @@ def test_another_range_is_refused_with_both(api: str, in_code: bool) -> None:
     )
 
 
-def test_an_installed_plugin_states_its_api_and_one_in_code_may_not() -> None:
+def test_an_installed_plugin_must_state_its_api_and_one_in_code_need_not() -> None:
     verdict = check_api(module(), in_code=False)
     assert 'add the line INTERPOSER_API = ">=1.0,<2"' in verdict.reason
     assert check_api(module(), in_code=True)
@@ -185,7 +187,7 @@ class Loud(str):
     ],
 )
 @pytest.mark.parametrize("label", ["INTERPOSER_API", "INTERPOSER_TORCH"])
-def test_what_is_no_range_is_refused(stated: object, found: str, label: str) -> None:
+def test_an_invalid_range_is_refused(stated: object, found: str, label: str) -> None:
     verdict = check_api(module(**{"INTERPOSER_API": ">=1", label: stated}), in_code=True)
     assert not verdict
     if found:
@@ -206,7 +208,7 @@ def test_reading_the_range_may_run_code_that_raises() -> None:
 
 
 @given(st.text())
-def test_no_text_raises(text: str) -> None:
+def test_no_requirement_text_raises(text: str) -> None:
     check_api(module(INTERPOSER_API=text), in_code=False)
     dist = Distribution("acme", "1.0", "", (text, f"torch{text}", f"interposer {text}"), "", False)
     check_requirements(dist)

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from tests.waiting import WAIT_SECONDS
 
 from interposer import Config, effective_config, use
+from interposer._config import config as config_module
 from interposer._config.config import Source, config_sources
 from interposer._config.rules import Rule, read_rule
 from interposer.errors import ConfigError, UnknownNameError
@@ -89,18 +90,18 @@ def test_argument_before_context_before_project_before_user_before_environment(
     ):
         for block in blocks:
             stack.enter_context(use(**block))
-        found = effective_config(Config(**argument))
+        config = effective_config(Config(**argument))
         sources = config_sources(Config(**argument))
     files = [placed(project, folder), placed(user, folder / "home" / "interposer")]
     strongest_first = [argument, *reversed(blocks), *files, environment]
     for name in fields:
-        stated = [source[name] for source in strongest_first if name in source]
+        stated_names = [source[name] for source in strongest_first if name in source]
         if name in MAPPINGS:
-            merged = {key: read_rule(r) for of in reversed(stated) for key, r in of.items()}
-            assert getattr(found, name) == merged
+            merged = {key: read_rule(r) for of in reversed(stated_names) for key, r in of.items()}
+            assert getattr(config, name) == merged
         else:
-            expected = Config(**({name: stated[0]} if stated else {}))
-            assert getattr(found, name) == getattr(expected, name)
+            expected = Config(**({name: stated_names[0]} if stated_names else {}))
+            assert getattr(config, name) == getattr(expected, name)
     kinds = ["argument", *["use()"] * len(blocks), "project file", "user file", "environment"]
     if not any(value is False or value for value in environment.values()):
         kinds.pop()  # empty variables set nothing
@@ -175,27 +176,27 @@ def choices(rule: Any) -> list[str]:
     ]
 
 
-def test_nothing_set_is_the_default() -> None:
+def test_an_empty_configuration_is_the_default() -> None:
     assert effective_config() == Config()
     assert effective_config(Config()).kernels == {}
     assert config_sources() == []
 
 
-def test_none_as_an_argument_overrides_a_platform_from_below() -> None:
+def test_none_as_an_argument_overrides_a_weaker_platform() -> None:
     with use(platform="cpu"):
         assert effective_config(Config(platform=None)).platform is None
 
 
-def test_an_empty_rule_lifts_one_from_below() -> None:
+def test_an_empty_rule_removes_a_weaker_rule() -> None:
     with use(kernels={"a": "x", "b": "y"}):
-        found = effective_config(Config(kernels={"a": {}}))
-    assert found.kernels == {"a": Rule(), "b": Rule(pin="y")}
+        config = effective_config(Config(kernels={"a": {}}))
+    assert config.kernels == {"a": Rule(), "b": Rule(pin="y")}
 
 
 def test_the_effective_configuration_as_an_argument_stays_as_it_is() -> None:
     with use(platform="cpu", kernels={"a": "x"}):
-        found = effective_config()
-        assert effective_config(found) == found
+        config = effective_config()
+        assert effective_config(config) == config
 
 
 # Values
@@ -206,27 +207,27 @@ def test_a_config_survives_json_and_pickle(fields: dict[str, Any]) -> None:
     config = Config(**fields)
     plain = Source("argument", "", config).fields
     assert plain.keys() == fields.keys()
-    read = Config(**json.loads(json.dumps(plain)))
-    assert read == config
-    assert hash(read) == hash(config)
+    restored = Config(**json.loads(json.dumps(plain)))
+    assert restored == config
+    assert hash(restored) == hash(config)
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_a_folder_in_the_home_counts_from_there(tmp_path: Path) -> None:
+def test_a_folder_in_the_home_is_relative_to_the_home(tmp_path: Path) -> None:
     (tmp_path / "interposer.toml").write_text("cache_dir = '~/caches'")
     assert Config.refresh().cache_dir == "~/caches"
 
 
 @pytest.mark.parametrize("bad", [{"platfrom": "cpu"}, {"strict": 3}, {"kernels": 3}, "cpu"])
-def test_what_is_no_configuration_raises_however_it_is_validated(bad: Any) -> None:
+def test_every_way_to_validate_an_invalid_configuration_raises(bad: Any) -> None:
     with pytest.raises(ConfigError) as validated:
         Config.model_validate(bad)
-    with pytest.raises(ConfigError) as read:
+    with pytest.raises(ConfigError) as restored:
         Config.model_validate_json(json.dumps(bad))
     if isinstance(bad, dict):
-        with pytest.raises(ConfigError) as made:
+        with pytest.raises(ConfigError) as created:
             Config(**bad)
-        assert str(made.value) == str(validated.value) == str(read.value)
+        assert str(created.value) == str(validated.value) == str(restored.value)
     assert Config.model_validate({"strict": True}) == Config(strict=True)
 
 
@@ -245,14 +246,14 @@ def test_a_config_is_frozen() -> None:
         Config().platform = Rule(pin="cpu")
 
 
-def test_a_config_keeps_no_link_to_what_it_was_made_from() -> None:
+def test_a_config_does_not_change_with_its_arguments() -> None:
     kernels = {"a": "x"}
     config = Config(kernels=kernels)
     kernels["a"] = "y"
     assert config.kernels == {"a": Rule(pin="x")}
 
 
-def test_a_config_prints_what_differs_from_the_default() -> None:
+def test_a_config_prints_the_fields_that_differ_from_the_default() -> None:
     config = Config(kernels={"a": "x", "b": Rule(forbid={"y"})}, disable=["d", "c"], strict=False)
     text = "Config(kernels={'a': Rule(pin='x'), 'b': Rule(forbid=['y'])}, disable=['c', 'd'])"
     assert (str(config), repr(config)) == (text, text)
@@ -261,11 +262,11 @@ def test_a_config_prints_what_differs_from_the_default() -> None:
 
 @pytest.mark.parametrize("names", [{"a", "b"}, ["a", "b"], ("b", "a"), frozenset("ab")])
 @pytest.mark.parametrize("field", ["disable", "plugins"])
-def test_names_are_taken_from_any_collection(field: str, names: Any) -> None:
+def test_any_collection_of_names_is_accepted(field: str, names: Any) -> None:
     assert getattr(Config(**{field: names}), field) == {"a", "b"}
 
 
-def test_allowed_plugins_in_a_word() -> None:
+def test_a_word_can_allow_all_or_no_plugins() -> None:
     assert Config(plugins="none").plugins == frozenset()
     assert Config(plugins="all").plugins is None
     assert Config().plugins is None
@@ -379,13 +380,31 @@ def test_sources_are_read_once_and_again_after_a_refresh(
     (tmp_path / "interposer.toml").write_text("[kernels]\na = 'x'")
     monkeypatch.setenv("INTERPOSER_PLATFORM", "cpu")
     assert effective_config() is before
-    found = Config.refresh()
-    assert found == Config(platform="cpu", kernels={"a": "x"})
-    assert effective_config() is found
+    config = Config.refresh()
+    assert config == Config(platform="cpu", kernels={"a": "x"})
+    assert effective_config() is config
     assert [(s.name, s.path, s.fields) for s in config_sources()] == [
         ("project file", str(tmp_path / "interposer.toml"), {"kernels": {"a": "x"}}),
         ("environment", "", {"platform": "cpu"}),
     ]
+
+
+@pytest.mark.parametrize("source", ["_user_file", "_environment", "_external_config"])
+def test_a_read_during_a_refresh_does_not_keep_old_sources(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    effective_config()
+    reader = getattr(config_module, source)
+    forget = reader.forget
+
+    def read_and_forget() -> None:
+        effective_config()  # as another thread may do at this moment
+        forget()
+
+    monkeypatch.setattr(reader, "forget", read_and_forget)
+    monkeypatch.setenv("INTERPOSER_PLATFORM", "cpu")
+    assert Config.refresh() == Config(platform="cpu")
+    assert effective_config() == Config(platform="cpu")
 
 
 def test_each_working_directory_has_its_project_file_and_all_share_the_environment(
@@ -428,7 +447,7 @@ def test_a_bad_source_raises_at_every_use_until_it_is_mended(tmp_path: Path) -> 
     assert Config.refresh() == effective_config() == Config(platform="cpu")
 
 
-def test_threads_that_ask_first_at_once_get_one_answer() -> None:
+def test_concurrent_first_reads_share_one_result() -> None:
     barrier = threading.Barrier(8, timeout=WAIT_SECONDS)
 
     def ask(_: int) -> Config:
@@ -440,7 +459,7 @@ def test_threads_that_ask_first_at_once_get_one_answer() -> None:
         assert len({id(config) for config in pool.map(ask, range(8))}) == 1
 
 
-def test_asking_is_cheap() -> None:
+def test_repeated_reads_are_cheap() -> None:
     """Without changes a further question makes few calls, and reads neither files nor variables."""
     first = effective_config()
     calls: list[str] = []
@@ -484,7 +503,7 @@ def test_a_few_fields_have_a_variable(field: str, monkeypatch: pytest.MonkeyPatc
             Config.refresh()
 
 
-def test_variables_of_others_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_with_other_prefixes_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INTERPOSERX", "1")
     assert Config.refresh() == Config()
 
@@ -544,7 +563,7 @@ def test_a_malformed_rule_is_named_with_the_form(
         ("STRICT", "yes", "^INTERPOSER_STRICT is 'yes', must be 1 or 0"),
     ],
 )
-def test_what_makes_no_sense_in_a_variable_raises(
+def test_an_unusable_variable_raises(
     variable: str, text: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"INTERPOSER_{variable}", text)
@@ -589,7 +608,7 @@ def test_a_block_that_cannot_be_entered_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("ask", [effective_config, config_sources, lambda c: use(c).__enter__()])
-def test_what_is_no_config_is_refused(ask: Any) -> None:
+def test_an_argument_of_another_type_is_refused(ask: Any) -> None:
     with pytest.raises(ConfigError, match=r"\{'platform': 'cpu'\}, must be a Config"):
         ask({"platform": "cpu"})
 
@@ -605,14 +624,14 @@ def pinned() -> str | None:
 
 
 def test_threads_see_their_own_blocks_only() -> None:
-    seen: dict[str, str | None] = {}
+    seen_by_thread: dict[str, str | None] = {}
     together = threading.Barrier(2, timeout=WAIT_SECONDS)
 
     def work(name: str) -> None:
-        seen[f"{name} before"] = pinned()
+        seen_by_thread[f"{name} before"] = pinned()
         with use(platform=name):
             together.wait()
-            seen[name] = pinned()
+            seen_by_thread[name] = pinned()
             together.wait()
 
     with use(platform="main"):
@@ -622,7 +641,7 @@ def test_threads_see_their_own_blocks_only() -> None:
         for thread in threads:
             thread.join()
         assert pinned() == "main"
-    assert seen == {"one before": None, "two before": None, "one": "one", "two": "two"}
+    assert seen_by_thread == {"one before": None, "two before": None, "one": "one", "two": "two"}
 
 
 def test_tasks_see_their_own_blocks_and_those_they_were_created_in() -> None:

@@ -10,7 +10,7 @@ from interposer import explain
 from interposer.errors import ConfigError
 
 
-def test_it_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_kit_is_named_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "interposer_testing.described", None)
     with pytest.raises(
         ConfigError, match=r"'graviton4' is described.*pip install interposer-testing"

@@ -37,8 +37,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         metadata.mkdir()
         kind = "METADATA" if folder.endswith(".dist-info") else "PKG-INFO"
         (metadata / kind).write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        written = points if isinstance(points, bytes) else points.encode()
-        (metadata / "entry_points.txt").write_bytes(written)
+        content = points if isinstance(points, bytes) else points.encode()
+        (metadata / "entry_points.txt").write_bytes(content)
         module = site / f"{folder.partition('-')[0].partition('.')[0]}_module.py"
         module.write_text(source)
         return module
@@ -67,7 +67,7 @@ def test_a_plugin_on_the_path_is_found(install: Install) -> None:
 @pytest.mark.parametrize(
     "points", ["[console_scripts]\nfoo\n", b"[console_scripts]\nx = y:\xff\xfe\n", "foo\n"]
 )
-def test_entry_points_of_others_that_cannot_be_read_do_not_matter(
+def test_unreadable_entry_points_without_plugins_are_ignored(
     points: str | bytes, install: Install
 ) -> None:
     install("other-1.0.dist-info", "other", points)
@@ -76,7 +76,7 @@ def test_entry_points_of_others_that_cannot_be_read_do_not_matter(
     assert plugins.failed == []
 
 
-def test_entry_points_of_plugins_that_cannot_be_read_are_a_failure(install: Install) -> None:
+def test_unreadable_entry_points_of_plugins_are_a_failure(install: Install) -> None:
     install("acme-1.0.dist-info", "acme", "[interposer.plugins]\nfoo\n")
     with pytest.warns(PluginWarning, match=r"of acme 1\.0: its entry_points\.txt cannot be read"):
         plugins = found()
@@ -92,7 +92,9 @@ def test_entry_points_that_are_not_utf8_are_a_failure(install: Install) -> None:
 
 @pytest.mark.parametrize("claimed", ["interposer-ops", "interposer-cpu"])
 @pytest.mark.parametrize("folder", ["evil.egg-info", "evil-1.0.dist-info"])
-def test_nobody_goes_by_the_name_of_another(folder: str, claimed: str, install: Install) -> None:
+def test_a_plugin_cannot_take_the_name_of_another(
+    folder: str, claimed: str, install: Install
+) -> None:
     ran = "import builtins\nbuiltins.acme_ran = True\n"
     install(folder, claimed, "[interposer.plugins]\nevil = evil_module\n", ran + PLUGIN)
     with pytest.warns(PluginWarning, match="though it is installed as 'evil'"):
@@ -102,7 +104,7 @@ def test_nobody_goes_by_the_name_of_another(folder: str, claimed: str, install: 
 
 
 @pytest.mark.process
-def test_a_name_of_the_sdk_is_examined_as_any_other(install: Install, tmp_path: Path) -> None:
+def test_a_plugin_with_a_name_of_the_sdk_is_examined(install: Install, tmp_path: Path) -> None:
     ends = "import os\nos._exit(3)\n"
     install("interposer_models-9.dist-info", "interposer-models", POINTS, ends)
     with pytest.warns(PluginWarning):
@@ -133,7 +135,7 @@ def test_endless_entry_points_are_one_refusal_and_are_not_parsed(
     assert "characters; 100,000 are allowed" in broken.error.reason
 
 
-def test_a_lock_does_not_take_one_distribution_for_another(install: Install) -> None:
+def test_a_lock_distinguishes_distributions_of_one_name(install: Install) -> None:
     lock = Lock.of(installed_distributions())
     lock.check(installed_distributions())
     install("evil.egg-info", "interposer-cpu", "[interposer.plugins]\nevil = evil_module\n")

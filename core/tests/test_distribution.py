@@ -50,7 +50,7 @@ def contents(
 ) -> dict[str, bytes]:
     """Return what a wheel holds, RECORD last."""
     wheel = b"Wheel-Version: 1.0\nGenerator: by-hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    held = {
+    content_by_path = {
         **files,
         f"{INFO}/METADATA": metadata.encode(),
         f"{INFO}/WHEEL": wheel,
@@ -58,11 +58,11 @@ def contents(
     }
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")
-    for name, content in held.items():
+    for name, content in content_by_path.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
         writer.writerow([name, f"sha256={digest}", len(content)])
     writer.writerow([f"{INFO}/RECORD", "", ""])
-    return {**held, f"{INFO}/RECORD": lines.getvalue().encode()}
+    return {**content_by_path, f"{INFO}/RECORD": lines.getvalue().encode()}
 
 
 def unpack(site: Path, held: Mapping[str, bytes]) -> Path:
@@ -74,8 +74,8 @@ def unpack(site: Path, held: Mapping[str, bytes]) -> Path:
 
 
 def read(site: Path) -> Distribution:
-    (found,) = importlib_metadata.distributions(path=[str(site)])
-    return read_distribution(found)
+    (distribution,) = importlib_metadata.distributions(path=[str(site)])
+    return read_distribution(distribution)
 
 
 @pytest.fixture
@@ -84,16 +84,24 @@ def site(tmp_path: Path) -> Path:
     return unpack(tmp_path / "site", contents())
 
 
-def test_the_facts_are_those_of_the_metadata(site: Path) -> None:
-    found = read(site)
-    assert (found.name, found.version, found.problem) == ("acme-norms", "1.0", "")
-    assert found.requires == ("interposer<2,>=0.1", 'torch>=2.11; python_version >= "3.11"')
-    assert (found.location, found.editable, found.standard) == (str(site), False, False)
-    assert found.altered_files() == []
+def test_facts_are_read_from_the_metadata(site: Path) -> None:
+    distribution = read(site)
+    assert (distribution.name, distribution.version, distribution.problem) == (
+        "acme-norms",
+        "1.0",
+        "",
+    )
+    assert distribution.requires == ("interposer<2,>=0.1", 'torch>=2.11; python_version >= "3.11"')
+    assert (distribution.location, distribution.editable, distribution.standard) == (
+        str(site),
+        False,
+        False,
+    )
+    assert distribution.altered_files() == []
 
 
 @pytest.mark.process
-def test_one_wheel_has_one_fingerprint_however_it_is_installed(tmp_path: Path, site: Path) -> None:
+def test_one_wheel_has_one_fingerprint_for_every_installation(tmp_path: Path, site: Path) -> None:
     records, prints = set(), {read(site).fingerprint}
     for folder in ("first", "second"):  # pip notes where the wheel was, and writes a script
         wheel = tmp_path / folder / "acme_norms-1.0-py3-none-any.whl"
@@ -109,11 +117,11 @@ def test_one_wheel_has_one_fingerprint_however_it_is_installed(tmp_path: Path, s
         subprocess.run(
             [*command, str(wheel)], check=True, capture_output=True, text=True, timeout=120
         )
-        found = read(target)
-        assert found.altered_files() == []
-        assert found.owns_module("acme.plugin")
-        records.add(found.record)
-        prints.add(found.fingerprint)
+        distribution = read(target)
+        assert distribution.altered_files() == []
+        assert distribution.owns_module("acme.plugin")
+        records.add(distribution.record)
+        prints.add(distribution.fingerprint)
     assert len(records) == 2
     assert len(prints) == 1
 
@@ -138,7 +146,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_other_content_is_another_fingerprint(
+def test_changed_content_changes_the_fingerprint(
     other: dict[str, bytes], tmp_path: Path, site: Path
 ) -> None:
     assert read(unpack(tmp_path / "other", other)).fingerprint != read(site).fingerprint
@@ -148,7 +156,7 @@ def test_other_content_is_another_fingerprint(
 def test_every_altered_file_is_found(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         site = unpack(Path(folder), contents())
-        found = read(site)
+        distribution = read(site)
         names = [name for name in contents() if not name.endswith("/RECORD")]
         altered = data.draw(st.sets(st.sampled_from(names)))
         for name in altered:
@@ -166,7 +174,7 @@ def test_every_altered_file_is_found(data: st.DataObject) -> None:
                     path.mkdir()
                 case _:
                     path.write_bytes(bytes([*content, 0]))
-        assert sorted(found.altered_files()) == sorted(altered)
+        assert sorted(distribution.altered_files()) == sorted(altered)
 
 
 def test_code_without_a_usable_hash_counts_as_altered(site: Path) -> None:
@@ -206,12 +214,14 @@ def editable(tmp_path: Path, layout: str = "src") -> tuple[Path, Path]:
     unpack(source, FILES)
     url = f'{{"dir_info": {{"editable": true}}, "url": "{project.as_uri()}"}}'
     path = f"{source}\n".encode()
-    held = contents(files={"_acme.pth": path, f"{INFO}/direct_url.json": url.encode()})
-    return unpack(tmp_path / "site", held), source
+    content_by_path = contents(files={"_acme.pth": path, f"{INFO}/direct_url.json": url.encode()})
+    return unpack(tmp_path / "site", content_by_path), source
 
 
 @pytest.mark.parametrize("layout", ["src", "."])
-def test_an_editable_installation_goes_by_its_source_files(tmp_path: Path, layout: str) -> None:
+def test_the_fingerprint_of_an_editable_installation_covers_source_files(
+    tmp_path: Path, layout: str
+) -> None:
     site, source = editable(tmp_path, layout)
     before = read(site)
     assert before.editable
@@ -226,20 +236,22 @@ def test_an_editable_installation_goes_by_its_source_files(tmp_path: Path, layou
     grown = read(site)
     (source / "acme" / "kernels" / "__init__.py").unlink()
     shrunk = read(site)
-    assert len({found.fingerprint for found in (before, touched, grown, shrunk)}) == 4
+    assert len({distribution.fingerprint for distribution in (before, touched, grown, shrunk)}) == 4
 
 
-def test_an_editable_installation_goes_by_its_compiled_libraries_too(tmp_path: Path) -> None:
+def test_the_fingerprint_of_an_editable_installation_covers_compiled_libraries(
+    tmp_path: Path,
+) -> None:
     site, _ = editable(tmp_path)
-    found = []
+    distribution = []
     for checksum in ("one", "one", "another"):
         record = f"acme/_native.abi3.so,sha256={checksum},9\n"
         (site / INFO / "RECORD").write_text(record, encoding="utf-8")
-        found.append(read(site).fingerprint)
-    assert found[0] == found[1] != found[2]
+        distribution.append(read(site).fingerprint)
+    assert distribution[0] == distribution[1] != distribution[2]
 
 
-def test_caches_environments_and_circles_are_no_source(tmp_path: Path) -> None:
+def test_caches_environments_and_circular_links_are_not_source(tmp_path: Path) -> None:
     site, source = editable(tmp_path)
     before = read(site)
     for folder in (".git", "acme/__pycache__", "environment/lib"):
@@ -275,14 +287,14 @@ def test_another_origin_is_not_editable(direct_url: str, site: Path) -> None:
     assert not before.editable
 
 
-def test_an_editable_folder_that_is_gone_or_the_whole_disk_is_read_to_a_limit(site: Path) -> None:
+def test_a_missing_or_huge_editable_folder_is_read_up_to_a_limit(site: Path) -> None:
     for url in ("file:///no/such/folder", "file:///", "file:"):
         text = f'{{"url": "{url}", "dir_info": {{"editable": true}}}}'
         (site / INFO / "direct_url.json").write_text(text)
         assert read(site).editable
 
 
-def test_without_record_the_installed_files_count(site: Path) -> None:
+def test_without_record_the_fingerprint_covers_installed_files(site: Path) -> None:
     (site / INFO / "RECORD").unlink()
     (site / INFO / "top_level.txt").write_text("acme\nsingle\n/etc\n..\n")
     (site / "single.py").touch()
@@ -314,49 +326,53 @@ def test_without_record_the_installed_files_count(site: Path) -> None:
         (METADATA, ": : :\n  x\n", "unknown", "0", "the name '' and the version ''"),
     ],
 )
-def test_false_metadata_is_no_identity(
+def test_contradictory_metadata_has_no_identity(
     header: str, replacement: str, name: str, version: str, problem: str, tmp_path: Path
 ) -> None:
-    found = read(unpack(tmp_path, contents(METADATA.replace(header, replacement, 1))))
-    assert (found.name, found.version, found.standard) == (name, version, False)
-    assert problem in found.problem
-    assert bool(found.problem) is bool(problem)
+    distribution = read(unpack(tmp_path, contents(METADATA.replace(header, replacement, 1))))
+    assert (distribution.name, distribution.version, distribution.standard) == (
+        name,
+        version,
+        False,
+    )
+    assert problem in distribution.problem
+    assert bool(distribution.problem) is bool(problem)
 
 
-def test_metadata_that_is_no_text_is_read_as_none(site: Path) -> None:
+def test_undecodable_metadata_counts_as_missing(site: Path) -> None:
     for name in ("METADATA", "RECORD", "direct_url.json"):
         (site / INFO / name).write_bytes(b"\xff\xfe")
-    found = read(site)
-    assert (found.name, found.record, found.editable) == ("unknown", "", False)
+    distribution = read(site)
+    assert (distribution.name, distribution.record, distribution.editable) == ("unknown", "", False)
 
 
 def test_a_record_that_cannot_be_read_is_a_problem(site: Path) -> None:
     (site / INFO / "RECORD").write_text(f"acme/plugin.py,{'x' * 200_000},\n")
-    found = read(site)
-    assert "RECORD cannot be read" in found.problem
-    assert (found.name, found.altered_files()) == ("acme-norms", [])
+    distribution = read(site)
+    assert "RECORD cannot be read" in distribution.problem
+    assert (distribution.name, distribution.altered_files()) == ("acme-norms", [])
 
 
 @given(metadata=st.binary(max_size=300), record=st.binary(max_size=300))
-def test_no_metadata_raises(metadata: bytes, record: bytes) -> None:
+def test_no_content_of_metadata_raises(metadata: bytes, record: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        held = {f"{INFO}/METADATA": metadata, f"{INFO}/RECORD": record}
-        found = read_distribution(
-            importlib_metadata.Distribution.at(str(unpack(Path(folder), held) / INFO))
+        content_by_path = {f"{INFO}/METADATA": metadata, f"{INFO}/RECORD": record}
+        distribution = read_distribution(
+            importlib_metadata.Distribution.at(str(unpack(Path(folder), content_by_path) / INFO))
         )
-        found.altered_files()
-        found.owns_module("acme.plugin")
-        assert len(found.fingerprint) == 64
+        distribution.altered_files()
+        distribution.owns_module("acme.plugin")
+        assert len(distribution.fingerprint) == 64
 
 
 def test_every_installed_distribution_can_be_read() -> None:
-    for found in importlib_metadata.distributions():
-        facts = read_distribution(found)
+    for distribution in importlib_metadata.distributions():
+        facts = read_distribution(distribution)
         assert facts.problem == ""
-        assert facts.name == read_distribution(found).name
+        assert facts.name == read_distribution(distribution).name
 
 
-def test_a_record_without_hashes_goes_by_the_files(tmp_path: Path) -> None:
+def test_a_record_without_hashes_is_replaced_by_the_files(tmp_path: Path) -> None:
     metadata = tmp_path / "acme-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
@@ -364,6 +380,6 @@ def test_a_record_without_hashes_goes_by_the_files(tmp_path: Path) -> None:
     fingerprints = set()
     for source in ("x = 1\n", "x = 'another'\n"):
         (tmp_path / "acme.py").write_text(source)
-        found = importlib_metadata.PathDistribution(metadata)
-        fingerprints.add(read_distribution(found).fingerprint)
+        distribution = importlib_metadata.PathDistribution(metadata)
+        fingerprints.add(read_distribution(distribution).fingerprint)
     assert len(fingerprints) == 2

@@ -46,11 +46,11 @@ def test_unknown_name_without_any_known() -> None:
 def test_nearest_first_is_a_permutation_that_does_not_depend_on_order(
     name: str, known: list[str]
 ) -> None:
-    found = nearest_first(name, known)
-    assert sorted(found) == sorted(set(known))
-    assert found == nearest_first(name, reversed(known))
+    ordered = nearest_first(name, known)
+    assert sorted(ordered) == sorted(set(known))
+    assert ordered == nearest_first(name, reversed(known))
     if name in known:
-        assert found[0].lower() == name.lower()
+        assert ordered[0].lower() == name.lower()
 
 
 def test_plugin_error_names_plugin_distribution_and_mend() -> None:
@@ -76,7 +76,7 @@ def test_no_candidate_lists_every_refusal_and_the_action() -> None:
     )
 
 
-def test_no_candidate_at_all_says_so() -> None:
+def test_an_error_without_candidates_says_that_none_is_declared() -> None:
     assert str(NoCandidateError("scheme", [])) == "No scheme.\n  No installed plugin declares one."
 
 
@@ -95,7 +95,7 @@ def test_checkpoint_error_names_the_path() -> None:
         (PluginConflictError, PluginError),
     ],
 )
-def test_errors_can_be_caught_by_what_they_are(
+def test_errors_can_be_caught_by_their_builtin_classes(
     kind: type[InterposerError], builtin: type[Exception]
 ) -> None:
     assert issubclass(kind, builtin)
@@ -113,7 +113,7 @@ def test_errors_can_be_caught_by_what_they_are(
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_survives_the_way_to_another_process(error: InterposerError) -> None:
+def test_an_error_survives_pickling(error: InterposerError) -> None:
     arrived = pickle.loads(pickle.dumps(error))
     assert type(arrived) is type(error)
     assert str(arrived) == str(error)

@@ -174,7 +174,7 @@ def test_a_hook_that_does_not_return_is_refused(
     assert examine(healthy.distribution, healthy.task, config)
 
 
-def test_five_hundred_records_are_no_fault(examined: Examined) -> None:
+def test_five_hundred_records_are_accepted(examined: Examined) -> None:
     records = """
     @hookimpl
     def interposer_records():
@@ -183,12 +183,12 @@ def test_five_hundred_records_are_no_fault(examined: Examined) -> None:
     assert examined("", records)
 
 
-def test_a_plugin_has_to_state_its_api(make: Callable[..., Plugin], config: Config) -> None:
+def test_a_plugin_must_state_its_api(make: Callable[..., Plugin], config: Config) -> None:
     plugin = make(plugin="")
     assert "INTERPOSER_API" in examine(plugin.distribution, plugin.task, config).reason
 
 
-def test_platforms_are_known_though_their_class_crashes(examined: Examined) -> None:
+def test_platforms_are_known_even_if_their_class_crashes(examined: Examined) -> None:
     records = """
     @hookimpl
     def interposer_records():
@@ -199,7 +199,7 @@ def test_platforms_are_known_though_their_class_crashes(examined: Examined) -> N
     assert finding.facts["platforms"] == [{"name": "acme", "score": 7.0}]
 
 
-def test_a_plugin_may_not_ask_for_plugins_while_it_is_examined(examined: Examined) -> None:
+def test_a_plugin_must_not_load_plugins_during_its_examination(examined: Examined) -> None:
     source = """
     from interposer import Config
     from interposer._examination.examiner import examine
@@ -292,7 +292,7 @@ def test_a_verdict_is_remembered_in_memory_and_on_disk(
     assert note.read_text() == "xxx"
 
 
-def test_a_corrupt_verdict_is_made_anew(make: Callable[..., Plugin], config: Config) -> None:
+def test_a_corrupt_verdict_is_replaced(make: Callable[..., Plugin], config: Config) -> None:
     plugin = make(plugin=_HEALTHY)
     examine(plugin.distribution, plugin.task, config)
     (entry,) = default_store(config).entries("verdicts")
@@ -304,9 +304,7 @@ def test_a_corrupt_verdict_is_made_anew(make: Callable[..., Plugin], config: Con
     assert not entry.problem
 
 
-def test_a_cache_that_cannot_be_written_costs_a_warning(
-    make: Callable[..., Plugin], tmp_path: Path
-) -> None:
+def test_an_unwritable_cache_only_warns(make: Callable[..., Plugin], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = Config(cache_dir=str(tmp_path / "file"), probe_seconds=WAIT_SECONDS)
     plugin = make(plugin=_HEALTHY)
@@ -321,7 +319,7 @@ def waits_while_it_exists(file: Path) -> str:
     return f"import time, pathlib\nwhile pathlib.Path({str(file)!r}).exists(): time.sleep(0.01)\n"
 
 
-def test_a_higher_limit_is_another_chance(
+def test_a_higher_limit_allows_another_examination(
     make: Callable[..., Plugin], config: Config, tmp_path: Path
 ) -> None:
     busy = tmp_path / "busy"
@@ -334,7 +332,7 @@ def test_a_higher_limit_is_another_chance(
     assert examine(plugin.distribution, plugin.task, config)
 
 
-def test_a_missing_module_that_comes_is_another_chance(
+def test_installing_a_missing_module_allows_another_examination(
     make: Callable[..., Plugin], config: Config, tmp_path: Path
 ) -> None:
     plugin = make(plugin=_HEALTHY + "import {package}_needs")
@@ -345,7 +343,7 @@ def test_a_missing_module_that_comes_is_another_chance(
     assert examine(plugin.distribution, plugin.task, config)
 
 
-def test_who_took_too_long_gets_one_more_chance_in_the_next_process(
+def test_code_that_took_too_long_is_examined_once_more_by_the_next_process(
     make: Callable[..., Plugin], config: Config, tmp_path: Path
 ) -> None:
     busy = tmp_path / "busy"
@@ -371,18 +369,18 @@ def test_who_took_too_long_gets_one_more_chance_in_the_next_process(
     assert not accepted_in_the_next_process(LIMITS[0], freed=False)
 
 
-def test_without_isolation_this_process_does_it(
+def test_without_isolation_this_process_examines(
     make: Callable[..., Plugin], config: Config
 ) -> None:
     plugin = make(plugin=_HEADER + "import builtins; builtins.len = None")
-    here = Config(cache_dir=config.cache_dir, isolation="off")
-    finding = examine(plugin.distribution, plugin.task, here)
+    local_config = Config(cache_dir=config.cache_dir, isolation="off")
+    finding = examine(plugin.distribution, plugin.task, local_config)
     assert "replaces builtins.len" in finding.reason
     assert f"{plugin.package}.plugin" in sys.modules
     assert len("abc") == 3
 
 
-def test_a_process_that_cannot_start_is_a_refusal_for_this_time(
+def test_a_process_that_cannot_start_causes_a_temporary_refusal(
     make: Callable[..., Plugin], config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plugin = make(plugin=_HEALTHY)
@@ -419,7 +417,7 @@ for _ in range(2):
 """
 
 
-def test_packages_without_metadata_are_no_obstacle(tmp_path: Path) -> None:
+def test_packages_without_metadata_can_be_examined(tmp_path: Path) -> None:
     standard = sysconfig.get_path("stdlib")
     for installed in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         for entry in Path(installed).iterdir():
@@ -432,8 +430,8 @@ def test_packages_without_metadata_are_no_obstacle(tmp_path: Path) -> None:
             (tmp_path / folder.name).symlink_to(folder)
     path = [str(tmp_path), standard, str(Path(standard) / "lib-dynload")]
     command = [sys.executable, "-S", "-c", _WITHOUT_METADATA, *path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout == "interposer\ntorch\nTrue False\nTrue True\n", done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert completed.stdout == "interposer\ntorch\nTrue False\nTrue True\n", completed.stderr
 
 
 def test_importing_the_examination_does_not_import_torch() -> None:

@@ -85,7 +85,7 @@ def site(registered: Callable[..., Registry]) -> Site:
     return site
 
 
-def test_the_text_says_what_was_chosen_where_and_why_nothing_else_was(site: Site) -> None:
+def test_the_text_has_every_choice_with_places_reasons_and_refusals(site: Site) -> None:
     assert str(explain(site)) == (
         "device: cpu (a device)\n"
         "\n"
@@ -107,7 +107,7 @@ def test_the_text_says_what_was_chosen_where_and_why_nothing_else_was(site: Site
     )
 
 
-def test_the_json_holds_the_same_facts(site: Site) -> None:
+def test_the_json_has_the_facts_of_the_text(site: Site) -> None:
     explanation = explain(site)
     facts = json.loads(explanation.to_json())
     assert facts == explanation.to_dict()
@@ -140,44 +140,44 @@ def test_every_candidate_appears_in_every_choice(site: Site) -> None:
         assert sorted([choice["chosen"], *refused]) == sorted(candidates)
 
 
-def test_nothing_chosen_is_an_empty_list(registered: Callable[..., Registry]) -> None:
+def test_a_model_without_choices_has_an_empty_list(registered: Callable[..., Registry]) -> None:
     empty = explain(Site(Resolver(registered(), HOST, Config()), "", torch.float32))
     assert empty.to_dict()["choices"] == []
     assert str(empty) == "device: cpu (a device)"
 
 
-def test_figures_notes_and_failures_are_shown(site: Site) -> None:
+def test_run_times_notes_and_failures_are_shown(site: Site) -> None:
     explanation = explain(site)
     seconds = {"acme/reference": 2.5e-3, "acme/negate_fast": 12.34e-6, "acme/negate_slow": 1.5}
     choice = replace(
         explanation.rows[0].choice, seconds=seconds, notes=("'acme/x*' is preferred: not there",)
     )
     failure = Refusal("negate_wide", "acme 1", "raised OSError()", "Traceback\n  OSError")
-    shown = replace(explanation, rows=(Row(choice, ("a",)),), failures=(failure,))
-    text = str(shown)
+    explained = replace(explanation, rows=(Row(choice, ("a",)),), failures=(failure,))
+    text = str(explained)
     figures = "acme/negate_fast 12.3 us, acme/reference 2.5 ms, acme/negate_slow 1.5 s"
     assert f"\n     measured: {figures}\n     note: 'acme/x*' is preferred: not there\n" in text
     assert text.endswith("failed while running:\n  negate_wide (acme 1): raised OSError()")
-    facts = shown.to_dict()
+    facts = explained.to_dict()
     assert facts["choices"][0]["seconds"] == seconds
     assert facts["choices"][0]["notes"] == ["'acme/x*' is preferred: not there"]
     assert facts["failures"][0]["traceback"] == "Traceback\n  OSError"
-    in_full = str(shown.why("negate"))
+    in_full = str(explained.why("negate"))
     assert "raised OSError()\n         Traceback\n           OSError" in in_full
 
 
 def test_why_shows_one_op_with_every_place(site: Site) -> None:
-    shown = explain(site).why("negate")
-    text = str(shown)
+    explained = explain(site).why("negate")
+    text = str(explained)
     assert "kernel 'negate' [float32 host size=4], at\n  layers.0\n  layers.1\n  ->" in text
     assert "layers.0\nlayers.1" not in str(explain(site))
-    assert [row.choice for row in shown.rows] == [row.choice for row in explain(site).rows]
+    assert [row.choice for row in explained.rows] == [row.choice for row in explain(site).rows]
 
 
-def test_why_shows_what_the_model_does_not_ask_for_with_what_it_needs(site: Site) -> None:
-    shown = explain(site).why("halve")
-    assert [setting.field for setting in shown.policy] == ["strict"]
-    assert str(shown) == (
+def test_why_shows_unrequested_subjects_with_requirements(site: Site) -> None:
+    explained = explain(site).why("halve")
+    assert [setting.field for setting in explained.policy] == ["strict"]
+    assert str(explained) == (
         "device: cpu (a device)\n"
         "note: the model does not ask for 'halve'\n"
         "\n"
@@ -215,27 +215,30 @@ def test_why_of_an_unknown_name_lists_the_known_ones(site: Site) -> None:
     assert "" not in caught.value.known
 
 
-def test_the_inventory_judges_the_device_and_nothing_else(
+def test_the_inventory_judges_only_the_device(
     registered: Callable[..., Registry],
 ) -> None:
     registry = registered(*RECORDS, *UNASKED)
     abacus = Device("abacus", "cpu", "", Capability("beads", frozenset({"slide"})))
     for device, fits in ((abacus, True), (HOST, False)):
-        found = {(s.kind, s.name): s.options for s in inventory(registry, device)}
-        assert list(found) == [
+        options_by_subject = {(s.kind, s.name): s.options for s in inventory(registry, device)}
+        assert list(options_by_subject) == [
             ("kernel", "halve"),
             ("kernel", "negate"),
             ("attention", ""),
             ("layer", "negation"),
         ]
-        halve = {option.candidate.name: option.verdict for option in found["kernel", "halve"]}
+        halve = {
+            option.candidate.name: option.verdict
+            for option in options_by_subject["kernel", "halve"]
+        }
         assert bool(halve["halve_shift"]) == fits
         assert halve["reference"]
-        names = [option.candidate.name for option in found["kernel", "negate"]]
+        names = [option.candidate.name for option in options_by_subject["kernel", "negate"]]
         assert names == ["negate_fast", "negate_wide", "negate_slow", "reference"]
 
 
-def test_a_config_for_what_is_built_is_refused(site: Site) -> None:
+def test_a_config_for_a_built_model_is_refused(site: Site) -> None:
     with pytest.raises(ConfigError, match="it has had its own"):
         explain(site, config=Config())
 
@@ -253,8 +256,8 @@ def test_each_setting_names_the_source_that_decided(
     Config.refresh()
     with use(layers={"negation": "standard"}) as config:
         config = config.model_copy(update={"locked": True, "plugins": frozenset()})
-        found = {str(s): (s.value, s.source) for s in settings(config)}
-    assert found == {
+        options_by_subject = {str(s): (s.value, s.source) for s in settings(config)}
+    assert options_by_subject == {
         "kernels.doubles": ("reference", "environment"),
         "kernels.negate": ("negate_fast", "project file"),
         "kernels.halve": ("reference", "project file"),
@@ -300,7 +303,7 @@ NINE = {
 }
 
 
-def test_a_described_device_is_explained_without_asking_its_platform(
+def test_a_described_device_is_explained_without_its_platform(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_plugin: Callable[..., ModuleType]
 ) -> None:
     (tmp_path / "explained").mkdir()
@@ -325,7 +328,7 @@ def test_a_described_device_is_explained_without_asking_its_platform(
             assert options["negate_wide"].reason == "needs avx512, which the device lacks"
 
 
-def test_why_of_a_candidate_says_what_it_is_for(site: Site) -> None:
+def test_why_of_a_candidate_names_its_subject(site: Site) -> None:
     for name, op in (("negate_wide", "negate"), ("acme/halve_shift", "halve")):
         with pytest.raises(ConfigError) as caught:
             explain(site).why(name)
@@ -345,7 +348,7 @@ def test_an_unknown_name_lists_the_eight_nearest(registered: Callable[..., Regis
     assert str(caught.value).endswith("\n... and 4 more: interposer explain")
 
 
-def test_a_kernel_for_an_op_that_nobody_defines_is_explained(
+def test_a_kernel_for_an_undefined_op_is_explained(
     registered: Callable[..., Registry],
 ) -> None:
     registry = registered(*RECORDS, Kernel("nagate", "negate_lost", f"{__name__}:negate"))
@@ -357,7 +360,7 @@ def test_a_kernel_for_an_op_that_nobody_defines_is_explained(
     ) in text
 
 
-def test_what_cannot_be_explained_is_named_by_its_type() -> None:
+def test_an_unexplainable_object_is_named_by_its_type() -> None:
     with pytest.raises(ConfigError, match="model is of the type int, must be a model directory"):
         explain(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="device is of the type int, must be the name"):

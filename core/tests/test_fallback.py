@@ -90,9 +90,9 @@ def bind(resolver: Resolver) -> Callable[..., torch.Tensor]:
 
 
 def choice(resolver: Resolver) -> Choice:
-    ((found, places),) = resolver.choices.values()
+    ((shared_choice, places),) = resolver.choices.values()
     assert places == ["a"]
-    return found
+    return shared_choice
 
 
 @pytest.mark.parametrize("broken", [failing, leaving])
@@ -115,7 +115,7 @@ def test_the_next_kernel_takes_over_and_the_failure_is_shown_once(
     assert "Traceback" in failure.traceback
 
 
-def test_layers_that_share_a_choice_blame_the_failed_kernel_alone(
+def test_layers_that_share_a_choice_quarantine_only_the_failed_kernel(
     resolve: Resolve, caplog: pytest.LogCaptureFixture
 ) -> None:
     resolver = resolve(kernel(failing, 30), kernel(working, 20))
@@ -126,8 +126,8 @@ def test_layers_that_share_a_choice_blame_the_failed_kernel_alone(
         for layer in layers:
             torch.testing.assert_close(layer(X, SCALE), 6 * X)
     assert len(caplog.messages) == 1
-    ((found, places),) = resolver.choices.values()
-    assert (found.chosen.name, len(places)) == ("working", 5)
+    ((shared_choice, places),) = resolver.choices.values()
+    assert (shared_choice.chosen.name, len(places)) == ("working", 5)
     assert [failure.candidate for failure in resolver.failures] == ["failing"]
 
 
@@ -143,7 +143,7 @@ def test_the_reference_is_the_last_resort(resolve: Resolve) -> None:
     torch.testing.assert_close(function(X, SCALE), 6 * X)
 
 
-def test_the_callers_mistake_stays_the_callers(resolve: Resolve) -> None:
+def test_a_mistake_of_the_caller_quarantines_nothing(resolve: Resolve) -> None:
     resolver = resolve(kernel(working, 20))
     function = bind(resolver)
     with pytest.raises(ValueError, match="must have one dimension"):
@@ -153,14 +153,14 @@ def test_the_callers_mistake_stays_the_callers(resolve: Resolve) -> None:
     torch.testing.assert_close(function(X, SCALE), 6 * X)
 
 
-def test_kernels_that_want_prepared_constants_cannot_take_over(resolve: Resolve) -> None:
+def test_kernels_with_prepared_constants_cannot_take_over(resolve: Resolve) -> None:
     late = kernel(working, 20, name="late", prepare=f"{__name__}:prepared")
     resolver = resolve(kernel(failing, 30), late)
     torch.testing.assert_close(bind(resolver)(X, SCALE), 6 * X)
     assert choice(resolver).chosen.name == "reference"
 
 
-def test_what_cannot_be_tried_again_is_bound_bare(resolve: Resolve) -> None:
+def test_a_kernel_whose_call_cannot_be_repeated_is_bound_directly(resolve: Resolve) -> None:
     resolver = resolve(
         kernel(failing, 30, prepare=f"{__name__}:prepared"), kernel(failing, 30, op="clear")
     )
@@ -170,7 +170,7 @@ def test_what_cannot_be_tried_again_is_bound_bare(resolve: Resolve) -> None:
     assert not isinstance(place.bind(clear), Fallback)
 
 
-def test_without_the_policy_or_with_a_pin_the_kernel_is_bound_bare(
+def test_without_the_policy_or_with_a_pin_the_kernel_is_bound_directly(
     registered: Callable[..., Registry],
 ) -> None:
     registry = registered(*OPS, kernel(failing, 30))

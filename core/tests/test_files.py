@@ -52,9 +52,9 @@ def test_the_nearest_file_up_to_the_repository_is_read(
             (folder / file).write_text(text)
             if expected is None and (repository is None or depth <= repository):
                 expected = folder / file
-    found = read_project_file(nested[0])
-    assert (found and found.path) == expected
-    assert found is None or found.fields == {"platform": "cpu"}
+    project_file = read_project_file(nested[0])
+    assert (project_file and project_file.path) == expected
+    assert project_file is None or project_file.fields == {"platform": "cpu"}
 
 
 def test_both_in_one_folder_raise(folders: list[Path]) -> None:
@@ -67,11 +67,11 @@ def test_both_in_one_folder_raise(folders: list[Path]) -> None:
 def test_an_empty_file_counts(folders: list[Path]) -> None:
     (folders[0] / "interposer.toml").write_text("")
     (folders[1] / "interposer.toml").write_text("platform = 'cpu'")
-    found = read_project_file(folders[0])
-    assert found == (folders[0] / "interposer.toml", {})
+    file = read_project_file(folders[0])
+    assert file == (folders[0] / "interposer.toml", {})
 
 
-def test_a_broken_file_of_others_is_left_alone(folders: list[Path]) -> None:
+def test_a_broken_file_of_other_tools_is_ignored(folders: list[Path]) -> None:
     (folders[0] / "pyproject.toml").write_text("[tool.others\n")
     assert read_project_file(folders[0]) is None
 
@@ -85,9 +85,7 @@ def test_a_broken_file_of_others_is_left_alone(folders: list[Path]) -> None:
         ("pyproject.toml", b"[tool]\ninterposer = 3", "tool.interposer is 3, must be a table"),
     ],
 )
-def test_a_file_that_makes_no_sense_raises(
-    folders: list[Path], name: str, text: bytes, message: str
-) -> None:
+def test_an_invalid_file_raises(folders: list[Path], name: str, text: bytes, message: str) -> None:
     (folders[1] / name).write_bytes(text)
     with pytest.raises(ConfigError, match=message) as caught:
         read_project_file(folders[0])
@@ -101,7 +99,7 @@ def test_a_folder_in_the_place_of_the_file_raises(folders: list[Path]) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="another variable names the folder there")
-def test_the_user_has_a_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_the_user_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert read_user_file() is None
     (tmp_path / "interposer").mkdir()

@@ -92,40 +92,42 @@ def reasons(resolver: Resolver) -> dict[str, str]:
     }
 
 
-def test_the_lookup_reads_what_the_product_prepared(resolver: Callable[..., Resolver]) -> None:
-    made = resolver(*EVERY)
-    assert bound(made) == ("look_packed", "multiply_packed")
-    assert reasons(made)["multiply_own"] == (
+def test_the_lookup_reads_the_form_that_the_product_prepared(
+    resolver: Callable[..., Resolver],
+) -> None:
+    selection = resolver(*EVERY)
+    assert bound(selection) == ("look_packed", "multiply_packed")
+    assert reasons(selection)["multiply_own"] == (
         "prepares a copy of the table that no kernel of 'look' reads here, so that it would be "
         "held twice"
     )
-    assert reasons(made)["look_plain"] == (
+    assert reasons(selection)["look_plain"] == (
         "reads another copy of the table than multiply_packed multiplies by, so that it would be "
         "held twice"
     )
 
 
-def test_a_product_by_what_is_stored_is_looked_up_as_it_is_stored(
+def test_a_product_with_the_stored_form_is_looked_up_in_the_stored_form(
     resolver: Callable[..., Resolver],
 ) -> None:
-    made = resolver(*EVERY, kernels={"multiply": Rule(prefer=("multiply_plain",))})
-    assert bound(made) == ("look_plain", "multiply_plain")
+    selection = resolver(*EVERY, kernels={"multiply": Rule(prefer=("multiply_plain",))})
+    assert bound(selection) == ("look_plain", "multiply_plain")
 
 
-def test_what_was_measured_decides_among_those_that_share(
+def test_measurements_decide_among_kernels_that_share_a_form(
     resolver: Callable[..., Resolver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = resolver(*EVERY)
+    selection = resolver(*EVERY)
 
     def lookup(request: Any, _: object) -> Measured | None:
         if request.name != "multiply":
             return None
-        names = {c.name: c.qualified_name for c in made.accepted(request)}
+        names = {c.name: c.qualified_name for c in selection.accepted(request)}
         times = {"multiply_own": 1.0, "multiply_plain": 2.0, "multiply_packed": 3.0}
         return Measured({names[name]: seconds for name, seconds in times.items()}, "a test")
 
-    monkeypatch.setattr(made._measurements, "lookup", lookup)
-    assert bound(made) == ("look_plain", "multiply_plain")
+    monkeypatch.setattr(selection._measurements, "lookup", lookup)
+    assert bound(selection) == ("look_plain", "multiply_plain")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_what_was_measured_decides_among_those_that_share(
         ((*OPS, PACKED, LOOK_PACKED, LOOK_PLAIN), {"look": Rule(forbid={"look_packed"})}),
     ],
 )
-def test_a_form_that_no_lookup_reads_is_not_taken(
+def test_a_form_that_no_lookup_reads_is_not_chosen(
     resolver: Callable[..., Resolver], records: tuple[object, ...], config: dict[str, Any]
 ) -> None:
     assert bound(resolver(*records, kernels=config)) == ("look_plain", "reference")
@@ -158,14 +160,14 @@ def test_a_pin_is_obeyed(
     assert bound(resolver(*EVERY, kernels=pins)) == expected
 
 
-def test_a_lookup_that_cannot_be_loaded_costs_memory_and_nothing_else(
+def test_a_lookup_that_cannot_be_loaded_only_costs_memory(
     resolver: Callable[..., Resolver],
 ) -> None:
     broken = kernel("look", "broken", 10, "packed")
     assert bound(resolver(*OPS, PACKED, broken)) == ("reference", "multiply_packed")
 
 
-def test_without_a_head_nothing_is_said_of_one(resolver: Callable[..., Resolver]) -> None:
+def test_without_a_head_requests_do_not_mention_one(resolver: Callable[..., Resolver]) -> None:
     site = Site(resolver(*EVERY), "embed", torch.float32)
     rows, product = site.bind_table(look, {"v": 9, "tied": False}, multiply, {"o": 9}, None)
     assert product is None
@@ -173,6 +175,6 @@ def test_without_a_head_nothing_is_said_of_one(resolver: Callable[..., Resolver]
     assert rows.choice.request.dims == {"v": 9, "tied": False}
 
 
-def test_a_form_is_of_what_was_prepared() -> None:
+def test_a_form_without_preparation_is_refused() -> None:
     with pytest.raises(RecordError, match=r"has the form 'packed', but prepares nothing"):
         Kernel("look", "look_odd", "a:b", form="packed")

@@ -82,12 +82,12 @@ def test_entry_points_that_cannot_be_read_are_named(
     ],
     ids=["binary", "FIFO", "shadow", "shadowed core"],
 )
-def test_what_cannot_be_imported_is_named(
+def test_a_module_that_cannot_be_imported_is_named(
     way: str, make: Callable[[Path], None], reason: str, folder: Path
 ) -> None:
     make(folder.parent)
     environment = {**os.environ, "PYTHONPATH": str(folder.parent)}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, *WAYS[way]],
         env=environment,
         capture_output=True,
@@ -95,8 +95,8 @@ def test_what_cannot_be_imported_is_named(
         timeout=120,
         check=False,
     )
-    told = done.stdout if way == "library" else done.stderr
-    assert reason in told, done
-    assert str(folder.parent) in told
-    assert "Try: " in told
-    assert "Traceback" not in done.stderr
+    output = completed.stdout if way == "library" else completed.stderr
+    assert reason in output, completed
+    assert str(folder.parent) in output
+    assert "Try: " in output
+    assert "Traceback" not in completed.stderr

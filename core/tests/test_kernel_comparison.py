@@ -181,7 +181,7 @@ def test_requirements_and_predicate_choose_the_cases() -> None:
     assert seen() == [1, 3, 5, 7]
 
 
-def test_what_the_device_lacks_leaves_no_case() -> None:
+def test_requirements_that_the_device_lacks_leave_no_case() -> None:
     verdict = perform(recorded("few", frozenset()))
     assert verdict.reason == "no case of 'add' is one that it takes"
     assert perform(recorded("few")).reason.endswith("on 4 case(s)")
@@ -220,7 +220,9 @@ def examined(kernel: str, seconds: float, folder: Path) -> Finding:
         ("crashing", "killed by SIGABRT while running acme_numerics.kernels:crashing on"),
     ],
 )
-def test_it_is_done_in_the_examining_process(kernel: str, reason: str, tmp_path: Path) -> None:
+def test_the_comparison_runs_in_the_examining_process(
+    kernel: str, reason: str, tmp_path: Path
+) -> None:
     finding = examined(kernel, WAIT_SECONDS, tmp_path)
     assert finding.reason.startswith(reason)
     assert finding.accepted is (kernel == "right")

@@ -25,7 +25,7 @@ def layouts(draw: st.DrawFn) -> KVCacheLayout:
 
 
 @given(layouts(), st.integers(1, 3), st.integers(1, 5))
-def test_allocated_caches_are_what_was_declared(
+def test_allocated_caches_have_the_declared_layout(
     layout: KVCacheLayout, num_layers: int, num_pages: int
 ) -> None:
     caches = layout.allocate(num_layers, num_pages, "cpu")

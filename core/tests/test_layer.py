@@ -149,7 +149,7 @@ def test_a_replacement_with_another_signature_is_refused(wrong: type, build: Bui
 
 
 @pytest.mark.parametrize("wrong", [Stranger, torch.relu, 3])
-def test_a_replacement_is_a_subclass(wrong: object) -> None:
+def test_a_replacement_must_be_a_subclass(wrong: object) -> None:
     with pytest.raises(RecordError, match="does not subclass Scale"):
         check_replacement(Scale, wrong, "acme/wrong")
     check_replacement(Scale, Scale, "acme/right")
@@ -161,7 +161,7 @@ def test_a_replacement_that_cannot_be_imported_is_refused(build: Build) -> None:
     assert "'acme_of_nowhere.layers:Scale' cannot be loaded" in str(explain(site))
 
 
-def test_a_site_below_has_a_dotted_prefix(build: Build) -> None:
+def test_a_nested_site_has_a_dotted_prefix(build: Build) -> None:
     assert build().at("layers").at("0").prefix == "layers.0"
     assert build(prefix="model").at("norm").prefix == "model.norm"
 

@@ -86,15 +86,15 @@ def test_nothing_is_known_at_first(make: MakeMeasurements, tmp_path: Path) -> No
     assert not (tmp_path / "cache").exists()
 
 
-def test_what_was_measured_is_found(make: MakeMeasurements) -> None:
+def test_measurements_are_found(make: MakeMeasurements) -> None:
     write_entry(make().store, made(make()))
-    found = make().lookup(REQUEST, lambda: BOTH)
-    assert isinstance(found, Measured)
-    assert (found.seconds, found.source) == (SECONDS, "the measurements of this host")
-    assert found.upper.keys() == SECONDS.keys()
+    result = make().lookup(REQUEST, lambda: BOTH)
+    assert isinstance(result, Measured)
+    assert (result.seconds, result.source) == (SECONDS, "the measurements of this host")
+    assert result.upper.keys() == SECONDS.keys()
 
 
-def test_a_policy_without_tables_finds_nothing(make: MakeMeasurements) -> None:
+def test_a_policy_without_tables_finds_no_measurements(make: MakeMeasurements) -> None:
     write_entry(make().store, made(make()))
     assert make(tables=False).lookup(REQUEST, lambda: BOTH) is None
 
@@ -110,15 +110,15 @@ def test_a_policy_without_tables_finds_nothing(make: MakeMeasurements) -> None:
     ],
     ids=str,
 )
-def test_another_request_is_another_matter(make: MakeMeasurements, other: Request) -> None:
+def test_another_request_has_other_measurements(make: MakeMeasurements, other: Request) -> None:
     write_entry(make().store, made(make()))
     assert make().lookup(other, lambda: BOTH) is None
 
 
-def test_another_device_is_another_matter(make: MakeMeasurements) -> None:
+def test_another_device_has_other_measurements(make: MakeMeasurements) -> None:
     write_entry(make().store, made(make()))
-    other = Device("bench", "cpu", "Bench 3", Capability("any"))
-    assert make(device=other).lookup(REQUEST, lambda: BOTH) is None
+    device = Device("bench", "cpu", "Bench 3", Capability("any"))
+    assert make(device=device).lookup(REQUEST, lambda: BOTH) is None
 
 
 def test_every_detail_of_attention_tells_requests_apart(make: MakeMeasurements) -> None:
@@ -138,16 +138,16 @@ def test_every_detail_of_attention_tells_requests_apart(make: MakeMeasurements) 
     ("change", "told"),
     [({"torch": "1.0"}, "torch was 1.0"), ({"driver": "old"}, "the driver was old")],
 )
-def test_figures_of_another_installation_are_stale(
+def test_measurements_of_another_installation_are_stale(
     make: MakeMeasurements, change: dict[str, Any], told: str
 ) -> None:
     write_entry(make().store, made(make(), **change))
-    found = reason(make().lookup(REQUEST, lambda: BOTH))
-    assert "stale" in found
-    assert told in found
+    result = reason(make().lookup(REQUEST, lambda: BOTH))
+    assert "stale" in result
+    assert told in result
 
 
-def test_figures_of_another_driver_are_stale(make: MakeMeasurements, tmp_path: Path) -> None:
+def test_measurements_of_another_driver_are_stale(make: MakeMeasurements, tmp_path: Path) -> None:
     driver = tmp_path / "driver"
     platform = PlatformEntry("bench", "m:Bench", driver_files=(str(driver),))
     driver.write_text("570.1")
@@ -165,27 +165,27 @@ def test_figures_of_another_driver_are_stale(make: MakeMeasurements, tmp_path: P
         (candidates("fast", "slow", version="1.1"), "acme/fast was 1.0, is 1.1"),
     ],
 )
-def test_figures_of_other_candidates_are_stale(
+def test_measurements_of_other_candidates_are_stale(
     make: MakeMeasurements, accepted: list[Candidate], told: str
 ) -> None:
     write_entry(make().store, made(make()))
     assert told in reason(make().lookup(REQUEST, lambda: accepted))
 
 
-def test_what_failed_was_measured_too(make: MakeMeasurements) -> None:
+def test_a_failed_candidate_counts_as_measured(make: MakeMeasurements) -> None:
     write_entry(make().store, made(make(), failed={"acme/new": ("1.0", "raised")}))
     assert isinstance(make().lookup(REQUEST, lambda: candidates("fast", "slow", "new")), Measured)
 
 
-def test_a_damaged_entry_is_a_reason(make: MakeMeasurements) -> None:
+def test_a_damaged_entry_is_reported(make: MakeMeasurements) -> None:
     measurements = make()
     write_entry(measurements.store, made(measurements))
-    (kept,) = measurements.store.entries(KIND)
-    kept.path.write_text(kept.path.read_text().replace("acme/fast", "acme/last"))
+    (entry,) = measurements.store.entries(KIND)
+    entry.path.write_text(entry.path.read_text().replace("acme/fast", "acme/last"))
     assert "corrupt" in reason(make().lookup(REQUEST, lambda: BOTH))
 
 
-def test_an_entry_of_another_form_is_a_reason(make: MakeMeasurements) -> None:
+def test_an_entry_of_another_form_is_reported(make: MakeMeasurements) -> None:
     measurements = make()
     key = measurements.key(REQUEST).model_dump(mode="json")
     measurements.store.write(KIND, key, {"seconds": 1})
@@ -222,30 +222,30 @@ def ship(
     return shipped
 
 
-def test_a_shipped_table_counts_for_devices_that_it_is_for(
+def test_a_shipped_table_applies_to_matching_devices(
     make: MakeMeasurements, ship: Callable[..., TuningEntry]
 ) -> None:
     # Another driver and torch: they are those of whoever measured it.
     table = ship("series", "Bench 9*", torch="1.0", driver="theirs")
-    found = make(table).lookup(REQUEST, lambda: BOTH)
-    assert isinstance(found, Measured)
-    assert found.seconds == SECONDS
-    assert found.source == "the table 'series' of acme in code"
-    other = Device("bench", "cpu", "Bench 8000", Capability("any"))
-    assert make(table, device=other).lookup(REQUEST, lambda: BOTH) is None
+    result = make(table).lookup(REQUEST, lambda: BOTH)
+    assert isinstance(result, Measured)
+    assert result.seconds == SECONDS
+    assert result.source == "the table 'series' of acme in code"
+    device = Device("bench", "cpu", "Bench 8000", Capability("any"))
+    assert make(table, device=device).lookup(REQUEST, lambda: BOTH) is None
 
 
-def test_own_figures_go_before_shipped_ones(
+def test_measurements_of_the_host_precede_shipped_tables(
     make: MakeMeasurements, ship: Callable[..., TuningEntry]
 ) -> None:
     table = ship("own-first", "*", factor=7.0)
     write_entry(make().store, made(make()))
-    found = make(table).lookup(REQUEST, lambda: BOTH)
-    assert isinstance(found, Measured)
-    assert found.seconds == SECONDS
+    result = make(table).lookup(REQUEST, lambda: BOTH)
+    assert isinstance(result, Measured)
+    assert result.seconds == SECONDS
 
 
-def test_a_shipped_table_stands_in_for_stale_figures(
+def test_a_shipped_table_replaces_stale_measurements(
     make: MakeMeasurements, ship: Callable[..., TuningEntry]
 ) -> None:
     table = ship("stand-in", "*")
@@ -258,21 +258,21 @@ def test_the_table_with_the_longest_glob_goes_first(
 ) -> None:
     tables = [ship("any", "*", 5.0), ship("close", "Bench 9000 *", 3.0), ship("wide", "Bench*")]
     for ordered in (tables, tables[::-1]):
-        found = make(*ordered).lookup(REQUEST, lambda: BOTH)
-        assert isinstance(found, Measured)
-        assert found.seconds["acme/fast"] == pytest.approx(3e-6)
+        result = make(*ordered).lookup(REQUEST, lambda: BOTH)
+        assert isinstance(result, Measured)
+        assert result.seconds["acme/fast"] == pytest.approx(3e-6)
 
 
 def test_a_shipped_table_of_other_versions_is_stale(
     make: MakeMeasurements, ship: Callable[..., TuningEntry]
 ) -> None:
-    found = make(ship("old", "*")).lookup(
+    result = make(ship("old", "*")).lookup(
         REQUEST, lambda: candidates("fast", "slow", version="2.0")
     )
-    assert reason(found).startswith("the table 'old' of acme in code cannot be used: stale, as")
+    assert reason(result).startswith("the table 'old' of acme in code cannot be used: stale, as")
 
 
-def test_a_shipped_table_that_is_broken_is_a_reason(
+def test_a_broken_shipped_table_is_reported(
     make: MakeMeasurements, ship: Callable[..., TuningEntry], tmp_path: Path
 ) -> None:
     table = ship("broken", "*")

@@ -18,7 +18,7 @@ def settings() -> tuple[object, ...]:
     return (torch.get_float32_matmul_precision(), LIBRARY.half, LIBRARY.bfloat)
 
 
-def test_it_holds_within_the_block() -> None:
+def test_a_policy_applies_within_its_block() -> None:
     before = settings()
     with applied(NumericsPolicy("high", reduce_in_16_bits=True), REDUCTIONS):
         assert settings() == ("high", True, True)
@@ -28,14 +28,14 @@ def test_it_holds_within_the_block() -> None:
     assert settings() == before
 
 
-def test_what_is_raised_leaves_the_settings_alone() -> None:
+def test_an_exception_restores_the_settings() -> None:
     before = settings()
     with pytest.raises(ZeroDivisionError), applied(NumericsPolicy("medium"), REDUCTIONS):
         _ = 1 / 0
     assert settings() == before
 
 
-def test_a_seed_decides_what_is_drawn() -> None:
+def test_a_seed_determines_random_numbers() -> None:
     drawn = []
     for _ in range(2):
         with applied(NumericsPolicy(seed=11)):

@@ -50,7 +50,7 @@ def is_in_cached(thread: int) -> bool:
 
 
 @pytest.mark.process
-def test_threads_that_ask_at_once_share_one_call() -> None:
+def test_concurrent_threads_share_one_call() -> None:
     calls, callers = [], []
     release = Event()
 
@@ -75,7 +75,7 @@ def test_threads_that_ask_at_once_share_one_call() -> None:
     assert calls == [1]
 
 
-def test_a_failure_is_tried_again() -> None:
+def test_a_failed_call_is_repeated() -> None:
     answers: Iterator[ValueError | int] = iter([ValueError("not yet"), 3])
 
     @cached
@@ -108,5 +108,5 @@ def test_discovery_and_placement_happen_once_for_all_threads() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="needs os.fork")
 def test_a_process_forked_during_a_call_does_not_wait_for_it() -> None:
     command = [sys.executable, "-W", "ignore", "-c", _FORK, str(int(WAIT_SECONDS))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "7"
+    completed = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "7"

@@ -58,7 +58,7 @@ def test_declarations_are_kept() -> None:
     assert halve_rows.tolerance == Tolerance()
 
 
-def test_the_fake_has_the_form_of_the_result_and_computes_nothing() -> None:
+def test_the_fake_has_the_shape_of_the_result_and_computes_nothing() -> None:
     x = torch.randn(6, 3, dtype=torch.float64)
     fake = halve_rows.fake(x, weight=torch.randn(3, dtype=torch.float64))
     assert isinstance(fake, torch._subclasses.FakeTensor)
@@ -77,7 +77,9 @@ def test_the_fake_of_a_mutation_writes_nothing() -> None:
 
 
 @pytest.mark.parametrize("declared", [{"mutates": ("y",)}, {"constants": ("y",)}])
-def test_a_declaration_about_no_parameter_raises(declared: dict[str, tuple[str, ...]]) -> None:
+def test_a_declaration_about_an_unknown_parameter_raises(
+    declared: dict[str, tuple[str, ...]],
+) -> None:
     with pytest.raises(RecordError, match=r"op 'double' declares \['y'\], which are not its par"):
 
         @custom_op("double", cases=no_cases, **declared)  # type: ignore[arg-type]
@@ -104,13 +106,13 @@ def test_a_bound_covers_the_roundings_and_grows_with_the_sum(
 ) -> None:
     expected = torch.tensor([0.0, 1.0, -1000.0], dtype=torch.float64)
     tolerance = Tolerance(roundings)
-    bound = tolerance.bound(expected, dtype, Case("x", {}, {}, reduction, magnitude))
+    limit = tolerance.bound(expected, dtype, Case("x", {}, {}, reduction, magnitude))
     one_rounding = expected.abs() * torch.finfo(dtype).eps / 2
-    assert bool((bound >= roundings * one_rounding).all())
+    assert bool((limit >= roundings * one_rounding).all())
     longer = tolerance.bound(expected, dtype, Case("x", {}, {}, reduction + 1, magnitude))
-    assert bool((longer >= bound).all())
+    assert bool((longer >= limit).all())
 
 
 def test_integers_must_be_equal() -> None:
-    bound = Tolerance().bound(torch.tensor([3, 4]), torch.int64, Case("x", {}))
-    assert torch.equal(bound, torch.tensor([0, 0]))
+    limit = Tolerance().bound(torch.tensor([3, 4]), torch.int64, Case("x", {}))
+    assert torch.equal(limit, torch.tensor([0, 0]))

@@ -103,37 +103,37 @@ def installed(make_plugin: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 Install = Callable[..., None]
 
 
-def test_the_best_that_accepts_is_taken_with_its_first_device(installed: Install) -> None:
+def test_the_best_accepting_platform_is_chosen_with_its_first_device(installed: Install) -> None:
     installed(entry(Host, 0.0), entry(Absent, 20.0))
-    found = place()
-    assert type(found.platform) is Host
-    assert found.device.name == "a device"
-    assert found.choice.why == "the only one accepted"
-    assert [str(r) for r in found.choice.refusals] == ["absent (acme in code): no such device"]
-    assert current_platform() is found.platform
+    placement = place()
+    assert type(placement.platform) is Host
+    assert placement.device.name == "a device"
+    assert placement.choice.why == "the only one accepted"
+    assert [str(r) for r in placement.choice.refusals] == ["absent (acme in code): no such device"]
+    assert current_platform() is placement.platform
 
 
-def test_torch_is_not_asked_for_devices_while_every_plugin_works(
+def test_torch_is_not_queried_while_every_plugin_works(
     installed: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    queries = []
 
     def current_accelerator(check_available: bool = False) -> None:
-        asked.append(check_available)
+        queries.append(check_available)
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
     installed(entry(Host, 0.0), entry(Absent, 20.0))
     assert place().platform.name == "host"
-    assert asked == []
+    assert queries == []
 
 
-def test_asking_again_gives_the_same(installed: Install) -> None:
+def test_repeated_calls_return_the_same_platform(installed: Install) -> None:
     installed(entry(Host))
     assert place() is place()
     assert place(Config(platform="host")).platform is place(Config(platform="host")).platform
 
 
-def test_no_platform_at_all_says_what_to_install(installed: Install) -> None:
+def test_without_any_platform_the_error_says_what_to_install(installed: Install) -> None:
     installed()
     with pytest.raises(PlatformUnavailableError) as caught:
         current_platform()
@@ -142,7 +142,9 @@ def test_no_platform_at_all_says_what_to_install(installed: Install) -> None:
     )
 
 
-def test_no_platform_that_accepts_lists_every_reason_and_what_to_do(installed: Install) -> None:
+def test_if_every_platform_refuses_the_error_lists_reasons_and_the_next_action(
+    installed: Install,
+) -> None:
     installed(entry(Absent))
     with pytest.raises(PlatformUnavailableError) as caught:
         current_platform()
@@ -168,7 +170,7 @@ def test_failed_plugins_are_among_the_reasons(installed: Install) -> None:
 
 @pytest.mark.parametrize("better", [Broken, Undecided])
 @pytest.mark.parametrize("score", [10.0, 20.0])
-def test_a_better_one_whose_probe_fails_is_not_passed_over(
+def test_a_better_platform_whose_probe_fails_is_not_skipped(
     better: type[Platform], score: float, installed: Install
 ) -> None:
     installed(entry(Host, 10.0), entry(better, score))
@@ -182,14 +184,14 @@ def test_a_better_one_whose_probe_fails_is_not_passed_over(
     assert type(current_platform(Config(platform="host"))) is Host
 
 
-def test_a_worse_one_whose_probe_fails_does_not_matter(installed: Install) -> None:
+def test_a_worse_platform_whose_probe_fails_is_ignored(installed: Install) -> None:
     installed(entry(Host, 10.0), entry(Broken, 0.0))
-    found = place()
-    assert type(found.platform) is Host
-    assert "driver too old" in found.choice.refusals[0].reason
+    placement = place()
+    assert type(placement.platform) is Host
+    assert "driver too old" in placement.choice.refusals[0].reason
 
 
-def test_a_target_that_points_nowhere_is_not_passed_over(installed: Install) -> None:
+def test_a_platform_with_a_missing_target_is_not_skipped(installed: Install) -> None:
     installed(entry(Host, 10.0), PlatformEntry("tpu", "acme_of_nowhere:Tpu", 20.0))
     with pytest.raises(PlatformUnavailableError, match="No module named 'acme_of_nowhere'"):
         current_platform()
@@ -206,7 +208,7 @@ def test_a_platform_that_accepts_but_cannot_be_opened_raises(
     assert caught.value.refusals[0].traceback
 
 
-def test_the_platform_asked_for_is_taken_from_argument_context_or_environment(
+def test_the_pinned_platform_comes_from_argument_context_or_environment(
     installed: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(entry(Host, 0.0), entry(Empty, 20.0))
@@ -218,7 +220,7 @@ def test_the_platform_asked_for_is_taken_from_argument_context_or_environment(
     assert place().choice.why == "pinned by the configuration"
 
 
-def test_the_platform_asked_for_is_never_replaced(installed: Install) -> None:
+def test_the_pinned_platform_is_never_replaced(installed: Install) -> None:
     installed(entry(Host), entry(Absent))
     with pytest.raises(PlatformUnavailableError) as caught:
         current_platform(Config(platform="absent"))
@@ -245,14 +247,14 @@ def explicit(platform: type[Platform]) -> PlatformEntry:
     return replace(entry(platform, 90.0), explicit=True)
 
 
-def test_an_explicit_platform_is_not_taken_nor_probed_unless_it_is_named(
+def test_an_explicit_platform_is_neither_chosen_nor_probed_unless_named(
     installed: Install,
 ) -> None:
     installed(entry(Host, 0.0), explicit(Unasked))
-    found = place()
-    assert type(found.platform) is Host
-    assert found.choice.why == "the only one accepted"
-    assert [str(r) for r in found.choice.refusals] == [
+    placement = place()
+    assert type(placement.platform) is Host
+    assert placement.choice.why == "the only one accepted"
+    assert [str(r) for r in placement.choice.refusals] == [
         "unasked (acme in code): is taken only where it is named: Config(platform='unasked')"
     ]
     with pytest.raises(PlatformUnavailableError, match="it was probed"):
@@ -260,13 +262,13 @@ def test_an_explicit_platform_is_not_taken_nor_probed_unless_it_is_named(
 
 
 @pytest.mark.parametrize("name", ["simulator", "acme/simulator"])
-def test_an_explicit_platform_is_taken_where_it_is_named(name: str, installed: Install) -> None:
+def test_an_explicit_platform_is_chosen_if_named(name: str, installed: Install) -> None:
     installed(entry(Host), explicit(Simulator))
     assert type(place(Config(platform=name)).platform) is Simulator
     assert type(place(Config(platform="host")).platform) is Host
 
 
-def test_an_explicit_platform_is_no_way_out(installed: Install) -> None:
+def test_an_explicit_platform_is_no_fallback(installed: Install) -> None:
     installed(entry(Absent), explicit(Simulator))
     with pytest.raises(PlatformUnavailableError, match=r"simulator .*only where it is named"):
         place()
@@ -278,7 +280,7 @@ def test_an_unknown_platform_lists_the_known(installed: Install) -> None:
         current_platform(Config(platform="hots"))
 
 
-def test_a_mistake_in_the_environment_is_no_platform(
+def test_a_mistake_in_the_environment_raises(
     installed: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(entry(Host))

@@ -36,18 +36,18 @@ def reader(suffix: str) -> Callable[..., Plan | None]:
 
 
 def test_the_plugin_that_reads_the_directory_plans_it(make_plugin: Make) -> None:
-    one = make_plugin("one", interposer_plan=reader(".one"))
+    plugin = make_plugin("one", interposer_plan=reader(".one"))
     two = make_plugin("two", interposer_plan=reader(".two"))
     config = Config(kernels={"linear": "reference"})
-    with register(one), register(two):
-        found = planned("model.two", config, "float32")
-    assert isinstance(found, Plan)
-    assert found.path == Path("model.two")
-    assert found.asked["config"].kernels == config.kernels
-    assert (found.asked["dtype"], found.asked["placement"]) == ("float32", None)
+    with register(plugin), register(two):
+        plan = planned("model.two", config, "float32")
+    assert isinstance(plan, Plan)
+    assert plan.path == Path("model.two")
+    assert plan.asked["config"].kernels == config.kernels
+    assert (plan.asked["dtype"], plan.asked["placement"]) == ("float32", None)
 
 
-def test_a_model_is_its_own_plan_and_planned_anew_for_another_place(make_plugin: Make) -> None:
+def test_a_model_is_its_own_plan_and_planned_anew_for_another_placement(make_plugin: Make) -> None:
     model = Plan(Path("model.one"))
     assert isinstance(model, Planned)
     assert planned(model) is model
@@ -59,7 +59,7 @@ def test_a_model_is_its_own_plan_and_planned_anew_for_another_place(make_plugin:
     assert again.asked["placement"] is elsewhere
 
 
-def test_who_does_not_take_the_quantization_is_not_asked_for_it(make_plugin: Make) -> None:
+def test_a_plugin_without_the_quantization_argument_is_skipped(make_plugin: Make) -> None:
     def interposer_plan(path: Path, quantization: Any) -> Plan:
         return Plan(path, asked={"quantization": quantization})
 
@@ -70,11 +70,11 @@ def test_who_does_not_take_the_quantization_is_not_asked_for_it(make_plugin: Mak
         ):
             planned("model.one", Config(disable={"models"}), quantization="fp8")
         with register(make_plugin("b", interposer_plan=interposer_plan)):
-            found = planned("model.one", quantization="fp8")
+            plan = planned("model.one", quantization="fp8")
             plain = planned("model.one")
-    assert isinstance(found, Plan)
+    assert isinstance(plan, Plan)
     assert isinstance(plain, Plan)
-    assert found.asked == {"quantization": "fp8"}
+    assert plan.asked == {"quantization": "fp8"}
     assert "dtype" in plain.asked
 
 
@@ -87,29 +87,29 @@ def test_a_model_is_planned_anew_with_its_own_quantization(make_plugin: Make) ->
     elsewhere = Placement(None, Device("far", "cpu", "", Capability("any")), None)  # type: ignore[arg-type]
     with register(make_plugin("one", interposer_plan=interposer_plan)):
         again = planned(model, placement=elsewhere)
-        other = planned(model, placement=elsewhere, quantization="int8")
+        second_plan = planned(model, placement=elsewhere, quantization="int8")
     assert isinstance(again, Plan)
-    assert isinstance(other, Plan)
-    assert (again.asked["quantization"], other.asked["quantization"]) == ("fp8", "int8")
+    assert isinstance(second_plan, Plan)
+    assert (again.asked["quantization"], second_plan.asked["quantization"]) == ("fp8", "int8")
 
 
-def test_only_who_takes_ranks_is_asked_for_them(make_plugin: Make) -> None:
+def test_only_plugins_with_the_rank_arguments_plan_ranks(make_plugin: Make) -> None:
     def interposer_plan(path: Path, tensor_parallel: int | None) -> Plan:
         return Plan(path, asked={"tensor_parallel": tensor_parallel})
 
     ours = make_plugin("b", interposer_plan=interposer_plan)
     with register(make_plugin("a", interposer_plan=reader(".one"))), register(ours):
-        found = planned("model.one", tensor_parallel=2)
-    assert isinstance(found, Plan)
-    assert found.asked == {"tensor_parallel": 2}
+        plan = planned("model.one", tensor_parallel=2)
+    assert isinstance(plan, Plan)
+    assert plan.asked == {"tensor_parallel": 2}
 
 
-def test_ranks_are_of_a_model_that_is_not_built() -> None:
+def test_ranks_without_a_model_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"Try: explain\(path, tensor_parallel="):
         explain(tensor_parallel=2)
 
 
-def test_what_the_reader_raises_is_passed_on_and_costs_it_nothing(make_plugin: Make) -> None:
+def test_an_error_of_the_planner_is_passed_on_without_quarantine(make_plugin: Make) -> None:
     def interposer_plan(path: Path) -> None:
         raise CheckpointError(path, "no config.json")
 
@@ -120,18 +120,18 @@ def test_what_the_reader_raises_is_passed_on_and_costs_it_nothing(make_plugin: M
         assert registration.source.name == "one"
 
 
-def test_without_a_reader_it_says_what_to_install() -> None:
+def test_without_a_planner_the_error_says_what_to_install() -> None:
     with pytest.raises(ConfigError, match="pip install interposer-models"):
         planned("model.one", Config(disable={"models"}))
 
 
 @pytest.mark.parametrize("nonsense", [3, None, object()])
-def test_what_is_no_model_is_refused(nonsense: Any) -> None:
+def test_an_argument_that_is_no_model_is_refused(nonsense: Any) -> None:
     with pytest.raises(ConfigError, match="neither a model directory nor a model"):
         planned(nonsense)
 
 
-def test_a_reader_that_fails_is_quarantined_and_the_next_is_asked(make_plugin: Make) -> None:
+def test_a_planner_that_fails_is_quarantined_and_the_next_is_called(make_plugin: Make) -> None:
     def interposer_plan(path: Path) -> None:
         raise SystemExit(3)
 
@@ -142,7 +142,7 @@ def test_a_reader_that_fails_is_quarantined_and_the_next_is_asked(make_plugin: M
         assert isinstance(planned("model.one"), Plan)
 
 
-def test_what_is_no_plan_names_who_made_it(make_plugin: Make) -> None:
+def test_an_invalid_plan_names_its_plugin(make_plugin: Make) -> None:
     vague = make_plugin("vague", interposer_plan=lambda path: "a plan")
     with register(vague), pytest.raises(ConfigError, match=r"'vague' planned 'model\.one' as str"):
         planned("model.one")

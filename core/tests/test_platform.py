@@ -56,7 +56,7 @@ CALLS = {
 }
 
 
-def test_every_optional_member_is_tried_below() -> None:
+def test_every_optional_member_is_tested_here() -> None:
     assert set(Platform.optional_members()) == set(CALLS)
 
 
@@ -79,7 +79,7 @@ def test_a_provided_member_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("member", ["num_thread", "probe", "devices", "provides", "__init__"])
-def test_what_is_no_optional_member_is_refused_with_the_known(member: str) -> None:
+def test_an_unknown_optional_member_is_refused_with_the_known_ones(member: str) -> None:
     verdict = Bare.provides(member)
     assert not verdict
     assert f"'{member}' is not an optional member" in verdict.reason
@@ -99,7 +99,7 @@ def test_required_members_are_abstract(member: str) -> None:
 
 
 @pytest.mark.parametrize("member", ["memory", "synchronize"])
-def test_a_default_that_torch_cannot_serve_names_the_member(
+def test_a_default_that_torch_does_not_support_names_the_member(
     member: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(device: str) -> None:

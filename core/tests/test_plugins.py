@@ -21,12 +21,12 @@ KERNEL = Kernel("linear", "linear_fast", "acme.kernels:fast")
 
 
 def module(name: str, **members: object) -> ModuleType:
-    made = ModuleType(name)
-    vars(made).update(members)
-    return made
+    module = ModuleType(name)
+    vars(module).update(members)
+    return module
 
 
-def test_a_plugin_is_taken_with_its_records(make_plugin: Make) -> None:
+def test_a_plugin_is_loaded_with_its_records(make_plugin: Make) -> None:
     plugins = Plugins.of(make_plugin("acme", OP, KERNEL))
     (plugin,) = plugins.loaded
     assert (plugin.name, plugin.distribution, plugin.version) == ("acme", "acme", "in code")
@@ -35,7 +35,7 @@ def test_a_plugin_is_taken_with_its_records(make_plugin: Make) -> None:
     assert plugins.failed == []
 
 
-def test_a_plugin_without_records_is_one() -> None:
+def test_a_plugin_without_records_is_loaded() -> None:
     observer = module("quiet", interposer_failed=hookimpl(lambda reason: None))
     plugins = Plugins.of(observer)
     assert [(plugin.records, plugin.hooks) for plugin in plugins.loaded] == [
@@ -57,7 +57,7 @@ def test_a_plugin_without_records_is_one() -> None:
         ),
     ],
 )
-def test_hooks_that_nobody_would_call_are_refused(broken: ModuleType, reason: str) -> None:
+def test_hooks_that_are_never_called_are_refused(broken: ModuleType, reason: str) -> None:
     with pytest.warns(PluginWarning, match=reason):
         assert Plugins.of(broken).loaded == []
 
@@ -139,37 +139,39 @@ def test_two_plugins_with_one_name_are_both_refused(make_plugin: Make) -> None:
     assert {warning.filename for warning in warned} == {__file__}
 
 
-def test_observers_are_told_what_they_ask_for(make_plugin: Make) -> None:
-    seen: list[object] = []
+def test_observers_receive_the_facts_that_they_request(make_plugin: Make) -> None:
+    observed: list[object] = []
     plugins = Plugins.of(
-        make_plugin("a", interposer_failed=lambda reason: seen.append(reason)),
-        make_plugin("b", interposer_failed=lambda reason, plugin: seen.append((plugin, reason))),
+        make_plugin("a", interposer_failed=lambda reason: observed.append(reason)),
+        make_plugin(
+            "b", interposer_failed=lambda reason, plugin: observed.append((plugin, reason))
+        ),
     )
     plugins.observe("interposer_failed", plugin="x", distribution="y", reason="z")
-    assert sorted(seen, key=str) == [("x", "z"), "z"]
+    assert sorted(observed, key=str) == [("x", "z"), "z"]
 
 
 @pytest.mark.parametrize("name", ["a_broken", "z_broken"])
-def test_observers_hear_of_plugins_that_failed_before_and_after_them(
-    name: str, make_plugin: Make
-) -> None:
-    seen: list[str] = []
-    observer = make_plugin("observer", interposer_failed=lambda plugin: seen.append(plugin))
+def test_observers_are_notified_of_earlier_and_later_failures(name: str, make_plugin: Make) -> None:
+    observed: list[str] = []
+    observer = make_plugin("observer", interposer_failed=lambda plugin: observed.append(plugin))
     with pytest.warns(PluginWarning):
         Plugins.of(observer, module(name, interposer_recrods=hookimpl(raising)))
-    assert seen == [name]
+    assert observed == [name]
 
 
-def test_an_observer_that_raises_is_quarantined_and_the_others_are_told(make_plugin: Make) -> None:
-    seen: list[str] = []
+def test_an_observer_that_raises_is_quarantined_and_the_others_are_notified(
+    make_plugin: Make,
+) -> None:
+    observed: list[str] = []
     plugins = Plugins.of(
         make_plugin("a", KERNEL, interposer_selected=raising),
-        make_plugin("b", interposer_selected=lambda choice: seen.append(choice)),
+        make_plugin("b", interposer_selected=lambda choice: observed.append(choice)),
     )
     with pytest.warns(PluginWarning, match="Plugin 'a' of a in code: its observer"):
         plugins.observe("interposer_selected", choice="first")
     plugins.observe("interposer_selected", choice="second")
-    assert seen == ["first", "second"]
+    assert observed == ["first", "second"]
     (failure,) = plugins.failed
     assert (failure.name, failure.version) == ("a", "in code")
     assert "broken on purpose" in failure.traceback
@@ -198,7 +200,7 @@ def test_observers_of_failures_that_fail_do_not_break_the_caller(make_plugin: Ma
     assert sorted(failure.name for failure in plugins.failed) == ["a", "b"]
 
 
-def test_records_of_one_distribution_are_told_apart_by_name(make_plugin: Make) -> None:
+def test_records_of_one_distribution_are_distinguished_by_name(make_plugin: Make) -> None:
     kernels = [Kernel("linear", "x", "a:b"), Kernel("embedding", "x", "a:b")]
     layers = [LayerEntry("linear", "x", "a:b"), LayerEntry("embedding", "x", "a:b")]
     assert len(Plugins.of(make_plugin("acme", *kernels, *layers)).loaded[0].records) == 4

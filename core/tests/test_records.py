@@ -65,7 +65,7 @@ def test_a_malformed_optional_import_string_is_named(field: str) -> None:
 
 @each_kind
 @pytest.mark.parametrize("name", ["", None, 3])
-def test_a_record_needs_a_name(make: Callable[..., Record], name: Any) -> None:
+def test_a_record_must_have_a_name(make: Callable[..., Record], name: Any) -> None:
     with pytest.raises(RecordError, match=f"the name {name!r}, which is not a name"):
         make(name=name)
 
@@ -79,20 +79,20 @@ def test_a_record_needs_a_name(make: Callable[..., Record], name: Any) -> None:
         (lambda: CheckpointEntry("", "fast", TARGET), "suffix"),
     ],
 )
-def test_a_record_needs_a_subject(make: Callable[[], Record], label: str) -> None:
+def test_a_record_must_have_a_subject(make: Callable[[], Record], label: str) -> None:
     with pytest.raises(RecordError, match=f"the {label} '', which is not a name"):
         make()
 
 
 @pytest.mark.parametrize("suffix", ["acme", ".", ".a.b", ".ACME", "./acme", ".a\\b"])
-def test_a_suffix_is_one_that_files_have(suffix: str) -> None:
+def test_a_suffix_must_be_a_file_suffix(suffix: str) -> None:
     with pytest.raises(RecordError, match=r"must be like '\.acme', in lower case"):
         CheckpointEntry(suffix, "fast", TARGET)
 
 
 @each_scored_kind
 @pytest.mark.parametrize("score", [math.nan, "10", None])
-def test_a_score_is_a_number(make: Callable[..., Record], score: Any) -> None:
+def test_a_score_must_be_a_number(make: Callable[..., Record], score: Any) -> None:
     with pytest.raises(RecordError, match=f"the score {score!r}, which is not a number"):
         make(score=score)
 
@@ -109,7 +109,7 @@ def test_only_the_op_itself_is_the_reference() -> None:
         Kernel("linear", "reference", TARGET)
 
 
-def test_identity_tells_records_apart() -> None:
+def test_identity_distinguishes_records() -> None:
     records = [make() for make in MAKERS] + [Kernel("embedding", "x", TARGET)]
     assert len({identity(record) for record in records}) == len(records)
     assert identity(Kernel("linear", "x", TARGET)) == identity(Kernel("linear", "x", "other:one"))
@@ -119,7 +119,7 @@ def test_a_target_is_loaded() -> None:
     assert load_target("math:tau") == math.tau
 
 
-def test_a_target_that_points_nowhere_says_so() -> None:
+def test_a_missing_target_is_named() -> None:
     with pytest.raises(
         RecordError, match="'math:taw' points nowhere: math has no 'taw'; nearest: tan, tau, "
     ):
@@ -137,6 +137,6 @@ def test_a_target_that_points_nowhere_says_so() -> None:
         ("cpu", r"'board' runs 'cpu', which is no tuple. Try: runs=\('cpu',\)"),
     ],
 )
-def test_what_a_platform_runs_are_names_of_others(runs: Any, said: str) -> None:
+def test_a_platform_runs_names_of_other_platforms(runs: Any, said: str) -> None:
     with pytest.raises(RecordError, match=said):
         PlatformEntry("board", TARGET, runs=runs)

@@ -80,7 +80,7 @@ OP = OpEntry("acme_double", f"{__name__}:double")
 FAST = Kernel("acme_double", "acme_fast", f"{__name__}:double")
 
 
-def test_a_registered_plugin_is_one_of_the_current_ones(make_plugin: Make) -> None:
+def test_a_registered_plugin_is_in_the_current_registry(make_plugin: Make) -> None:
     before = current_registry()
     with register(make_plugin("acme", OP, FAST)) as registration:
         registry = current_registry()
@@ -95,7 +95,7 @@ def test_a_registered_plugin_is_one_of_the_current_ones(make_plugin: Make) -> No
     assert "acme_double" not in current_registry().ops
 
 
-def test_removing_twice_and_in_another_order_is_fine(make_plugin: Make) -> None:
+def test_plugins_can_be_removed_twice_and_in_any_order(make_plugin: Make) -> None:
     first, second = register(make_plugin("one", OP)), register(make_plugin("two"))
     first.remove()
     first.remove()
@@ -115,9 +115,11 @@ def test_a_removed_plugin_leaves_no_trace_in_memory(make_plugin: Make) -> None:
     assert trace() is None
 
 
-def test_observers_registered_in_code_are_told_until_they_are_removed(make_plugin: Make) -> None:
-    told: list[str] = []
-    watcher = make_plugin("watcher", interposer_failed=lambda reason: told.append(reason))
+def test_observers_registered_in_code_are_notified_until_they_are_removed(
+    make_plugin: Make,
+) -> None:
+    events: list[str] = []
+    watcher = make_plugin("watcher", interposer_failed=lambda reason: events.append(reason))
     with register(watcher):
         current_registry().plugins.observe(
             "interposer_failed", plugin="x", distribution="y", reason="first"
@@ -125,17 +127,17 @@ def test_observers_registered_in_code_are_told_until_they_are_removed(make_plugi
     current_registry().plugins.observe(
         "interposer_failed", plugin="x", distribution="y", reason="second"
     )
-    assert told == ["first"]
+    assert events == ["first"]
 
 
-def test_an_object_is_a_plugin_as_well() -> None:
+def test_an_object_can_be_a_plugin() -> None:
     class Plugin:
         @hookimpl
         def interposer_records(self) -> list[Kernel]:
             return [FAST]
 
-    with register(Plugin()), register(Plugin(), name="other") as other:
-        assert other.source.name == "other"
+    with register(Plugin()), register(Plugin(), name="other") as second:
+        assert second.source.name == "other"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_an_object_is_a_plugin_as_well() -> None:
         ((PlatformEntry("acme", f"{__name__}:double"),), "Platform"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(
+def test_an_unusable_plugin_is_refused_at_once(
     records: tuple[OpEntry, ...], reason: str, make_plugin: Make
 ) -> None:
     with pytest.raises(PluginError) as caught:
@@ -161,7 +163,7 @@ def test_what_cannot_work_is_refused_at_once(
     assert "acme" not in {plugin.name for plugin in current_registry().plugins.loaded}
 
 
-def test_a_range_of_the_api_is_checked_where_it_is_stated() -> None:
+def test_a_stated_api_range_is_checked() -> None:
     with pytest.raises(PluginError, match="built for the plugin API >=9"):
         register(SimpleNamespace(__name__="acme", INTERPOSER_API=">=9"))
 
@@ -175,7 +177,7 @@ def test_a_taken_name_is_refused(make_plugin: Make) -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu", "interposer-cpu", "interposer-ops", "interposer"])
-def test_nobody_takes_the_name_of_what_is_installed(name: str, make_plugin: Make) -> None:
+def test_the_name_of_an_installed_plugin_cannot_be_registered(name: str, make_plugin: Make) -> None:
     with (
         pytest.raises(PluginConflictError, match=f"the name '{name}' is taken"),
         register(make_plugin("acme"), name=name),
@@ -183,7 +185,7 @@ def test_nobody_takes_the_name_of_what_is_installed(name: str, make_plugin: Make
         current_registry()
 
 
-def test_nobody_defines_an_op_anew(make_plugin: Make) -> None:
+def test_an_op_cannot_be_defined_twice(make_plugin: Make) -> None:
     again = make_plugin("acme", OpEntry("rms_norm", f"{__name__}:norm"))
     with register(again), pytest.raises(PluginConflictError, match="'rms_norm' is defined by int"):
         current_registry()
@@ -191,15 +193,15 @@ def test_nobody_defines_an_op_anew(make_plugin: Make) -> None:
         register(make_plugin("two", OP))
 
 
-def test_what_failed_at_run_time_outlives_what_is_added_in_code(make_plugin: Make) -> None:
+def test_run_time_failures_outlive_plugins_added_in_code(make_plugin: Make) -> None:
     candidate = current_registry().candidates("kernel", "rms_norm")[0]
     failures = current_registry().blame(candidate).failures
     failures["some/kernel"] = "failed"
     try:
         with register(make_plugin("acme", OP)):
             assert current_registry().blame(candidate).failures is failures
-            own = current_registry().candidates("kernel", "acme_double")[0]
-            assert current_registry().blame(own).failures == {}
+            added = current_registry().candidates("kernel", "acme_double")[0]
+            assert current_registry().blame(added).failures == {}
         assert current_registry().blame(candidate).failures is failures
     finally:
         del failures["some/kernel"]
@@ -217,7 +219,7 @@ def test_a_fork_during_a_registration_can_register(make_plugin: Make) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
-def test_threads_that_register_at_once_lose_nothing(make_plugin: Make) -> None:
+def test_concurrent_registrations_lose_nothing(make_plugin: Make) -> None:
     plugins = [make_plugin(f"acme_{number}") for number in range(16)]
     with ThreadPoolExecutor(8) as pool:
         registered = list(pool.map(register, plugins))
@@ -225,5 +227,5 @@ def test_threads_that_register_at_once_lose_nothing(make_plugin: Make) -> None:
     assert names >= {plugin.__name__ for plugin in plugins}
     for added in registered:
         added.remove()
-    left = {plugin.name for plugin in current_registry().plugins.loaded}
-    assert left.isdisjoint(plugin.__name__ for plugin in plugins)
+    plugin_names = {plugin.name for plugin in current_registry().plugins.loaded}
+    assert plugin_names.isdisjoint(plugin.__name__ for plugin in plugins)

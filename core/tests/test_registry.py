@@ -54,7 +54,7 @@ def test_every_record_is_a_candidate(registered: Register) -> None:
     assert set(registry.ops) == {"linear"}
 
 
-def test_what_a_platform_runs_is_not_followed_further(registered: Register) -> None:
+def test_the_runs_relation_is_not_transitive(registered: Register) -> None:
     registry = registered(
         PlatformEntry("board", "acme.board:Board", runs=("tpu", "of-nobody")),
         PlatformEntry("tpu", "acme.tpu:Tpu", runs=("host",)),
@@ -64,11 +64,11 @@ def test_what_a_platform_runs_is_not_followed_further(registered: Register) -> N
     assert registry.runs("host") == {"", "host"}
 
 
-def test_nobody_states_for_others_what_their_platform_runs(make_plugin: Make) -> None:
-    own = make_plugin("acme", PlatformEntry("board", "acme.board:Board", runs=("tpu", "host")))
+def test_a_plugin_cannot_extend_runs_of_another_plugins_platform(make_plugin: Make) -> None:
+    original = make_plugin("acme", PlatformEntry("board", "acme.board:Board", runs=("tpu", "host")))
     foreign = make_plugin("evil", PlatformEntry("board", "evil.board:Board", runs=("tpu", "gpu")))
-    assert Registry(Plugins.of(own)).runs("board") == {"", "board", "tpu", "host"}
-    assert Registry(Plugins.of(own, foreign)).runs("board") == {"", "board", "tpu"}
+    assert Registry(Plugins.of(original)).runs("board") == {"", "board", "tpu", "host"}
+    assert Registry(Plugins.of(original, foreign)).runs("board") == {"", "board", "tpu"}
 
 
 def test_an_empty_registry_has_no_platform_and_no_backend(registered: Register) -> None:
@@ -92,7 +92,7 @@ def test_an_unknown_subject_lists_the_known(kind: Kind, message: str, registered
     assert "interposer doctor" in caught.value.hint
 
 
-def test_a_kernel_does_not_make_its_op_known(registered: Register) -> None:
+def test_a_kernel_does_not_define_its_op(registered: Register) -> None:
     with pytest.raises(UnknownNameError, match="Unknown op 'linear'"):
         registered(Kernel("linear", "linear_fast", "acme.kernels:fast")).candidates(
             "kernel", "linear"
@@ -108,14 +108,14 @@ def test_a_kernel_does_not_make_its_op_known(registered: Register) -> None:
         (Config(attention={"decode": "x"}), "attention type 'decode' in Config.attention.* 'deco"),
     ],
 )
-def test_a_pin_on_what_nobody_knows_raises(
+def test_a_pin_on_an_unknown_subject_raises(
     config: Config, message: str, registered: Register
 ) -> None:
     with pytest.raises(UnknownNameError, match=message):
         registered(*RECORDS).check_rules(config)
 
 
-def test_pins_on_what_is_known_pass(registered: Register) -> None:
+def test_pins_on_known_subjects_pass(registered: Register) -> None:
     config = Config(
         kernels={"linear": "x", "linear@a.*": "y"},
         layers={"rms_norm@b": "x"},
@@ -138,7 +138,7 @@ def test_a_target_that_cannot_be_loaded_names_plugin_target_and_mend(
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
-def test_the_current_registry_is_kept_per_discovery() -> None:
+def test_the_current_registry_is_cached_per_discovery() -> None:
     everything = frozenset(
         plugin.distribution for plugin in current_registry().plugins.loaded
     ) | frozenset(failure.distribution for failure in current_registry().plugins.failed)

@@ -22,7 +22,7 @@ SPEC = AttentionSpec(
 )
 
 
-def test_place_is_not_part_of_the_question() -> None:
+def test_the_prefix_is_not_part_of_equality() -> None:
     first = Request("kernel", "linear", dims={"n": 1}, prefix="layers.0")
     second = Request("kernel", "linear", dims={"n": 1}, prefix="layers.1")
     assert first == second
@@ -42,7 +42,7 @@ def test_place_is_not_part_of_the_question() -> None:
         Request("kernel", "linear", "cpu", dtype="float32", dims={"n": 1, "m": 2}, detail=SPEC),
     ],
 )
-def test_everything_else_is(other: Request) -> None:
+def test_every_other_field_is_part_of_equality(other: Request) -> None:
     request = Request("kernel", "linear", "cpu", dtype="float32", dims={"m": 2, "n": 1})
     assert request.key != other.key
 

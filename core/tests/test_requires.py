@@ -49,7 +49,7 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize(("requires", "reason"), REFUSED)
-def test_what_lacks_something_is_refused_with_value_and_limit(
+def test_an_unmet_requirement_is_refused_with_value_and_limit(
     requires: Requires, reason: str
 ) -> None:
     verdict = requires.judge(REQUEST)
@@ -58,7 +58,7 @@ def test_what_lacks_something_is_refused_with_value_and_limit(
 
 
 @pytest.mark.parametrize("requires", ACCEPTED)
-def test_what_has_everything_is_accepted(requires: Requires) -> None:
+def test_a_request_that_meets_every_requirement_is_accepted(requires: Requires) -> None:
     assert requires.judge(REQUEST)
 
 
@@ -84,7 +84,7 @@ def test_a_dimension_is_accepted_exactly_within_its_limits(
     assert expected or str(value) in verdict.reason
 
 
-def test_the_first_thing_that_is_missing_is_named() -> None:
+def test_the_first_unmet_requirement_is_named() -> None:
     requires = Requires(features=frozenset({"amx"}), dtypes=("float32",))
     assert requires.judge(REQUEST).reason == "needs amx, which the device lacks"
 
@@ -97,7 +97,7 @@ def test_the_first_thing_that_is_missing_is_named() -> None:
         ((1, 1, -8), "multiple_of=-8"),
     ],
 )
-def test_a_dimension_that_nothing_meets_is_refused(
+def test_an_unsatisfiable_dimension_is_refused(
     limits: tuple[int | None, int | None, int | None], reason: str
 ) -> None:
     with pytest.raises(RecordError, match=reason):
@@ -123,6 +123,6 @@ def test_a_strange_dtype_is_shown_in_printable_ascii() -> None:
 
 def test_dtypes_are_those_of_torch() -> None:
     """A name that only a newer torch has would have to be listed here."""
-    found = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    torch_dtypes = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
     newer: set[str] = set()
-    assert {name.removeprefix("torch.") for name in found} == DTYPES - newer
+    assert {name.removeprefix("torch.") for name in torch_dtypes} == DTYPES - newer

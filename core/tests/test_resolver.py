@@ -82,29 +82,29 @@ def site(resolver: Resolver, dtype: torch.dtype = torch.float32) -> Site:
 
 def test_the_bound_kernel_is_the_function_itself(resolve: Resolve) -> None:
     resolver = resolve(OP, FAST)
-    bound = site(resolver).bind_kernel(double)
-    assert bound.function is double_fast
-    assert bound.prepare is prepared
-    assert bound.choice.chosen.name == "double_fast"
+    bound_kernel = site(resolver).bind_kernel(double)
+    assert bound_kernel.function is double_fast
+    assert bound_kernel.prepare is prepared
+    assert bound_kernel.choice.chosen.name == "double_fast"
     assert site(resolver).bind(double) is double_fast
 
 
-def test_the_reference_is_bound_where_everything_else_refuses(resolve: Resolve) -> None:
-    bound = site(resolve(OP, FAST), torch.float16).bind_kernel(double)
-    assert bound.function is double.reference
-    assert bound.prepare is None
-    assert "needs dtype float32, got float16" in str(bound.choice.refusals[0])
+def test_the_reference_is_bound_if_every_kernel_refuses(resolve: Resolve) -> None:
+    bound_kernel = site(resolve(OP, FAST), torch.float16).bind_kernel(double)
+    assert bound_kernel.function is double.reference
+    assert bound_kernel.prepare is None
+    assert "needs dtype float32, got float16" in str(bound_kernel.choice.refusals[0])
 
 
-def test_what_the_platform_prefers_stands_behind_what_the_user_prefers(
+def test_preferences_of_the_platform_rank_after_those_of_the_user(
     registered: Callable[..., Registry],
 ) -> None:
     slow = Kernel("double", "double_slow", f"{__name__}:double_fast", score=1.0)
 
     def why(**config: Any) -> tuple[str, str]:
-        made = Config(kernels=config, strict=True)
+        resolver_config = Config(kernels=config, strict=True)
         defaults = {"double": "double_slow", "triple": "triple_slow"}
-        resolver = Resolver(registered(OP, FAST, slow), DEVICE, made, defaults=defaults)
+        resolver = Resolver(registered(OP, FAST, slow), DEVICE, resolver_config, defaults=defaults)
         choice = site(resolver).bind_kernel(double).choice
         return choice.chosen.name, choice.why
 
@@ -133,8 +133,8 @@ def test_equal_requests_share_one_choice_and_keep_their_places(resolve: Resolve)
     for name in ("0", "1"):
         place.at(name).bind(double, size=1)
     place.bind(double, size=2)
-    found = [(dict(c.request.dims), places) for c, places in resolver.choices.values()]
-    assert found == [({"size": 1}, ["a.0", "a.1"]), ({"size": 2}, ["a"])]
+    dims_and_places = [(dict(c.request.dims), places) for c, places in resolver.choices.values()]
+    assert dims_and_places == [({"size": 1}, ["a.0", "a.1"]), ({"size": 2}, ["a"])]
 
 
 def test_a_choice_may_be_annotated_after_it_was_made(resolve: Resolve) -> None:
@@ -153,7 +153,7 @@ def test_a_choice_may_be_annotated_after_it_was_made(resolve: Resolve) -> None:
     assert explained.notes == ("of the model",)
 
 
-def test_a_pin_at_one_place_is_a_choice_of_its_own(resolve: Resolve) -> None:
+def test_a_pin_at_one_place_makes_a_separate_choice(resolve: Resolve) -> None:
     resolver = resolve(OP, FAST, config=Config(kernels={"double@a.1": "reference"}))
     place = site(resolver)
     assert place.at("0").bind(double) is double_fast
@@ -184,17 +184,17 @@ def test_an_op_that_is_not_installed_raises(resolve: Resolve) -> None:
 
 @pytest.mark.parametrize("field", ["target", "prepare"])
 @pytest.mark.parametrize("missing", ["acme_of_nowhere:fast", "math:fast"])
-def test_a_kernel_that_points_nowhere_is_refused_and_raises_where_it_is_pinned(
+def test_a_kernel_with_a_missing_target_is_refused_and_raises_if_pinned(
     field: str, missing: str, resolve: Resolve
 ) -> None:
     fields: dict[str, Any] = {"target": "math:tau", field: missing}
-    gone = Kernel("double", "double_gone", **fields)
-    bound = site(resolve(OP, gone)).bind_kernel(double)
-    assert bound.function is double.reference
-    (refusal,) = bound.choice.refusals
+    kernel = Kernel("double", "double_gone", **fields)
+    bound_kernel = site(resolve(OP, kernel)).bind_kernel(double)
+    assert bound_kernel.function is double.reference
+    (refusal,) = bound_kernel.choice.refusals
     assert refusal.reason.startswith(f"loading {missing} raised ")
     assert "Traceback" in refusal.traceback
-    pinned = resolve(OP, gone, config=Config(kernels={"double": "double_gone"}))
+    pinned = resolve(OP, kernel, config=Config(kernels={"double": "double_gone"}))
     with pytest.raises(NoCandidateError, match=f"loading {missing} raised"):
         site(pinned).bind(double)
 
@@ -211,24 +211,24 @@ def failing(request: Request) -> Verdict:
     raise OSError("its library is broken")
 
 
-def test_a_kernel_confirms_where_it_would_be_chosen(resolve: Resolve) -> None:
+def test_confirm_is_called_for_a_kernel_that_would_be_chosen(resolve: Resolve) -> None:
     ASKED.clear()
     slow = Kernel(
         "double", "double_slow", f"{__name__}:double_fast", confirm=f"{__name__}:confirmed"
     )
     resolver = resolve(OP, slow)
-    bound = site(resolver).bind_kernel(double)
-    assert bound.choice.chosen.name == "double_slow"
+    bound_kernel = site(resolver).bind_kernel(double)
+    assert bound_kernel.choice.chosen.name == "double_slow"
     assert [(request.name, request.dtype) for request in ASKED] == [("double", "float32")]
-    other = site(resolver, torch.float16).bind_kernel(double)
-    assert other.function is double.reference
-    assert other.choice.refusals[0].reason == "not today"
+    second_kernel = site(resolver, torch.float16).bind_kernel(double)
+    assert second_kernel.function is double.reference
+    assert second_kernel.choice.refusals[0].reason == "not today"
     pinned = resolve(OP, slow, config=Config(kernels={"double": "double_slow"}))
     with pytest.raises(NoCandidateError, match="not today"):
         site(pinned, torch.float16).bind(double)
 
 
-def test_a_kernel_that_is_outranked_or_described_is_not_asked(resolve: Resolve) -> None:
+def test_confirm_is_not_called_for_outranked_or_described_kernels(resolve: Resolve) -> None:
     ASKED.clear()
     slow = Kernel(
         *("double", "double_slow", f"{__name__}:double_fast"),
@@ -243,32 +243,34 @@ def test_a_kernel_that_is_outranked_or_described_is_not_asked(resolve: Resolve) 
     assert ASKED == []
 
 
-def test_what_a_confirmation_raises_is_a_refusal(resolve: Resolve) -> None:
+def test_an_exception_in_confirm_is_a_refusal(resolve: Resolve) -> None:
     broken = Kernel(
         "double", "double_slow", f"{__name__}:double_fast", confirm=f"{__name__}:failing"
     )
-    bound = site(resolve(OP, broken)).bind_kernel(double)
-    (refusal,) = bound.choice.refusals
+    bound_kernel = site(resolve(OP, broken)).bind_kernel(double)
+    (refusal,) = bound_kernel.choice.refusals
     assert refusal.reason == "raised OSError('its library is broken')"
     assert "Traceback" in refusal.traceback
 
 
 def test_observers_see_every_distinct_choice_once(resolve: Resolve) -> None:
-    seen: list[Choice] = []
-    resolver = resolve(OP, FAST, interposer_selected=lambda choice: seen.append(choice))
+    observed: list[Choice] = []
+    resolver = resolve(OP, FAST, interposer_selected=lambda choice: observed.append(choice))
     for _ in range(3):
         site(resolver).bind(double)
-    assert seen == [choice for choice, _ in resolver.choices.values()]
-    assert len(seen) == 1
+    assert observed == [choice for choice, _ in resolver.choices.values()]
+    assert len(observed) == 1
 
 
-def test_observers_see_what_was_refused(resolve: Resolve) -> None:
-    seen: list[NoCandidateError] = []
+def test_observers_see_refused_requests(resolve: Resolve) -> None:
+    observed: list[NoCandidateError] = []
     config = Config(kernels={"double": "double_fast"})
-    resolver = resolve(OP, FAST, config=config, interposer_refused=lambda error: seen.append(error))
+    resolver = resolve(
+        OP, FAST, config=config, interposer_refused=lambda error: observed.append(error)
+    )
     with pytest.raises(NoCandidateError) as caught:
         site(resolver, torch.float16).bind(double)
-    assert seen == [caught.value]
+    assert observed == [caught.value]
 
 
 def test_an_observer_that_raises_does_not_break_the_selection(resolve: Resolve) -> None:
@@ -281,7 +283,7 @@ def test_an_observer_that_raises_does_not_break_the_selection(resolve: Resolve) 
     assert site(resolver, torch.float16).bind(double) is double.reference
 
 
-def test_a_scheme_that_points_nowhere_is_refused(registered: Callable[..., Registry]) -> None:
+def test_a_scheme_with_a_missing_target_is_refused(registered: Callable[..., Registry]) -> None:
     registry = registered(SchemeEntry("gptq", "acme_gptq", "acme_of_nowhere:Gptq"))
     with pytest.raises(NoCandidateError, match="'acme_of_nowhere:Gptq' cannot be loaded"):
         Resolver(registry, DEVICE, Config()).choose_scheme({"quant_method": "gptq"})
@@ -289,7 +291,7 @@ def test_a_scheme_that_points_nowhere_is_refused(registered: Callable[..., Regis
         Resolver(registry, DEVICE, Config()).choose_scheme({"quant_method": "gtpq"})
 
 
-def test_a_family_that_points_nowhere_is_refused(registered: Callable[..., Registry]) -> None:
+def test_a_family_with_a_missing_target_is_refused(registered: Callable[..., Registry]) -> None:
     registry = registered(ModelEntry(("Gem",), "acme_gem", "acme_of_nowhere:Gem"))
     resolver = Resolver(registry, DEVICE, Config())
     with pytest.raises(NoCandidateError, match="'acme_of_nowhere:Gem' cannot be loaded"):

@@ -59,7 +59,7 @@ def test_a_rule_compares_with_rules_only() -> None:
         ),
     ],
 )
-def test_a_rule_prints_what_it_says(rule: Rule, text: str, code: str) -> None:
+def test_a_rule_prints_its_wishes(rule: Rule, text: str, code: str) -> None:
     assert (str(rule), repr(rule)) == (text, code)
     assert pickle.loads(pickle.dumps(rule)) == rule
 
@@ -87,7 +87,7 @@ def test_an_unknown_field_of_a_rule_lists_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PROPERTIES))
-def test_what_says_something_about_results_or_capture_can_be_required(name: str) -> None:
+def test_properties_about_results_or_capture_can_be_required(name: str) -> None:
     if name in ("opaque", "in_place"):
         with pytest.raises(UnknownNameError, match=f"property '{name}' in require"):
             Rule(require={name})
@@ -127,25 +127,25 @@ def test_a_key_matches_a_name_at_a_place(key: str, matches: bool) -> None:
 def test_rules_read_back_from_their_text(written: dict[str, Rule]) -> None:
     written = {key: rule for key, rule in written.items() if rule != Rule()}
     items = [f"{key}={text}" for key, rule in written.items() for text in str(rule).split(", ")]
-    read = parse_rules(items, "--kernel")
-    assert {key: Rule(**fields) for key, fields in read.items()} == written
+    parsed = parse_rules(items, "--kernel")
+    assert {key: Rule(**fields) for key, fields in parsed.items()} == written
 
 
 @given(st.dictionaries(keys, rules, max_size=6), st.sampled_from("abc"), prefixes, st.data())
-def test_the_most_specific_wish_counts_and_every_prohibition(
+def test_the_most_specific_wish_and_every_prohibition_apply(
     written: dict[str, Rule], name: str, prefix: str, data: st.DataObject
 ) -> None:
     kind = data.draw(st.sampled_from(sorted(FIELDS)))
     matching = {}
     for key, rule in written.items():
-        named, _, glob = key.partition("@")
-        if named in (name, "*") and (glob == "" or fnmatchcase(prefix, glob)):
-            matching[named, glob] = rule
+        key_name, _, glob = key.partition("@")
+        if key_name in (name, "*") and (glob == "" or fnmatchcase(prefix, glob)):
+            matching[key_name, glob] = rule
     # From the least specific to the most: what comes later replaces the wish.
     wish, forbid = Rule(), set[str]()
-    for named in ("*", name):
-        for glob in sorted({g for n, g in matching if n == named}, key=lambda g: (len(g), g)):
-            rule = matching[named, glob]
+    for key_name in ("*", name):
+        for glob in sorted({g for n, g in matching if n == key_name}, key=lambda g: (len(g), g)):
+            rule = matching[key_name, glob]
             forbid |= rule.forbid
             if rule.pin or rule.prefer:
                 wish = rule
@@ -169,20 +169,20 @@ def test_everything_required_by_a_matching_rule_or_by_the_config_is_required(
     written: dict[str, Rule], everywhere: set[str], prefix: str, kind: Kind
 ) -> None:
     fields: dict[str, Any] = {FIELDS[kind]: written, "require": everywhere}
-    found = policy_for(Config(**fields), Request(kind, "a", prefix=prefix))
+    policy = policy_for(Config(**fields), Request(kind, "a", prefix=prefix))
     matching = [rule for key, rule in written.items() if pin_matches(key, "a", prefix)]
-    assert found.require == everywhere.union(*(rule.require for rule in matching))
+    assert policy.require == everywhere.union(*(rule.require for rule in matching))
 
 
 @pytest.mark.parametrize("kind", ["platform", "layer", "scheme"])
-def test_kinds_that_promise_nothing_are_left_out_of_what_is_required_everywhere(
+def test_global_requirements_skip_kinds_without_properties(
     kind: Kind,
 ) -> None:
     config = Config(require={"deterministic"})
     assert policy_for(config, Request(kind, "a")) == Policy()
 
 
-def test_rules_of_one_kind_say_nothing_about_another() -> None:
+def test_rules_of_one_kind_do_not_affect_another() -> None:
     config = Config(
         kernels={"a": "k"}, layers={"a": "l"}, attention={"a": "t"}, quantization={"a": "q"}
     )
@@ -192,8 +192,8 @@ def test_rules_of_one_kind_say_nothing_about_another() -> None:
 
 def test_the_rule_for_platforms() -> None:
     rule = Rule(prefer=["one"], forbid={"acme/*"})
-    found = policy_for(Config(platform=rule, strict=True), Request("platform", ""))
-    assert found == Policy(prefer=("one",), forbid=frozenset({"acme/*"}), strict=True)
+    policy = policy_for(Config(platform=rule, strict=True), Request("platform", ""))
+    assert policy == Policy(prefer=("one",), forbid=frozenset({"acme/*"}), strict=True)
 
 
 PLACES: list[tuple[dict[str, str], str | None]] = [
@@ -212,21 +212,21 @@ PLACES: list[tuple[dict[str, str], str | None]] = [
 
 
 @pytest.mark.parametrize(("pins", "expected"), PLACES)
-def test_the_most_specific_pin_of_a_place_counts(
+def test_the_most_specific_pin_of_a_place_applies(
     pins: dict[str, str], expected: str | None
 ) -> None:
     request = Request("kernel", "linear", prefix="layers.0.mlp")
     assert policy_for(Config(kernels=pins), request).pin == expected
 
 
-def test_policies_that_ask_for_the_same_have_one_key() -> None:
-    one = Policy(prefer=("a", "b"), forbid=frozenset({"c", "d"}))
-    other = Policy(prefer=("a", "b"), forbid=frozenset({"d", "c"}))
-    assert (one, hash(one)) == (other, hash(other))
-    assert one != Policy(prefer=("b", "a"), forbid=frozenset({"c", "d"}))
+def test_equal_policies_have_one_key() -> None:
+    first = Policy(prefer=("a", "b"), forbid=frozenset({"c", "d"}))
+    second = Policy(prefer=("a", "b"), forbid=frozenset({"d", "c"}))
+    assert (first, hash(first)) == (second, hash(second))
+    assert first != Policy(prefer=("b", "a"), forbid=frozenset({"c", "d"}))
 
 
-def test_whether_emulations_will_do_goes_for_every_request() -> None:
+def test_the_emulation_setting_applies_to_every_request() -> None:
     config = Config(emulation=False, kernels={"a": "k"})
     for name in ("a", "b"):
         assert not policy_for(config, Request("kernel", name, "bare")).emulation

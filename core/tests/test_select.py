@@ -134,24 +134,24 @@ def allowed(c: Candidate, policy: Policy, wrong: set[str]) -> bool:
 
 
 @given(lists_of_candidates, policies, figures, refuters)
-def test_pin_before_preference_before_figures_before_proof_before_score_before_names(
+def test_pin_then_preference_then_time_then_proof_then_score_then_names(
     candidates: list[Candidate], policy: Policy, measured: Measured | None, wrong: set[str]
 ) -> None:
-    found = outcome(candidates, policy, measured, wrong)
+    result = outcome(candidates, policy, measured, wrong)
     usable = [c for c in candidates if allowed(c, policy, wrong)]
     if policy.pin is not None:
-        named = [c for c in candidates if policy.pin in (c.name, c.qualified_name)]
-        if len(named) != 1:
-            assert isinstance(found, tuple)
-            assert found[0] is (ConfigError if named else UnknownNameError)
+        pinned = [c for c in candidates if policy.pin in (c.name, c.qualified_name)]
+        if len(pinned) != 1:
+            assert isinstance(result, tuple)
+            assert result[0] is (ConfigError if pinned else UnknownNameError)
             return
-        usable = [c for c in named if c in usable]
+        usable = [c for c in pinned if c in usable]
     # Narrow down rule by rule; what the selection does in one sort.
     best = usable
-    met = False
+    is_met = False
     for glob in policy.prefer:
-        if not met and any(meant(glob, c) for c in usable):
-            best, met = [c for c in usable if meant(glob, c)], True
+        if not is_met and any(meant(glob, c) for c in usable):
+            best, is_met = [c for c in usable if meant(glob, c)], True
     seconds = measured.seconds if measured is not None else {}
     timed = [c for c in best if c.qualified_name in seconds]
     if timed:
@@ -161,23 +161,23 @@ def test_pin_before_preference_before_figures_before_proof_before_score_before_n
         best = [c for c in best if proven(c)]
     best = [c for c in best if c.score == max(c.score for c in best)]
     best.sort(key=lambda c: (c.provider, c.name))
-    if not best or (policy.strict and policy.prefer and not met):
-        assert isinstance(found, tuple)
-        assert found[0] is NoCandidateError
+    if not best or (policy.strict and policy.prefer and not is_met):
+        assert isinstance(result, tuple)
+        assert result[0] is NoCandidateError
     elif policy.strict and len(best) > 1:
         # A tied one that a gate would refuse still ties: only the winner is examined.
-        assert isinstance(found, tuple)
-        assert "strict=True wants to be one alone" in found[1]
-    elif isinstance(found, tuple):
+        assert isinstance(result, tuple)
+        assert "strict=True requires" in result[1]
+    elif isinstance(result, tuple):
         assert policy.strict
-        assert "strict=True wants to be one alone" in found[1]
+        assert "strict=True requires" in result[1]
     else:
-        assert found.chosen is best[0]
-        others = {(c.name, c.origin) for c in candidates if c is not best[0]}
-        assert {(r.candidate, r.provider) for r in found.refusals} == others
-        assert len(found.refusals) == len(others)
-        assert all(refusal.reason for refusal in found.refusals)
-        assert found.seconds == {
+        assert result.chosen is best[0]
+        other_origins = {(c.name, c.origin) for c in candidates if c is not best[0]}
+        assert {(r.candidate, r.provider) for r in result.refusals} == other_origins
+        assert len(result.refusals) == len(other_origins)
+        assert all(refusal.reason for refusal in result.refusals)
+        assert result.seconds == {
             c.qualified_name: seconds[c.qualified_name]
             for c in candidates
             if c.qualified_name in seconds
@@ -186,11 +186,11 @@ def test_pin_before_preference_before_figures_before_proof_before_score_before_n
 
 @given(lists_of_candidates, st.data())
 def test_a_pin_is_met_or_raises(candidates: list[Candidate], data: st.DataObject) -> None:
-    wanted = data.draw(st.sampled_from(candidates))
-    policy = Policy(pin=wanted.qualified_name)
-    if wanted.judge(REQUEST):
+    pinned = data.draw(st.sampled_from(candidates))
+    policy = Policy(pin=pinned.qualified_name)
+    if pinned.judge(REQUEST):
         choice = select(REQUEST, candidates, policy)
-        assert choice.chosen is wanted
+        assert choice.chosen is pinned
         assert choice.why == "pinned by the configuration"
         assert len(choice.refusals) == len(candidates) - 1
     else:
@@ -198,7 +198,7 @@ def test_a_pin_is_met_or_raises(candidates: list[Candidate], data: st.DataObject
             select(REQUEST, candidates, policy)
 
 
-def test_what_was_never_run_on_such_a_device_goes_behind_what_was() -> None:
+def test_an_unproven_candidate_ranks_after_proven_ones() -> None:
     foreign = candidate("foreign", score=21.0, proven_on=frozenset({"sm_90"}))
     request = replace(REQUEST, capability=Capability("sm_80"))
     choice = select(request, [foreign, candidate("portable", score=0.0)])
@@ -209,7 +209,7 @@ def test_what_was_never_run_on_such_a_device_goes_behind_what_was() -> None:
     assert select(request, [foreign, candidate("portable", score=0.0)]).chosen is foreign
 
 
-def test_what_is_taken_unproven_says_so() -> None:
+def test_a_chosen_unproven_candidate_is_noted() -> None:
     foreign, portable = candidate("foreign", proven_on=frozenset()), candidate("portable")
     note = f"never measured on this device ({HERE}). Try: interposer verify, then interposer tune"
     for policy in (Policy(pin="foreign"), Policy(prefer=("foreign",))):
@@ -231,7 +231,7 @@ def test_highest_score_wins_and_the_outranked_keep_their_scores() -> None:
     assert str(choice.refusals[0]) == "slow (acme 1.0): accepted, but outranked (score 0 < 20)"
 
 
-def test_the_only_one_accepted_says_so() -> None:
+def test_the_reason_names_the_only_accepted_candidate() -> None:
     choice = select(REQUEST, [candidate("slow", score=0.0), candidate("fast", refusal="no avx2")])
     assert choice.chosen.name == "slow"
     assert choice.why == "the only one accepted"
@@ -242,7 +242,7 @@ def test_the_only_one_accepted_says_so() -> None:
     ("rivals", "winner"),
     [((("z", "acme"), ("a", "zeta")), "acme/z"), ((("b", "acme"), ("a", "acme")), "acme/a")],
 )
-def test_a_tie_is_decided_by_provider_then_name_and_said_so(
+def test_a_tie_is_decided_by_provider_then_name_and_explained(
     rivals: tuple[tuple[str, str], ...], winner: str
 ) -> None:
     choice = select(REQUEST, [candidate(*rival) for rival in rivals])
@@ -292,7 +292,7 @@ def test_an_ambiguous_pin_raises_and_offers_the_qualified_names() -> None:
     assert select(REQUEST, candidates, Policy("zeta/fast")).chosen.provider == "zeta"
 
 
-def test_a_pinned_one_that_refuses_raises_with_its_own_refusal_only() -> None:
+def test_a_pinned_candidate_that_refuses_raises_with_its_own_refusal_only() -> None:
     candidates = [candidate("fast", refusal="no avx2"), candidate("odd", refusal="odd size")]
     with pytest.raises(NoCandidateError) as caught:
         select(REQUEST, [*candidates, candidate("slow")], Policy("fast"))
@@ -308,7 +308,7 @@ def test_a_pinned_one_that_refuses_raises_with_its_own_refusal_only() -> None:
         (Policy("fast", require=frozenset({"traceable"})), "does not promise traceable"),
     ],
 )
-def test_a_pin_on_what_the_policy_rules_out_raises_with_that_reason(
+def test_a_pin_on_an_excluded_candidate_raises_with_that_reason(
     policy: Policy, reason: str
 ) -> None:
     with pytest.raises(NoCandidateError, match="which the configuration pins") as caught:
@@ -326,7 +326,7 @@ def test_an_unknown_pin_lists_the_known_nearest_first() -> None:
     )
 
 
-def test_a_glob_as_a_pin_is_told_where_globs_belong() -> None:
+def test_a_glob_as_a_pin_gets_a_hint() -> None:
     with pytest.raises(UnknownNameError) as caught:
         select(REQUEST, [candidate("linear_tiled")], Policy("linear_*"))
     assert str(caught.value).endswith(
@@ -338,7 +338,7 @@ def test_a_glob_as_a_pin_is_told_where_globs_belong() -> None:
 # Preferences
 
 
-def test_the_first_preference_that_is_met_goes_before_every_score() -> None:
+def test_the_first_met_preference_precedes_every_score() -> None:
     candidates = [
         candidate("fast", score=90.0),
         candidate("one", "zeta"),
@@ -386,7 +386,7 @@ def test_a_preference_that_the_policy_itself_forbids_names_the_rule() -> None:
     )
 
 
-def test_an_unmet_preference_raises_where_the_policy_is_strict() -> None:
+def test_an_unmet_preference_raises_if_the_policy_is_strict() -> None:
     candidates = [candidate("fast", refusal="no avx2"), candidate("slow")]
     with pytest.raises(NoCandidateError) as caught:
         select(REQUEST, candidates, Policy(prefer=("fast", "zeta/*"), strict=True))
@@ -401,7 +401,7 @@ def test_an_unmet_preference_raises_where_the_policy_is_strict() -> None:
 # What is forbidden or required
 
 
-def test_what_is_forbidden_is_refused_and_not_even_judged() -> None:
+def test_a_forbidden_candidate_is_refused_without_judgement() -> None:
     choice = select(
         REQUEST, [candidate("slow", "zeta"), untouchable("fast")], Policy(forbid=frozenset({"f*"}))
     )
@@ -409,7 +409,7 @@ def test_what_is_forbidden_is_refused_and_not_even_judged() -> None:
     assert [r.reason for r in choice.refusals] == ["forbidden by the configuration ('f*')"]
 
 
-def test_what_lacks_a_property_is_refused() -> None:
+def test_a_candidate_without_a_required_property_is_refused() -> None:
     safe = candidate("safe", score=0.0, properties=REQUIRABLE)
     half = candidate("half", properties=frozenset({"deterministic"}))
     policy = Policy(require=frozenset({"graph_safe", "batch_invariant", "deterministic"}))
@@ -418,7 +418,7 @@ def test_what_lacks_a_property_is_refused() -> None:
     assert [r.reason for r in choice.refusals] == ["does not promise batch_invariant, graph_safe"]
 
 
-def test_where_the_policy_leaves_nothing_the_error_says_so() -> None:
+def test_an_error_says_that_the_policy_excludes_every_candidate() -> None:
     with pytest.raises(NoCandidateError) as caught:
         select(REQUEST, [candidate("fast")], Policy(forbid=frozenset({"*"})))
     assert caught.value.refusals[0].reason == "forbidden by the configuration ('*')"
@@ -428,7 +428,7 @@ def test_where_the_policy_leaves_nothing_the_error_says_so() -> None:
 # Figures
 
 
-def test_the_fastest_measured_goes_before_scores_and_before_what_has_no_figure() -> None:
+def test_the_fastest_measured_precedes_scores_and_unmeasured_candidates() -> None:
     candidates = [
         candidate("unknown", score=90.0),
         candidate("a", score=20.0),
@@ -462,7 +462,7 @@ def test_durations_are_readable(seconds: float, text: str) -> None:
     assert choice.why == f"fastest in the table 'bare' ({text})"
 
 
-def test_a_preference_goes_before_figures_which_decide_among_the_preferred() -> None:
+def test_a_preference_precedes_time_which_decides_among_the_preferred() -> None:
     candidates = [candidate("a", "zeta"), candidate("b", "zeta"), candidate("c", score=20.0)]
     measured = Measured({"zeta/a": 3e-6, "zeta/b": 2e-6, "acme/c": 1e-6}, TABLE)
     choice = select(REQUEST, candidates, Policy(prefer=("zeta/*",)), measured=measured)
@@ -470,13 +470,13 @@ def test_a_preference_goes_before_figures_which_decide_among_the_preferred() -> 
     assert choice.why == "preferred by the configuration, then fastest in the table 'bare' (2 us)"
 
 
-def test_equal_figures_leave_it_to_the_score() -> None:
+def test_equal_times_are_decided_by_the_score() -> None:
     measured = Measured({"acme/a": 1e-6, "acme/b": 1e-6}, TABLE)
     choice = select(REQUEST, [candidate("a"), candidate("b", score=20.0)], measured=measured)
     assert choice.why == "highest score (20), equally fast in the table 'bare'"
 
 
-def test_what_lies_within_the_spread_of_the_fastest_is_as_fast() -> None:
+def test_candidates_within_the_spread_of_the_fastest_are_equally_fast() -> None:
     seconds = {"acme/a": 1.0e-6, "acme/b": 1.1e-6, "acme/c": 1.3e-6}
     measured = Measured(seconds, TABLE, upper={"acme/a": 1.2e-6, "acme/b": 9.0e-6})
     candidates = [candidate("a"), candidate("b", score=20.0), candidate("c", score=90.0)]
@@ -492,13 +492,13 @@ def test_what_lies_within_the_spread_of_the_fastest_is_as_fast() -> None:
 # Strict
 
 
-def test_a_tie_raises_where_the_policy_is_strict() -> None:
+def test_a_tie_raises_if_the_policy_is_strict() -> None:
     candidates = [candidate("fast", "zeta"), candidate("fast"), candidate("slow", score=0.0)]
     with pytest.raises(NoCandidateError) as caught:
         select(REQUEST, candidates, Policy(strict=True))
     assert str(caught.value) == (
-        "No best candidate for kernel 'linear' [bfloat16 bare in_features=64], "
-        "which strict=True wants to be one alone.\n"
+        "No single best candidate for kernel 'linear' [bfloat16 bare in_features=64], "
+        "which strict=True requires.\n"
         "  fast (acme 1.0): ties at score 10\n"
         "  fast (zeta 1.0): ties at score 10\n"
         "Try: pin or prefer 'acme/fast' or 'zeta/fast'"
@@ -506,7 +506,7 @@ def test_a_tie_raises_where_the_policy_is_strict() -> None:
 
 
 @pytest.mark.parametrize("wish", [{"pin": "zeta/fast"}, {"prefer": ("zeta/*",)}])
-def test_the_mend_for_a_tie_works(wish: dict[str, Any]) -> None:
+def test_the_suggested_remedy_for_a_tie_works(wish: dict[str, Any]) -> None:
     candidates = [candidate("fast", "zeta"), candidate("fast")]
     assert select(REQUEST, candidates, Policy(**wish, strict=True)).chosen.provider == "zeta"
 
@@ -522,22 +522,22 @@ def test_a_measured_winner_is_no_tie() -> None:
 # Gates
 
 
-def test_gates_ask_winners_in_order_until_one_passes_all() -> None:
-    asked: list[str] = []
+def test_gates_check_winners_in_order_until_one_passes_all() -> None:
+    checked: list[str] = []
 
     def first(_: Request, c: Candidate) -> Verdict:
-        asked.append(c.name)
+        checked.append(c.name)
         return Verdict.accept() if c.name == "b" else Verdict.refuse("wrong numbers", "trace")
 
     def second(_: Request, c: Candidate) -> Verdict:
-        asked.append(f"{c.name} again")
+        checked.append(f"{c.name} again")
         return Verdict.accept()
 
     candidates = [
         candidate(name, score=score) for name, score in zip("abc", (3, 2, 1), strict=True)
     ]
     choice = select(REQUEST, candidates, gates=(first, second))
-    assert asked == ["a", "b", "b again"]
+    assert checked == ["a", "b", "b again"]
     assert choice.chosen.name == "b"
     assert [(r.candidate, r.reason, r.traceback) for r in choice.refusals] == [
         ("c", "accepted, but outranked (score 1 < 2)", ""),
@@ -545,7 +545,7 @@ def test_gates_ask_winners_in_order_until_one_passes_all() -> None:
     ]
 
 
-def test_a_pinned_one_that_a_gate_refuses_raises_and_no_other_is_asked() -> None:
+def test_a_pinned_candidate_that_a_gate_refuses_raises_without_trying_others() -> None:
     with pytest.raises(NoCandidateError, match="which the configuration pins") as caught:
         select(
             REQUEST,
@@ -557,7 +557,7 @@ def test_a_pinned_one_that_a_gate_refuses_raises_and_no_other_is_asked() -> None
     assert caught.value.action == "remove the pin; accepted here: 'b'"
 
 
-def test_when_gates_refuse_all_every_reason_is_told() -> None:
+def test_if_gates_refuse_all_candidates_the_error_has_every_reason() -> None:
     with pytest.raises(NoCandidateError) as caught:
         select(
             REQUEST,
@@ -572,7 +572,7 @@ def emulating(name: str = "reference") -> Candidate:
     return Candidate(name, "acme", "1.0", 0.0, record, lambda _: Verdict.accept())
 
 
-def test_what_a_gate_raises_refuses_with_its_traceback() -> None:
+def test_an_exception_in_a_gate_refuses_with_its_traceback() -> None:
     def gate(_: Request, c: Candidate) -> Verdict:
         if c.name == "a":
             raise OSError("its library is broken")
@@ -585,19 +585,19 @@ def test_what_a_gate_raises_refuses_with_its_traceback() -> None:
     assert "Traceback" in refusal.traceback
 
 
-def test_measurements_that_cannot_be_used_are_a_note() -> None:
+def test_unusable_measurements_are_noted() -> None:
     choice = select(REQUEST, [candidate("a")], measured="the table cannot be used: torch was 1")
     assert choice.notes == ("the table cannot be used: torch was 1",)
 
 
-def test_an_emulation_is_told_where_it_is_chosen() -> None:
+def test_a_chosen_emulation_is_noted() -> None:
     assert select(REQUEST, [emulating(), candidate("a")]).notes == ()
     choice = select(REQUEST, [emulating(), candidate("a", refusal="odd size")])
     assert choice.chosen.name == "reference"
     assert choice.notes == ("an emulation: it dequantizes first",)
     assert select(REQUEST, [emulating()], Policy("reference")).notes == choice.notes
-    wished = select(REQUEST, [emulating()], Policy(prefer=("b",)))
-    assert wished.notes == ("preferred, but not there: 'b'", *choice.notes)
+    preferred = select(REQUEST, [emulating()], Policy(prefer=("b",)))
+    assert preferred.notes == ("preferred, but not there: 'b'", *choice.notes)
 
 
 def test_a_choice_says_whether_it_was_wished() -> None:
@@ -620,7 +620,7 @@ def test_an_emulation_may_be_refused() -> None:
         assert reason in [r.reason for r in caught.value.refusals]
 
 
-def test_what_the_chosen_one_says_of_itself_is_a_note() -> None:
+def test_the_reason_of_the_chosen_candidates_acceptance_is_noted() -> None:
     telling = replace(candidate("a"), judge=lambda _: Verdict.accept("up to 16 rows"))
     assert select(REQUEST, [telling, candidate("b", score=1.0)]).notes == ("up to 16 rows",)
     rough = replace(telling, record=Kernel("linear", "a", "a.b:c", extra_roundings=3))

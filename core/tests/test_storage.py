@@ -91,16 +91,14 @@ def same(a: JSON, b: JSON) -> bool:
 
 
 @given(key=keys, value=values)
-def test_what_is_written_is_read(scratch: Store, key: dict[str, JSON], value: JSON) -> None:
+def test_a_written_value_is_read(scratch: Store, key: dict[str, JSON], value: JSON) -> None:
     scratch.write("figures", key, value)
     assert same(scratch.read("figures", key), value)
     assert same(Store(scratch.folder).read("figures", dict(reversed(key.items()))), value)
 
 
 @given(key=keys, other=keys)
-def test_an_entry_is_found_by_its_own_key_only(
-    key: dict[str, JSON], other: dict[str, JSON]
-) -> None:
+def test_an_entry_is_found_only_by_its_key(key: dict[str, JSON], other: dict[str, JSON]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder))
         store.write("figures", key, "mine")
@@ -110,8 +108,8 @@ def test_an_entry_is_found_by_its_own_key_only(
 
 @pytest.mark.parametrize("number", [1, 1.0, True])
 def test_numbers_of_three_types_are_three_keys(store: Store, number: JSON) -> None:
-    for each in (1, 1.0, True):
-        store.write("figures", {"number": each}, type(each).__name__)
+    for key_value in (1, 1.0, True):
+        store.write("figures", {"number": key_value}, type(key_value).__name__)
     assert store.read("figures", {"number": number}) == type(number).__name__
 
 
@@ -169,8 +167,8 @@ def test_an_entry_under_the_name_of_another_is_refused(store: Store) -> None:
     store.write("figures", KEY, 1)
     path = only_file(store)
     store.write("figures", {"device": "other"}, 2)
-    (other,) = {entry.path for entry in store.entries("figures")} - {path}
-    path.write_bytes(other.read_bytes())
+    (other_path,) = {entry.path for entry in store.entries("figures")} - {path}
+    path.write_bytes(other_path.read_bytes())
     with pytest.raises(StorageError, match="another key"):
         store.read("figures", KEY)
 
@@ -183,7 +181,7 @@ def test_a_refused_entry_is_replaced_by_writing(store: Store) -> None:
 
 
 @pytest.mark.parametrize("depth", [5_000, 200_000])
-def test_nesting_without_end_is_refused(store: Store, depth: int) -> None:
+def test_too_deep_nesting_is_refused(store: Store, depth: int) -> None:
     store.write("figures", KEY, 1)
     only_file(store).write_text("[" * depth)
     with pytest.raises(StorageError, match="is corrupt"):
@@ -191,7 +189,7 @@ def test_nesting_without_end_is_refused(store: Store, depth: int) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1, 2}, b"bytes"])
-def test_what_is_no_json_is_not_written(store: Store, value: JSON) -> None:
+def test_a_value_that_is_not_json_is_not_written(store: Store, value: JSON) -> None:
     with pytest.raises(StorageError, match="is not JSON"):
         store.write("figures", KEY, value)
     with pytest.raises(StorageError, match="is not JSON"):
@@ -200,7 +198,7 @@ def test_what_is_no_json_is_not_written(store: Store, value: JSON) -> None:
 
 
 @pytest.mark.parametrize("kind", ["", "..", "a/b", "Figures", "/etc", "figures\n"])
-def test_a_kind_is_a_word(store: Store, kind: str) -> None:
+def test_a_kind_must_be_a_word(store: Store, kind: str) -> None:
     with pytest.raises(ValueError, match="is no kind of entries"):
         store.write(kind, KEY, 1)
 
@@ -212,7 +210,7 @@ def test_reading_touches_nothing(store: Store) -> None:
     assert not store.folder.exists()
 
 
-def test_kinds_are_kept_apart_and_cleared_apart(store: Store) -> None:
+def test_kinds_are_stored_and_cleared_separately(store: Store) -> None:
     for kind in ("figures", "verdicts"):
         for number in range(3):
             store.write(kind, {"number": number}, kind)
@@ -223,7 +221,7 @@ def test_kinds_are_kept_apart_and_cleared_apart(store: Store) -> None:
     assert (store.clear(), store.kinds()) == (3, [])
 
 
-def test_clearing_leaves_files_of_others_alone(store: Store) -> None:
+def test_clearing_does_not_touch_other_files(store: Store) -> None:
     store.write("figures", KEY, 1)
     mine = store.folder / "notes" / "diary.json"
     beside = store.folder / "figures" / "diary.json"
@@ -235,7 +233,7 @@ def test_clearing_leaves_files_of_others_alone(store: Store) -> None:
     assert (mine.read_text(), beside.read_text()) == ("{}", "{}")
 
 
-def test_a_folder_that_is_a_file_costs_an_error(store: Store) -> None:
+def test_a_file_in_place_of_the_folder_raises(store: Store) -> None:
     store.folder.write_text("in the way")
     with pytest.raises(StorageError, match="cannot be read"):
         store.read("figures", KEY)
@@ -246,7 +244,7 @@ def test_a_folder_that_is_a_file_costs_an_error(store: Store) -> None:
     assert store.folder.read_text() == "in the way"
 
 
-def test_an_entry_that_is_a_folder_costs_an_error(store: Store) -> None:
+def test_a_folder_in_place_of_an_entry_raises(store: Store) -> None:
     store.write("figures", KEY, 1)
     path = only_file(store)
     path.unlink()
@@ -262,7 +260,7 @@ def test_an_entry_that_is_a_folder_costs_an_error(store: Store) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs the files of Unix")
 @pytest.mark.parametrize("kind", ["a symbolic link", "a FIFO"])
-def test_what_is_planted_in_place_of_an_entry_is_refused(store: Store, kind: str) -> None:
+def test_planted_files_and_links_are_refused(store: Store, kind: str) -> None:
     store.write("figures", KEY, 1)
     path = only_file(store)
     victim = store.folder / "victim"
@@ -294,7 +292,7 @@ def test_an_entry_of_another_user_is_refused(store: Store, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs the permissions of Unix")
-def test_a_cache_that_everybody_can_write_to_is_named_once(store: Store) -> None:
+def test_a_world_writable_cache_is_warned_of_once(store: Store) -> None:
     store.write("figures", KEY, 1)
     (store.folder / "figures").chmod(0o777)
     with pytest.warns(SharedCacheWarning, match=f"can write to {store.folder / 'figures'}"):
@@ -313,7 +311,7 @@ def test_the_secret_of_a_cache_is_private_and_lasts(store: Store) -> None:
     assert store.kinds() == []
 
 
-def test_a_folder_that_cannot_be_named_costs_an_error() -> None:
+def test_a_folder_with_an_invalid_name_raises() -> None:
     store = Store(Path("null\0character"))
     with pytest.raises(StorageError, match="cannot be read"):
         store.read("figures", KEY)
@@ -322,7 +320,7 @@ def test_a_folder_that_cannot_be_named_costs_an_error() -> None:
 
 
 @pytest.mark.process
-def test_processes_that_write_at_once_lose_nothing(store: Store) -> None:
+def test_concurrent_writers_lose_nothing(store: Store) -> None:
     command = [sys.executable, "-c", WRITER, str(store.folder)]
     names = ["a", "b", "c", "d"]
     writers = [
@@ -344,7 +342,7 @@ def test_processes_that_write_at_once_lose_nothing(store: Store) -> None:
 
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
-def test_a_writer_that_is_killed_leaves_a_whole_entry(store: Store) -> None:
+def test_a_killed_writer_leaves_a_complete_entry(store: Store) -> None:
     for _ in range(3):
         writer = subprocess.Popen([sys.executable, "-c", ENDLESS, str(store.folder)])
         try:
@@ -369,7 +367,7 @@ def test_files_follow_the_umask_so_that_users_can_share_a_store(store: Store) ->
     assert only_file(store).stat().st_mode & 0o777 == 0o644
 
 
-def test_a_text_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_text(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     write_text(path, "old")
     with pytest.raises(StorageError, match="cannot be written"):
@@ -391,25 +389,27 @@ def test_the_store_is_where_the_configuration_says(
 
 
 @pytest.mark.process
-def test_the_light_modules_import_no_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_light_modules_import_no_torch() -> None:
+    completed = subprocess.run(
+        [sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.strip() == "[]"
 
 
 def test_nothing_in_the_core_unpickles() -> None:
     loaders = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
     package = Path(interposer._config.storage.__file__).parent
-    found = []
+    imports = []
     for module in package.rglob("*.py"):
         for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
             match node:
                 case ast.Import(names=names):
-                    found += [(module, n.name) for n in names if n.name in loaders]
+                    imports += [(module, n.name) for n in names if n.name in loaders]
                 case ast.ImportFrom(module=str(name)) if name in loaders:
-                    found.append((module, name))
+                    imports.append((module, name))
                 case ast.Attribute(value=ast.Name(id="torch"), attr="load"):
-                    found.append((module, "torch.load"))
-    assert found == []
+                    imports.append((module, "torch.load"))
+    assert imports == []
 
 
 HOMELESS = """
@@ -448,10 +448,10 @@ def homeless(shared: Path, home: str | None = None, cache_dir: str = "") -> tupl
     environment = {name: text for name, text in os.environ.items() if name not in names}
     environment |= {"TMPDIR": str(shared)} | ({"HOME": home} if home else {})
     command = [sys.executable, "-c", HOMELESS, cache_dir]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, env=environment, cwd="/", capture_output=True, text=True, check=False
     )
-    return done.stdout, done.stderr
+    return completed.stdout, completed.stderr
 
 
 @pytest.mark.process

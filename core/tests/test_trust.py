@@ -57,12 +57,12 @@ def named(*names: str) -> list[Distribution]:
     return [Distribution(name, "1.0", "0" * 64, (), "", False) for name in names]
 
 
-def test_without_a_list_everything_is_allowed() -> None:
+def test_without_a_list_every_distribution_is_allowed() -> None:
     verdicts = allowed(Config(), named("acme", "zeta", "interposer-ops"))
     assert list(map(bool, verdicts.values())) == [True] * 3
 
 
-def test_a_list_allows_what_it_names_and_the_parts_of_the_sdk() -> None:
+def test_a_list_allows_its_names_and_the_parts_of_the_sdk() -> None:
     config = Config(plugins=frozenset({"Acme_Norms"}))
     verdicts = allowed(config, named("acme-norms", "zeta", *STANDARD))
     assert {name for name, verdict in verdicts.items() if not verdict} == {"zeta"}
@@ -88,21 +88,21 @@ def test_listing_a_part_of_the_sdk_that_is_not_there_is_no_typo() -> None:
 
 
 def test_a_lock_is_read_as_it_was_written(install: Install, tmp_path: Path) -> None:
-    found = [install("zeta"), install("acme-norms", "2.1"), editable("mine")]
-    lock = Lock.of(found)
+    installed = [install("zeta"), install("acme-norms", "2.1"), editable("mine")]
+    lock = Lock.of(installed)
     path = tmp_path / "project" / "interposer.lock"
     lock.write(path)
     assert Lock.read(path) == lock
     assert [entry.name for entry in lock.distributions] == ["acme-norms", "mine", "zeta"]
-    assert Lock.of(reversed(found)) == lock
+    assert Lock.of(reversed(installed)) == lock
     fields = json.loads(path.read_text())
     assert fields["distributions"][0] == {
         "name": "acme-norms",
         "version": "2.1",
-        "record_hash": found[1].fingerprint,
+        "record_hash": installed[1].fingerprint,
     }
     assert fields["distributions"][1]["record_hash"] == "editable"
-    lock.check(found)
+    lock.check(installed)
 
 
 names = st.from_regex(r"[a-z0-9]+(-[a-z0-9]+){0,2}", fullmatch=True)
@@ -129,7 +129,7 @@ def test_any_lock_survives_its_file(lock: Lock) -> None:
 
 
 @given(data=st.data())
-def test_no_edit_of_a_lock_goes_unnoticed(data: st.DataObject) -> None:
+def test_every_edit_of_a_lock_is_detected(data: st.DataObject) -> None:
     lock = Lock.of(named("acme", "zeta"))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "interposer.lock")
@@ -175,7 +175,7 @@ ENTRY = {"name": "acme", "version": "1.0", "record_hash": "0" * 64}
         (signed(version=1, distributions=[ENTRY, ENTRY]), "acme listed twice"),
     ],
 )
-def test_what_is_no_lock_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+def test_an_invalid_lock_is_refused(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "interposer.lock"
     path.write_text(text)
     with pytest.raises(LockError, match=reason) as caught:
@@ -241,18 +241,18 @@ def test_every_difference_is_named_at_once(install: Install, tmp_path: Path) -> 
     ]
 
 
-def test_what_the_policy_leaves_out_is_not_missing(
+def test_a_distribution_that_the_policy_excludes_is_not_missing(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used, disabled = install("acme-used"), install("acme-disabled")
-    lock = Lock.of([used, disabled])
+    allowed_plugin, disabled = install("acme-used"), install("acme-disabled")
+    lock = Lock.of([allowed_plugin, disabled])
     with pytest.raises(LockError, match=r"acme-disabled 1\.0 is locked, but not installed"):
-        lock.check([used])
+        lock.check([allowed_plugin])
     monkeypatch.syspath_prepend(tmp_path / "site")
-    lock.check([used])
+    lock.check([allowed_plugin])
 
 
-def test_the_lock_stands_beside_the_project_file(
+def test_the_lock_is_next_to_the_project_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = tmp_path / "project" / "inner"
@@ -265,23 +265,23 @@ def test_the_lock_stands_beside_the_project_file(
 
 
 def test_the_lock_of_the_project_is_enforced(install: Install, tmp_path: Path) -> None:
-    found, config = [install("acme")], Config(locked=True)
+    installed, config = [install("acme")], Config(locked=True)
     with pytest.raises(LockError, match="does not exist"):
-        check_lock(config, found)
-    Lock.of(found).write(lock_path(config))
+        check_lock(config, installed)
+    Lock.of(installed).write(lock_path(config))
     assert (tmp_path / "interposer.lock").is_file()
-    check_lock(config, found)
+    check_lock(config, installed)
     with pytest.raises(LockError, match=r"zeta 1\.0 is installed, but not locked"):
-        check_lock(config, [*found, install("zeta")])
+        check_lock(config, [*installed, install("zeta")])
 
 
-def test_what_was_altered_is_to_be_reinstalled_and_cannot_be_locked(
+def test_an_altered_distribution_must_be_reinstalled_and_cannot_be_locked(
     install: Install, tmp_path: Path
 ) -> None:
-    found = [install("acme")]
-    lock = Lock.of(found)
+    installed = [install("acme")]
+    lock = Lock.of(installed)
     (tmp_path / "site" / "acme" / "kernels.py").write_bytes(b"raise SystemExit\n")
-    for act in (lambda: lock.check(found), lambda: Lock.of(found)):
+    for act in (lambda: lock.check(installed), lambda: Lock.of(installed)):
         with pytest.raises(LockError) as caught:
             act()
         _, line, mend = str(caught.value).splitlines()
@@ -290,10 +290,12 @@ def test_what_was_altered_is_to_be_reinstalled_and_cannot_be_locked(
 
 
 def test_two_distributions_of_one_name_are_refused() -> None:
-    one, other = (Distribution("acme", "1.0", "0" * 64, (), place, False) for place in ("/a", "/b"))
-    lock = Lock.of([one, one])
-    lock.check([one, one])
-    for act in (lambda: lock.check([one, other]), lambda: Lock.of([one, other])):
+    first, second = (
+        Distribution("acme", "1.0", "0" * 64, (), place, False) for place in ("/a", "/b")
+    )
+    lock = Lock.of([first, first])
+    lock.check([first, first])
+    for act in (lambda: lock.check([first, second]), lambda: Lock.of([first, second])):
         with pytest.raises(LockError) as caught:
             act()
         assert "acme is installed 2 times: in /a and in /b" in str(caught.value)

@@ -85,18 +85,18 @@ number = 3
 
 
 @pytest.mark.parametrize("field", ["target", "predicate", "prepare"])
-def test_what_is_imported_and_no_function_is_refused(field: str) -> None:
+def test_an_imported_target_that_is_no_function_is_refused(field: str) -> None:
     fields = {"target": f"{__name__}:three", field: f"{__name__}:number"}
     assert check(kernel(**fields)).endswith(":number', which is an int, not a function")
 
 
-def test_what_is_imported_and_no_predicate_is_refused() -> None:
+def test_an_imported_predicate_that_is_no_function_is_refused() -> None:
     record = AttentionEntry("paged", f"{__name__}:number", predicate=f"{__name__}:number")
     assert "not a function" in check(record)
     assert check(AttentionEntry("paged", f"{__name__}:number")) == ""
 
 
-def test_resources_have_to_exist(package: Callable[..., None], tmp_path: Path) -> None:
+def test_resources_must_exist(package: Callable[..., None], tmp_path: Path) -> None:
     package()
     entries = [
         DeviceEntry("acme", "acme", "acme_static:device.json"),
@@ -161,7 +161,7 @@ class SlyKernel(Kernel):
         (PlatformEntry("a", "math:x", explicit=1), "neither True nor False"),  # type: ignore[arg-type]
     ],
 )
-def test_fields_are_what_they_seem(record: object, reason: str) -> None:
+def test_fields_must_have_exact_types(record: object, reason: str) -> None:
     (fault,) = check_records([record])
     assert reason in fault
     assert fault.isascii()
@@ -174,12 +174,12 @@ def test_sound_fields_pass() -> None:
     assert check_records(records) == []
 
 
-def test_no_two_records_are_the_same() -> None:
+def test_records_must_be_unique() -> None:
     faults = check_records([OpEntry("a", "math:x"), OpEntry("a", "math:y"), OpEntry("b", "math:x")])
     assert faults == ["declares OpEntry a twice"]
 
 
-def test_there_may_not_be_too_many() -> None:
+def test_the_number_of_records_is_limited() -> None:
     records = [OpEntry(f"op_{count}", "math:exp") for count in range(MOST_RECORDS)]
     assert check_records(records) == []
     assert check_records([*records, OpEntry("more", "math:x")]) == [
@@ -280,7 +280,7 @@ def test_platforms_are_checked(load: Callable[[str], Any], reason: str) -> None:
     assert all(reason in fault for fault in faults)
 
 
-def test_what_is_loaded_is_told_first() -> None:
+def test_each_load_is_announced_first() -> None:
     stages: list[str] = []
     records: list[Record] = [
         LayerEntry("acme", "mine", "a.b:c"),
@@ -375,14 +375,14 @@ HERE = __name__
         (CheckpointEntry(".zip", "z", f"{HERE}:Scheme"), "does not subclass CheckpointFile"),
     ],
 )
-def test_what_is_imported_already_is_checked(record: Record, reason: str) -> None:
+def test_imported_classes_are_checked(record: Record, reason: str) -> None:
     faults = check_classes([record])
     assert len(faults) == bool(reason)
     assert all(reason in fault for fault in faults)
 
 
 @pytest.mark.parametrize("kind", [OpEntry, AttentionEntry])
-def test_other_modules_are_not_imported_for_it(
+def test_other_modules_are_not_imported_for_the_check(
     kind: type[OpEntry | AttentionEntry], package: Callable[..., None]
 ) -> None:
     package(never="raise SystemExit('this must never run')")
@@ -401,10 +401,10 @@ def test_the_names_of_a_script_are_checked(tmp_path: Path) -> None:
         "kernels = [Kernel('a', name, f'__main__:{name}') for name in ('fast', 'fsat', 'three')]\n"
         "print(json.dumps([check_records(kernels), 'torch' in sys.modules]))\n"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, check=True, timeout=WAIT_SECONDS
     )
-    faults, torch = json.loads(done.stdout)
+    faults, torch = json.loads(completed.stdout)
     assert faults == [
         "'fsat' names '__main__:fsat': __main__ has no 'fsat'; nearest: fast, three, kernels",
         "'three' names '__main__:three', which is an int, not a function",

@@ -21,7 +21,7 @@ def test_a_refusal_needs_a_reason(reason: str) -> None:
         Verdict.refuse(reason)
 
 
-def test_a_verdict_does_not_change() -> None:
+def test_a_verdict_is_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Verdict.refuse("no").accepted = True  # type: ignore[misc]
 

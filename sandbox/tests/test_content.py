@@ -10,7 +10,7 @@ from pathlib import Path
 from interposer_sandbox import digest, file_facts, is_altered, surroundings
 
 
-def test_a_digest_is_that_of_contents(tmp_path: Path) -> None:
+def test_a_digest_covers_the_contents(tmp_path: Path) -> None:
     files = [tmp_path / name for name in "ab"]
     for file in files:
         file.write_text("x")
@@ -21,13 +21,13 @@ def test_a_digest_is_that_of_contents(tmp_path: Path) -> None:
     assert digest([tmp_path / "none"]) == ""
 
 
-def test_a_file_is_altered_unless_it_is_as_recorded(tmp_path: Path) -> None:
+def test_a_file_that_differs_from_its_record_is_altered(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text("x")
 
     def recorded(algorithm: str) -> str:
-        found = hashlib.new(algorithm, b"x").digest()
-        return f"{algorithm}={base64.urlsafe_b64encode(found).decode().rstrip('=')}"
+        facts_by_name = hashlib.new(algorithm, b"x").digest()
+        return f"{algorithm}={base64.urlsafe_b64encode(facts_by_name).decode().rstrip('=')}"
 
     assert not is_altered(file, recorded("sha256"))
     assert not is_altered(file, recorded("sha512"))
@@ -38,17 +38,17 @@ def test_a_file_is_altered_unless_it_is_as_recorded(tmp_path: Path) -> None:
     assert is_altered(file, recorded("sha256"))
 
 
-def test_facts_are_of_files_that_hold_code(tmp_path: Path) -> None:
+def test_facts_cover_files_with_code(tmp_path: Path) -> None:
     for path in ("a.py", "b/c.py", "b/__pycache__/c.pyc", ".git/config", "venv/pyvenv.cfg"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("x")
     (tmp_path / "loop").symlink_to(tmp_path)
-    found = {str(name): rest for name, *rest in file_facts(tmp_path)}
-    assert found.keys() >= {"/a.py", "/b/c.py"}
-    assert not any(part in name for name in found for part in ("pycache", "git", "venv"))
-    before = found["/a.py"]
+    facts_by_name = {str(name): facts for name, *facts in file_facts(tmp_path)}
+    assert facts_by_name.keys() >= {"/a.py", "/b/c.py"}
+    assert not any(part in name for name in facts_by_name for part in ("pycache", "git", "venv"))
+    before = facts_by_name["/a.py"]
     os.utime(tmp_path / "a.py", ns=(0, 0))
-    assert {str(name): rest for name, *rest in file_facts(tmp_path)}["/a.py"] != before
+    assert {str(name): facts for name, *facts in file_facts(tmp_path)}["/a.py"] != before
     assert [name for name, *_ in file_facts(tmp_path / "a.py")] == ["a.py"]
     assert [*file_facts(tmp_path / "none")] == []
 

@@ -83,14 +83,14 @@ def test_names_that_a_module_defines_are_found(name: str, package: Package) -> N
 
 
 @pytest.mark.parametrize("name", _UNDEFINED)
-def test_names_that_it_does_not_define_are_refused(name: str, package: Package) -> None:
+def test_names_that_a_module_does_not_define_are_refused(name: str, package: Package) -> None:
     package(names=_SOURCE)
     assert f"acme_named.names has no {name!r}; nearest: " in check_import_string(
         f"acme_named.names:{name}"
     )
 
 
-def test_modules_that_are_not_there_are_refused(package: Package) -> None:
+def test_missing_modules_are_refused(package: Package) -> None:
     package(names="", sub__in____init__="", sub__in__deep="x = 1")
     for target, reason in {
         "acme_nowhere.kernels:x": "there is no module 'acme_nowhere'",
@@ -100,9 +100,9 @@ def test_modules_that_are_not_there_are_refused(package: Package) -> None:
         "acme_named.sub.deep:x": "",
         "acme_named.sub:deep": "",
     }.items():
-        found = check_import_string(target)
-        assert found.startswith(reason), target
-        assert bool(found) is bool(reason), target
+        fault = check_import_string(target)
+        assert fault.startswith(reason), target
+        assert bool(fault) is bool(reason), target
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,12 @@ def test_modules_that_are_not_there_are_refused(package: Package) -> None:
     ],
     ids=lambda source: source[:20],
 )
-def test_what_the_source_cannot_tell_passes(source: str, package: Package) -> None:
+def test_names_that_the_source_cannot_decide_pass(source: str, package: Package) -> None:
     package(names=source)
     assert check_import_string("acme_named.names:x") == ""
 
 
-def test_packages_with_a_path_of_their_own_pass(package: Package) -> None:
+def test_packages_with_their_own_path_pass(package: Package) -> None:
     package(__init__="__path__.append('/elsewhere')")
     assert check_import_string("acme_named.elsewhere:x") == ""
 
@@ -143,7 +143,7 @@ def slow(): ...
 
 
 @pytest.mark.parametrize("loaded", [False, True], ids=["source", "loaded"])
-def test_names_from_elsewhere_are_there_but_not_suggested(loaded: bool, package: Package) -> None:
+def test_imported_names_exist_but_are_not_suggested(loaded: bool, package: Package) -> None:
     package(names=IMPORTED)
     if loaded:
         import_module("acme_named.names")
@@ -153,7 +153,7 @@ def test_names_from_elsewhere_are_there_but_not_suggested(loaded: bool, package:
     )
 
 
-def test_modules_that_are_imported_are_looked_into(package: Package) -> None:
+def test_imported_modules_are_inspected(package: Package) -> None:
     package(names="globals()['made'] = 1\ngone = 1\ndel gone", other="")
     import_module("acme_named.names")
     assert check_import_string("acme_named.names:made") == ""
@@ -166,7 +166,7 @@ def test_modules_that_are_imported_are_looked_into(package: Package) -> None:
     assert check_import_string("math:exq").startswith("math has no 'exq'; nearest: exp, ")
 
 
-def test_modules_that_make_names_when_asked_are_not_asked(package: Package) -> None:
+def test_modules_that_compute_names_are_not_queried(package: Package) -> None:
     package(
         lazy="def __getattr__(name): raise SystemExit('asked')",
         shaped=(
@@ -199,21 +199,21 @@ def test_modules_are_judged_by_their_source_until_they_are_imported(package: Pac
     assert early[1].startswith("acme_named.names has no 'never'")
 
 
-def test_modules_made_at_run_time_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = ModuleType("acme_made")
-    vars(made).update(fast=len, slow=1)
-    monkeypatch.setitem(sys.modules, "acme_made", made)
+def test_modules_created_at_run_time_are_inspected(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("acme_made")
+    vars(module).update(fast=len, slow=1)
+    monkeypatch.setitem(sys.modules, "acme_made", module)
     assert check_import_string("acme_made:slow") == ""
     assert check_import_string("acme_made:fsat") == "acme_made has no 'fsat'; nearest: fast, slow"
 
 
-def test_blocked_modules_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocked_modules_count_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "acme_blocked", None)
     assert check_import_string("acme_blocked:x") == "there is no module 'acme_blocked'"
 
 
 @pytest.mark.process
-def test_a_script_is_looked_into(tmp_path: Path) -> None:
+def test_a_script_is_inspected(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import json, sys\n"
@@ -223,10 +223,10 @@ def test_a_script_is_looked_into(tmp_path: Path) -> None:
         "names = ('fast', 'fsat', 'three')\n"
         "print(json.dumps([check_import_string(f'__main__:{name}') for name in names]))\n"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, check=True, timeout=WAIT_SECONDS
     )
-    assert json.loads(done.stdout) == [
+    assert json.loads(completed.stdout) == [
         "",
         "__main__ has no 'fsat'; nearest: fast, names, three",
         "",

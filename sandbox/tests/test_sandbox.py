@@ -96,8 +96,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def function(name: str) -> Function:
-    found: Function = getattr(importlib.import_module("acme_visits"), name)
-    return found
+    loaded_function: Function = getattr(importlib.import_module("acme_visits"), name)
+    return loaded_function
 
 
 def write(folder: Path, source: str) -> str:
@@ -122,7 +122,7 @@ def test_healthy_code_is_accepted(visited: Visited) -> None:
     assert visited("") == Finding.accept()
 
 
-def test_what_was_noted_and_said_is_kept(folder: Path, visited: Visited) -> None:
+def test_facts_and_reasons_are_returned(folder: Path, visited: Visited) -> None:
     finding = visited("print('fine')", name="load")
     assert finding == Finding(True, "is loaded", facts={"module": finding.facts["module"]})
     assert visited("import os; os.abort()", name="load").facts["module"].startswith("acme_")
@@ -215,9 +215,7 @@ _HARMLESS = [
 
 
 @pytest.mark.parametrize(("source", "reason"), [*_RAISED, *_ENDED, *_EFFECTS])
-def test_what_code_does_at_import_costs_a_refusal(
-    source: str, reason: str, visited: Visited
-) -> None:
+def test_side_effects_at_import_are_refused(source: str, reason: str, visited: Visited) -> None:
     finding = visited(source)
     assert not finding
     assert re.search(reason, finding.reason), finding.reason
@@ -237,7 +235,9 @@ def hung(visited: Visited, source: str, tmp_path: Path) -> tuple[Finding, float]
 
 
 @pytest.mark.parametrize("source", _HANGS)
-def test_what_takes_too_long_is_ended(source: str, visited: Visited, tmp_path: Path) -> None:
+def test_a_stage_that_takes_too_long_is_ended(
+    source: str, visited: Visited, tmp_path: Path
+) -> None:
     finding, seconds = hung(visited, source, tmp_path)
     reason = rf"did not return within {seconds:g} s while importing acme_\d+"
     assert re.fullmatch(reason, finding.reason), finding.reason
@@ -245,7 +245,7 @@ def test_what_takes_too_long_is_ended(source: str, visited: Visited, tmp_path: P
 
 
 @pytest.mark.parametrize("source", _HARMLESS)
-def test_what_harms_nobody_is_accepted(source: str, visited: Visited) -> None:
+def test_harmless_effects_are_accepted(source: str, visited: Visited) -> None:
     assert visited(source)
 
 
@@ -253,7 +253,7 @@ def test_a_patient_stage_may_work_for_longer(folder: Path, sandbox: Sandbox) -> 
     assert sandbox.run(function("work"), {"seconds": 3.5}, 3.0)
 
 
-def test_the_traceback_of_what_was_raised_is_kept(visited: Visited) -> None:
+def test_the_traceback_of_an_exception_is_returned(visited: Visited) -> None:
     trace = visited("def broken():\n    raise OSError('x')\nbroken()").traceback
     assert re.search(r"acme_\d+.py", trace)
     assert "in broken" in trace
@@ -264,12 +264,12 @@ def test_a_missing_module_is_named(visited: Visited) -> None:
     assert visited("import json.acme").facts == {}
 
 
-def test_the_place_of_a_crash_is_kept(visited: Visited) -> None:
+def test_the_place_of_a_crash_is_returned(visited: Visited) -> None:
     trace = visited("import ctypes\ndef broken():\n    ctypes.string_at(0)\nbroken()").traceback
     assert re.search(r'File ".*acme_\d+.py", line \d+', trace), trace
 
 
-def test_the_place_of_a_hang_is_kept(visited: Visited, tmp_path: Path) -> None:
+def test_the_place_of_a_hang_is_returned(visited: Visited, tmp_path: Path) -> None:
     finding, _ = hung(visited, _SLEEPS, tmp_path)
     assert re.search(r'File ".*acme_\d+.py", line \d+', finding.traceback), finding.traceback
 
@@ -279,7 +279,7 @@ def test_the_place_of_a_hang_is_kept(visited: Visited, tmp_path: Path) -> None:
     ("body", "reason"),
     [("*(volatile int *)0 = 1;", "SIGSEGV"), ("__builtin_trap();", "SIGILL"), ("_exit(9);", "9")],
 )
-def test_a_native_library_that_crashes_when_it_is_loaded(
+def test_a_native_library_that_crashes_at_loading_is_refused(
     body: str, reason: str, visited: Visited, tmp_path: Path
 ) -> None:
     source, library = tmp_path / "crash.c", tmp_path / "crash.so"
@@ -308,7 +308,9 @@ def test_forged_answers_are_refused(visited: Visited) -> None:
 
 
 @pytest.mark.parametrize("ending", ["", "os._exit(1)", _SLEEPS])
-def test_what_a_plugin_started_ends_with_it(ending: str, visited: Visited, tmp_path: Path) -> None:
+def test_processes_that_a_plugin_started_end_with_it(
+    ending: str, visited: Visited, tmp_path: Path
+) -> None:
     note = tmp_path / "pid"
     source = (
         "import os, pathlib, subprocess\n"
@@ -330,7 +332,7 @@ Sandbox(acme_visits.HOST).run(acme_visits.visit, {"module": "json"}, 1.0)
 """
 
 
-def test_code_may_not_ask_for_more_while_it_runs(visited: Visited) -> None:
+def test_code_must_not_use_the_sandbox_itself(visited: Visited) -> None:
     assert "raised NestedError" in visited(_NESTED).reason
 
 
@@ -349,17 +351,17 @@ def test_slow_modules_are_imported_before_any_limit_applies(folder: Path) -> Non
         assert sandbox.run(visit, {"module": later}, WAIT_SECONDS)
 
 
-def test_modules_that_a_function_asks_for_are_there(folder: Path) -> None:
+def test_requested_modules_are_imported_before_the_fork(folder: Path) -> None:
     name = write(folder, "import sys; assert 'acme_late' in sys.modules")
     (folder / "acme_late.py").write_text("")
     with Sandbox(Host()) as sandbox:
         late = {"modules": ["acme_late"]}
         assert sandbox.run(function("visit"), {"module": name}, WAIT_SECONDS, **late)
-        other = write(folder, "import sys; assert 'acme_late' in sys.modules")
-        assert sandbox.run(function("visit"), {"module": other}, WAIT_SECONDS)
+        module = write(folder, "import sys; assert 'acme_late' in sys.modules")
+        assert sandbox.run(function("visit"), {"module": module}, WAIT_SECONDS)
 
 
-def test_modules_of_the_host_are_there_from_the_start(folder: Path) -> None:
+def test_modules_of_the_host_are_imported_at_the_start(folder: Path) -> None:
     (folder / "acme_early.py").write_text("")
     source = "import sys; assert 'acme_early' in sys.modules"
     with Sandbox(Host(modules=("acme_early",))) as sandbox:
@@ -367,7 +369,7 @@ def test_modules_of_the_host_are_there_from_the_start(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("here", [True, False])
-def test_functions_of_the_host_may_not_be_replaced(here: bool, folder: Path) -> None:
+def test_functions_of_the_host_must_not_be_replaced(here: bool, folder: Path) -> None:
     (folder / "acme_own.py").write_text(
         "def own(): return 1\nclass Own:\n    def get(self): pass\n"
     )
@@ -407,7 +409,7 @@ def test_functions_of_the_host_may_not_be_replaced(here: bool, folder: Path) -> 
         ),
     ],
 )
-def test_what_the_host_names_is_guarded(
+def test_names_that_the_host_guards_are_guarded(
     guarded: str, source: str, replaced: str, folder: Path
 ) -> None:
     base = write(  # of a name of its own: what a process knows of a module stays
@@ -429,7 +431,7 @@ def test_what_the_host_names_is_guarded(
     ), finding.reason
 
 
-def test_a_function_has_to_be_found_by_its_name(sandbox: Sandbox) -> None:
+def test_a_function_must_be_importable(sandbox: Sandbox) -> None:
     def accept(_arguments: Mapping[str, Any], _reporter: Reporter) -> Finding:
         return Finding.accept()
 
@@ -438,7 +440,7 @@ def test_a_function_has_to_be_found_by_its_name(sandbox: Sandbox) -> None:
             sandbox.run(nameless, {}, 1.0)
 
 
-def test_this_process_does_the_same(folder: Path) -> None:
+def test_run_here_finds_the_same_in_this_process(folder: Path) -> None:
     name = write(folder, "import builtins; builtins.len = None")
     finding = run_here(function("visit"), {"module": name})
     assert finding.reason == f"importing {name} replaces builtins.len"
@@ -450,7 +452,7 @@ def test_this_process_does_the_same(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [None, {}, {"accepted": 1, "reason": "", "traceback": ""}])
-def test_only_findings_are_read(value: Any) -> None:
+def test_only_valid_findings_are_restored(value: Any) -> None:
     finding = Finding.refuse("no \x1b[31m", "trace", missing="acme")
     assert finding.reason == "no \\x1b[31m"
     assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding
@@ -470,7 +472,7 @@ def test_only_findings_are_read(value: Any) -> None:
         (Finding.refuse("missing", missing=""), True),
     ],
 )
-def test_a_refusal_stands_while_its_cause_can_persist(finding: Finding, stands: bool) -> None:
+def test_a_refusal_is_valid_while_its_cause_can_persist(finding: Finding, stands: bool) -> None:
     assert finding.stands(2.0) is stands
 
 
@@ -487,7 +489,7 @@ def test_threads_share_the_process(folder: Path, sandbox: Sandbox) -> None:
     assert all(reason.endswith(f"raised OSError({n})") for n, reason in enumerate(reasons))
 
 
-def test_a_fork_has_a_process_of_its_own(folder: Path, sandbox: Sandbox, visited: Visited) -> None:
+def test_a_fork_has_its_own_process(folder: Path, sandbox: Sandbox, visited: Visited) -> None:
     assert visited("")
     before = sandbox.pid
     child = os.fork()
@@ -508,7 +510,7 @@ def test_a_process_that_was_killed_is_replaced(sandbox: Sandbox, visited: Visite
     assert visited("")
 
 
-def test_a_process_that_cannot_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_start_raises(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[int] = []
     with Sandbox(HOST, lambda: starts.append(1)) as sandbox:
         visit, arguments = function("visit"), {"module": write(folder, "")}
@@ -563,7 +565,7 @@ def test_no_process_is_left_behind(ending: str, folder: Path) -> None:
     wait_until(lambda: not members(child), lambda: f"the end of processes {members(child)}")
 
 
-def test_a_process_that_ended_leaves_nothing_here(folder: Path) -> None:
+def test_a_process_that_ended_leaves_nothing_in_this_process(folder: Path) -> None:
     descriptors = Path("/proc/self/fd")
     if not descriptors.exists():
         pytest.skip("needs a /proc as of Linux")
@@ -601,18 +603,20 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGALRM, signal
 @pytest.mark.parametrize("before", ["", "sys.path.insert(0, '')", _IGNORING])
 @pytest.mark.parametrize("flags", [[], ["-I"]])
 def test_the_surroundings_do_not_matter(before: str, flags: list[str], folder: Path) -> None:
-    here = folder / "here"
-    here.mkdir()
+    start_folder = folder / "here"
+    start_folder.mkdir()
     for module in ("json", "secrets", "resource", "signal"):
-        (here / f"{module}.py").write_text("import os; os._exit(7)")
+        (start_folder / f"{module}.py").write_text("import os; os._exit(7)")
     (folder / "acme_sound.py").write_text("x = 1")
     (folder / "acme_crash.py").write_text("import os; os.abort()")
     script = folder / "script.py"
     script.write_text(_STRANGE.format(before=before, folder=str(folder)))
     command = [sys.executable, *flags, str(script)]
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
-    assert done.stdout == "\nkilled by SIGABRT while importing acme_crash\n"
-    assert done.stderr == ""
+    completed = subprocess.run(
+        command, cwd=start_folder, capture_output=True, text=True, check=True
+    )
+    assert completed.stdout == "\nkilled by SIGABRT while importing acme_crash\n"
+    assert completed.stderr == ""
 
 
 def test_importing_the_package_imports_nothing_else() -> None:
@@ -620,8 +624,10 @@ def test_importing_the_package_imports_nothing_else() -> None:
         "import sys, interposer_sandbox; "
         "print(sorted({'torch', 'subprocess', 'ctypes', 'interposer'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
+    completed = subprocess.run(
+        [sys.executable, "-I", "-c", program], capture_output=True, text=True
+    )
+    assert completed.stdout == "[]\n", completed.stderr
 
 
 def group(sandbox: Sandbox) -> int:
@@ -632,13 +638,13 @@ def group(sandbox: Sandbox) -> int:
 
 def members(number: int) -> list[int]:
     """Return the processes of a group that run."""
-    found = []
+    loaded_function = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             state, _, its_group = (folder / "stat").read_text().rpartition(") ")[2].split()[:3]
             if int(its_group) == number and state != "Z":
-                found.append(int(folder.name))
-    return found
+                loaded_function.append(int(folder.name))
+    return loaded_function
 
 
 def has_ended(pid: int) -> bool:

@@ -37,10 +37,10 @@ def test_quiet_code_has_no_effects() -> None:
 
 
 @pytest.mark.parametrize("light", [True, False])
-def test_what_is_changed_is_told_and_put_back(light: bool, tmp_path: Path) -> None:
+def test_changes_are_reported_and_undone(light: bool, tmp_path: Path) -> None:
     # What a library has of its own for it, unknown to Python, could not be put back.
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
-    kept = (
+    originals = (
         Path.cwd(),
         [*sys.path],
         signal.getsignal(signal.SIGTERM),
@@ -68,7 +68,7 @@ def test_what_is_changed_is_told_and_put_back(light: bool, tmp_path: Path) -> No
         "changes the working directory",
         "installs a handler for SIGTERM",
     ]
-    assert kept == (
+    assert originals == (
         *(Path.cwd(), [*sys.path], signal.getsignal(signal.SIGTERM)),
         *(builtins.print, len(os.environ)),
     )
@@ -94,7 +94,7 @@ def test_what_is_changed_is_told_and_put_back(light: bool, tmp_path: Path) -> No
         ),
     ],
 )
-def test_settings_of_torch_are_put_back(
+def test_settings_of_torch_are_restored(
     get: Callable[[], object], put: Callable[[object], object], other: object, setting: str
 ) -> None:
     before = get()
@@ -102,7 +102,7 @@ def test_settings_of_torch_are_put_back(
     assert get() == before
 
 
-def test_what_is_printed_is_told_from_its_beginning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_beginning_of_the_output_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     def speak() -> None:
         print("hello")
         print("x" * 1000, file=sys.stderr)
@@ -115,21 +115,21 @@ def test_what_is_printed_is_told_from_its_beginning(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "heard\n"
 
 
-def test_what_other_threads_print_passes() -> None:
+def test_output_of_other_threads_passes() -> None:
     heard = io.StringIO()
-    start, done = threading.Event(), threading.Event()
+    start, finished = threading.Event(), threading.Event()
 
     def speak() -> None:
         start.wait()
         print("mine")
-        done.set()
+        finished.set()
 
     thread = threading.Thread(target=speak)
     thread.start()
 
     def let_it_speak() -> None:
         start.set()
-        done.wait()
+        finished.wait()
 
     with contextlib.redirect_stdout(heard):
         assert effects_of(let_it_speak) == []
@@ -137,14 +137,14 @@ def test_what_other_threads_print_passes() -> None:
     assert heard.getvalue() == "mine\n"
 
 
-def test_changes_of_other_threads_are_neither_blamed_nor_undone(
+def test_changes_of_other_threads_are_neither_reported_nor_undone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ACME_APP", "0")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     precision = torch.get_float32_matmul_precision()
-    start, done = threading.Event(), threading.Event()
+    start, finished = threading.Event(), threading.Event()
 
     def work() -> None:
         start.wait(WAIT_SECONDS)
@@ -152,14 +152,14 @@ def test_changes_of_other_threads_are_neither_blamed_nor_undone(
         sys.path.append("/acme")
         os.chdir("/")
         torch.set_float32_matmul_precision("medium")
-        done.set()
+        finished.set()
 
     thread = threading.Thread(target=work)
     thread.start()
     try:
         with SideEffects(HOST, alone=False, package="acme") as side_effects:
             start.set()
-            assert done.wait(WAIT_SECONDS)
+            assert finished.wait(WAIT_SECONDS)
         assert side_effects.effects == []
         assert (os.environ["ACME_APP"], sys.path[-1], Path.cwd()) == ("1", "/acme", Path("/"))
         assert torch.get_float32_matmul_precision() == "medium"
@@ -189,7 +189,7 @@ def test_blocks_of_several_threads_may_overlap() -> None:
     assert (sys.stdout, sys.stderr) == ours
 
 
-def test_a_stream_that_was_kept_works_afterwards() -> None:
+def test_a_captured_stream_that_code_keeps_works_afterwards() -> None:
     heard = io.StringIO()
     with contextlib.redirect_stderr(heard):
         with SideEffects(HOST) as side_effects:
@@ -200,7 +200,7 @@ def test_a_stream_that_was_kept_works_afterwards() -> None:
 
 
 @pytest.mark.process  # as above
-def test_a_thread_is_told_unless_it_ended() -> None:
+def test_a_thread_is_reported_unless_it_ended() -> None:
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, name="mine")
     assert effects_of(thread.start) == ["leaves the thread 'mine' running"]
@@ -213,14 +213,14 @@ def test_a_thread_is_told_unless_it_ended() -> None:
         short.join()
 
     assert effects_of(run_and_join) == []
-    other = threading.Event()
-    library = threading.Thread(target=other.wait)
+    event = threading.Event()
+    library = threading.Thread(target=event.wait)
     assert effects_of(library.start, light=False) == []
-    other.set()
+    event.set()
     library.join()
 
 
-def test_what_is_raised_passes_and_is_effects_of() -> None:
+def test_an_exception_passes_and_effects_are_still_listed() -> None:
     side_effects = SideEffects(HOST)
 
     def change_and_raise() -> None:
@@ -250,7 +250,7 @@ NAMES = st.sampled_from(["GUARD_A", "GUARD_B", "GUARD_C"])
     st.dictionaries(NAMES, st.sampled_from(["", "1", "2"])),
     st.lists(st.tuples(NAMES, st.sampled_from([None, "", "1", "2"]))),
 )
-def test_variables_are_put_back_and_those_that_changed_named(
+def test_variables_are_restored_and_changed_ones_named(
     before: dict[str, str], changes: list[tuple[str, str | None]]
 ) -> None:
     variables, after = {"OTHER": "1", **before}, dict[str, str | None]()
@@ -262,8 +262,8 @@ def test_variables_are_put_back_and_those_that_changed_named(
             else:
                 variables[name] = change
     changed = sorted(name for name, value in after.items() if value != before.get(name))
-    told = [f"changes the environment: {', '.join(changed)}"] if changed else []
-    assert side_effects.effects == told
+    expected = [f"changes the environment: {', '.join(changed)}"] if changed else []
+    assert side_effects.effects == expected
     assert variables == {"OTHER": "1", **before}
 
 

@@ -1,7 +1,7 @@
-"""interposer routes any model to any accelerator, and can say why each route was taken.
+"""Route any model to any accelerator, and explain why each route was chosen.
 
 Every public name is loaded on first use: importing the package initialises no device, loads no
-plugin, reads no environment and starts no thread.
+plugin, reads no environment variable and starts no thread.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ try:
 except ImportError as error:
     import sys
 
+    # The usual cause is another version of interposer_sandbox on the path, so name both files.
     _file = getattr(sys.modules.get("interposer_sandbox"), "__file__", None)
     raise ImportError(
         f"{error}. interposer is of {__file__}, and interposer_sandbox of {_file}. Try: reinstall "

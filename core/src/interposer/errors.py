@@ -1,4 +1,4 @@
-"""The exceptions that interposer raises, and what reading and writing their texts takes."""
+"""The exceptions that interposer raises, and helpers for error texts."""
 
 from __future__ import annotations
 

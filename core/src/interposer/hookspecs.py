@@ -1,7 +1,7 @@
 """The hooks that a plugin may implement, in pluggy's terms.
 
-A plugin is a module or object named by an entry point in the group ``interposer.plugins``. Its
-module imports interposer and the standard library only.
+A plugin is a module or object named by an entry point in the group ``interposer.plugins``. That
+module must import only interposer and the standard library.
 """
 
 from __future__ import annotations
@@ -49,14 +49,18 @@ def interposer_plan(
     tensor_parallel: int | None,
     expert_parallel: Any,
 ) -> Any:
-    """Return the model in the directory ``path`` with every choice made and no weight read.
+    """Return a ``Planned`` for the directory ``path``: every choice made, no weight read.
 
-    It is a ``Planned``; None leaves the directory to the next plugin. ``config`` is the ``Config``
-    in force. ``placement`` is where it is planned for; None leaves that to the selection.
-    ``quantization`` is the method by which plain weights are to be quantized while they load, or
-    its settings. ``tensor_parallel`` is the number of processes that are to compute it together,
-    and ``expert_parallel`` how its experts are to be placed on these.
-    Where one of them is given, only who takes it is asked.
+    Return None to leave the directory to the next plugin. A hook without a parameter for an
+    argument that the caller set is skipped.
+
+    Args:
+        config: the effective ``Config``.
+        placement: the target of the plan; None leaves the target to the selection.
+        quantization: the method for quantizing unquantized weights at load time, or the settings of
+            a method.
+        tensor_parallel: the number of processes that compute the model together.
+        expert_parallel: the expert parallelism across these processes.
     """
 
 
@@ -72,7 +76,7 @@ def interposer_refused(error: NoCandidateError) -> None:
 
 @hookspec
 def interposer_failed(plugin: str, distribution: str, reason: str) -> None:
-    """Observe that a plugin was quarantined."""
+    """Observe the quarantine of a plugin."""
 
 
 @hookspec
@@ -83,4 +87,4 @@ def interposer_finished(
     end_ns: int,
     facts: Mapping[str, str | int | float | bool],
 ) -> None:
-    """Observe that something which takes time has ended, in nanoseconds since the epoch."""
+    """Observe the end of an activity; times are nanoseconds since the epoch."""

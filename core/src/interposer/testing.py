@@ -1,6 +1,6 @@
 """The conformance kit under the core's name; interposer-testing provides it.
 
-``interposer.testing.verify`` is ``interposer_testing.verify``, and so is every other name.
+``interposer.testing.verify`` is ``interposer_testing.verify``, and so on for every name.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-# By name: the kit stands above the core, which imports nothing of it.
+# A string, because the kit depends on the core and the core must not import the kit.
 _KIT = "interposer_testing"
 
 

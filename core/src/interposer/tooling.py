@@ -1,6 +1,6 @@
-"""The parts of the core that command lines, conformance kits and tuners are built on.
+"""The parts of the core for command lines, conformance kits and tuners.
 
-Models and plugins need nothing of this. Every name is loaded on first use.
+Models and plugins do not need this module. Every name is loaded on first use.
 """
 
 from __future__ import annotations

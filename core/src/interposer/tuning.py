@@ -1,4 +1,4 @@
-"""Measured figures: what candidates took for requests on a device, as data that can be shipped."""
+"""Measured run times of candidates on a device, as data that can be shipped."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""Functions of foreign code, run in a guarded fork of a process that can be lost.
+"""Run functions of foreign code in a guarded fork of an expendable process.
 
 Foreign code may crash, hang, exit or change the process that it runs in. A ``Sandbox`` runs one
-function at a time in a fork of a process of its own and tells what became of it as a ``Finding``;
-``run_here`` does the same in this process, for code that comes back. Both hand the function a
-``Reporter``, which notes how far it has come. ``SideEffects`` lists what the code in a block did
-to the process around it, and puts it back. A ``Host`` tells both what is to be guarded.
+function at a time in a fork of a process of its own and returns the outcome as a ``Finding``;
+``run_here`` does the same in this process, for code that returns. Both pass a ``Reporter`` to the
+function, which records its progress. ``SideEffects`` lists changes that the code in a block made to
+its process, and undoes them. A ``Host`` describes the program to be guarded.
 
-``check_import_string`` looks for a name without running anything, and ``metadata_text`` and its
-kin read what an installer left, whatever is in it. What a finding depends on, for
-whoever keeps it, are the content of the code (``digest``, ``file_facts``) and ``surroundings``.
+``check_import_string`` looks up a name without executing code. ``metadata_text`` and related
+functions read an installer's files, whatever they contain. A finding that is stored depends on the
+content of the code (``digest``, ``file_facts``) and on ``surroundings``.
 
-It protects against code that is broken, careless or built for another machine, and not against
-code that means harm: that can do it from a fork as well.
+The sandbox protects against code that is broken, careless or built for another machine. It does not
+protect against malicious code, which can do harm from a fork as well.
 
 Every name is loaded on first use.
 """

@@ -1,4 +1,4 @@
-"""The client of the process that forks: starts it, asks it, ends it."""
+"""The client of the fork server: starts it, sends requests, stops it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from interposer_sandbox._task import Finding, Function
 
 _PROGRAM = """
 import json, sys
-# The working directory last: its modules are not meant to stand in for what this needs itself.
+# The working directory comes last, so that its modules do not shadow imports of this program.
 sys.path[:] = sorted(json.loads(sys.argv[1]), key=bool, reverse=True)
 from interposer_sandbox._fork_server import main
 main(**json.loads(sys.argv[2]))
 """
-# It tells that it lives every second, but not while it imports torch.
+# The server sends a sign of life every second, but not while it imports torch.
 _SILENCE_SECONDS = 150.0
 _END_SECONDS = 3.0
 
@@ -36,18 +36,18 @@ class SandboxError(Exception):
 
 
 class UnavailableError(SandboxError):
-    """This system or program has no process that could run anything."""
+    """This system or program cannot start a process that runs functions."""
 
 
 class NestedError(SandboxError):
-    """This process runs foreign code itself, so that it must not ask for more of that."""
+    """This process runs foreign code itself, so it must not run more of it."""
 
 
-class _Gone(Exception):
-    """The process that forks has ended."""
+class _ServerEnded(Exception):
+    """The fork server has ended."""
 
 
-class _Process:
+class _ForkServer:
     def __init__(self, host: Host, starting: Callable[[], object]) -> None:
         if not sys.executable or getattr(sys, "frozen", False):
             raise UnavailableError("this program has no interpreter of its own to start")
@@ -64,7 +64,7 @@ class _Process:
         command = [sys.executable, *flags, "-c", _PROGRAM, json.dumps(_path()), json.dumps(names)]
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         try:
-            # A session of its own, so that the terminal's Ctrl-C does not reach it.
+            # A new session, so that Ctrl-C in the terminal does not reach the server.
             self._process = subprocess.Popen(
                 command, bufsize=0, stdin=pipe, stdout=pipe, stderr=nowhere, start_new_session=True
             )
@@ -76,34 +76,36 @@ class _Process:
         self.pid = self._process.pid
 
     def ask(self, request: dict[str, Any]) -> Any:
-        """Return the finding on a request, as JSON.
+        """Send a request and return the finding as JSON.
 
-        Raises: _Gone: the process has ended, or is silent.
+        Raises: _ServerEnded: the server has ended, or is silent.
         """
         line = memoryview(json.dumps(request).encode() + b"\n")
         try:
+            # The pipe is unbuffered, so a write may be partial.
             while line:
                 line = line[self._questions.write(line) :]
         except BrokenPipeError:
-            raise _Gone from None
+            raise _ServerEnded from None
         answer = b""
-        while not answer.endswith(b"\n") or answer.isspace():  # empty lines say that it lives
-            speaks = self.has_ended(_SILENCE_SECONDS, or_answers=True)
-            chunk = self._answers.read(1 << 16) if speaks else b""
+        while not answer.endswith(b"\n") or answer.isspace():  # empty lines are signs of life
+            has_data = self.has_ended(_SILENCE_SECONDS, or_answers=True)
+            chunk = self._answers.read(1 << 16) if has_data else b""
             if not chunk:
-                raise _Gone
+                raise _ServerEnded
             answer += chunk
         self._reap()
         return json.loads(answer)
 
     def has_ended(self, seconds: float = 0.0, *, or_answers: bool = False) -> bool:
-        """Say whether the process has ended, or does so within ``seconds``."""
+        """Tell whether the server has ended, or ends within ``seconds``."""
         poll = select.poll()
+        # Without events, poll still reports that the other end was closed.
         poll.register(self._answers, select.POLLIN if or_answers else 0)
         return bool(poll.poll(seconds * 1000))
 
     def stop(self) -> None:
-        """End the process and everything that it forked; it needs a moment for the latter."""
+        """Stop the server, which first ends its forks."""
         self._questions.close()
         if self.has_ended(_END_SECONDS):
             self._reap()
@@ -112,23 +114,23 @@ class _Process:
         self._answers.close()
 
     def kill(self) -> None:
-        """End the process at once, while another thread may wait for its answer."""
-        if not self.has_ended():  # else the number of its group may be that of another by now
+        """Kill the server at once, even while another thread waits for its answer."""
+        if not self.has_ended():  # otherwise another process group may have reused the id
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             self.has_ended(_END_SECONDS)
         self._reap()
 
     def abandon(self) -> None:
-        """Forget the process in a fork of the one that it belongs to."""
+        """Forget the server in a fork of the process that started it."""
         self._questions.close()
         self._answers.close()
-        self._process.returncode = 0  # it is no child of this process, so there is none to wait for
+        self._process.returncode = 0  # not a child of this process, so do not wait
 
     def _reap(self) -> None:
-        """Take note of what was started, which left the process that forks to init at once.
+        """Reap the started process, which exits as soon as it has forked the server.
 
-        So none stays as a zombie when nothing is asked any more; unless this process is init.
+        If this process is init, the loop also reaps members of the server's process group.
         """
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
@@ -138,26 +140,25 @@ class _Process:
 
 
 class Sandbox:
-    """Runs functions in forks of a process of its own, which starts with the first of them.
+    """Runs functions in forks of a separate process, which the first function starts.
 
-    The process ends with this one, when it is stopped, or after a minute of silence; the next
-    function starts another. Threads are served one after another, and a fork of this process gets
-    one of its own.
+    The process ends with this one, after ``stop``, or after a minute without a request; the next
+    function starts another one. Threads take turns, and a fork of this process starts its own.
 
     Args:
-        starting: is called whenever the process is about to start.
+        starting: called whenever the process is about to start.
     """
 
     def __init__(self, host: Host, starting: Callable[[], object] = lambda: None) -> None:
         self._host = host
         self._starting = starting
         self._lock = ForkSafeLock()
-        self._process: _Process | None = None
+        self._process: _ForkServer | None = None
         _sandboxes.add(self)
 
     @property
     def pid(self) -> int | None:
-        """The number of the group of processes that runs functions, None while there is none."""
+        """The process group that runs functions, or None if there is none."""
         return self._process.pid if self._process is not None else None
 
     def run(
@@ -168,31 +169,31 @@ class Sandbox:
         *,
         modules: Iterable[str] = (),
     ) -> Finding:
-        """Return what a function finds in a fork, or how the fork ended.
+        """Run a function in a fork and return its finding, or a finding on how the fork ended.
 
         Args:
             arguments: JSON values by name.
-            seconds: limit every stage of the function that the reporter is told of.
-            modules: imported before the fork, after the host's slow ones, once for all that
-                follow.
+            seconds: time limit of every stage that the function reports.
+            modules: imported before the fork, after the host's slow modules, once for all later
+                calls.
         Raises:
-            UnavailableError: there is no process to ask.
+            UnavailableError: no process can be started.
             NestedError: this process is itself a fork that runs a function.
-            SandboxError: the process ends without an answer, twice.
+            SandboxError: the process ended twice without an answer.
         """
         request = {"function": _name(function), "arguments": dict(arguments), "seconds": seconds}
         request |= {"modules": [*modules], "path": _path(), "cwd": _cwd()}
         with self._lock.held:
-            for _ in range(2):  # an idle one may end at the very moment when it is asked
+            for _ in range(2):  # an idle server may end just before the request arrives
                 if _forbidden is not None:
                     raise type(_forbidden)(*_forbidden.args)
-                self._process = self._process or _Process(self._host, self._starting)
+                self._process = self._process or _ForkServer(self._host, self._starting)
                 try:
                     return Finding.from_json(self._process.ask(request))
-                except _Gone:
+                except _ServerEnded:
                     self.stop()
                 except BaseException:
-                    self.stop()  # its answer would be taken for that to the next question
+                    self.stop()  # the next request would read the answer to this one
                     raise
         raise SandboxError(
             "the process that examines it ended twice without an answer, "
@@ -200,15 +201,15 @@ class Sandbox:
         )
 
     def stop(self) -> None:
-        """End the process; the next function starts another."""
+        """Stop the process; the next function starts another."""
         with self._lock.held:
             if self._process is not None:
                 process, self._process = self._process, None
                 process.stop()
 
     def release(self) -> None:
-        """Close the pipes of a process that has ended for want of questions."""
-        # Whoever holds the lock is asking it.
+        """Close the pipes of a process that ended after idling."""
+        # A thread that holds the lock is using the process.
         if self._process is not None and self._lock.held.acquire(blocking=False):
             try:
                 if self._process is not None and self._process.has_ended():
@@ -222,16 +223,16 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _end(self) -> None:
-        """End the process, as this one ends."""
+    def _stop_at_exit(self) -> None:
+        """Stop the process when this one ends."""
         if self._lock.held.acquire(timeout=_END_SECONDS / 10):
             self.stop()
             self._lock.held.release()
-        elif self._process is not None:  # a thread that is not waited for is asking it
+        elif self._process is not None:  # a daemon thread still waits for an answer
             self._process.kill()
 
     def _abandon(self) -> None:
-        """Forget the process, as this one is a fork of the one that it belongs to."""
+        """Forget the process in a fork of the process that started it."""
         if self._process is not None:
             process, self._process = self._process, None
             process.abandon()
@@ -242,7 +243,7 @@ _forbidden: SandboxError | None = None
 
 
 def forbid(error: SandboxError) -> None:
-    """Raise an error wherever a function is to be run from here on."""
+    """Make every later ``Sandbox.run`` of this process raise ``error``."""
     global _forbidden
     _forbidden = error
 
@@ -250,7 +251,7 @@ def forbid(error: SandboxError) -> None:
 def _name(function: Function) -> str:
     """Return the import string of a function.
 
-    Raises: ValueError: another process cannot import it.
+    Raises: ValueError: another process cannot import the function.
     """
     module = getattr(function, "__module__", "")
     name = getattr(function, "__qualname__", repr(function))
@@ -263,6 +264,7 @@ def _name(function: Function) -> str:
 
 
 def _path() -> list[str]:
+    # Other objects are allowed on the path, but cannot be sent as JSON.
     return [entry for entry in sys.path if isinstance(entry, str)]
 
 
@@ -281,7 +283,7 @@ def _after_fork() -> None:
 def _at_exit() -> None:
     forbid(SandboxError("this process is ending"))
     for sandbox in [*_sandboxes]:
-        sandbox._end()
+        sandbox._stop_at_exit()
 
 
 atexit.register(_at_exit)

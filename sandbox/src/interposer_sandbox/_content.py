@@ -1,4 +1,4 @@
-"""The content of foreign code: what tells one state of its files from another."""
+"""Identification of the content of foreign code's files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_FILES = 10_000
 
 
 def digest(files: Iterable[Path]) -> str:
-    """Return a digest of the readable ones of ``files``, in any order; empty if there is none."""
+    """Return a digest of the readable files among ``files``; empty if there is none."""
     contents = []
     for file in sorted(files):
         with suppress(OSError):
@@ -23,49 +23,50 @@ def digest(files: Iterable[Path]) -> str:
 
 
 def is_altered(path: Path, recorded: str) -> bool:
-    """Say whether a file is missing or has another content than ``"sha256=..."`` records.
+    """Tell whether a file is missing or differs from the recorded ``"sha256=..."``.
 
-    The digest is written in base64 without padding, as in RECORD of an installed distribution. Of
-    other algorithms than SHA-2 none is believed.
+    The digest is in base64 without padding, as in the RECORD of an installed distribution. Only
+    SHA-2 algorithms are accepted; any other counts as altered.
     """
     algorithm, _, expected = recorded.partition("=")
     try:
         if algorithm not in _ALGORITHMS or not path.is_file():
             return True
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, algorithm).digest()
+            actual_digest = hashlib.file_digest(file, algorithm).digest()
     except (OSError, ValueError):
         return True
-    return base64.urlsafe_b64encode(found).decode().rstrip("=") != expected
+    return base64.urlsafe_b64encode(actual_digest).decode().rstrip("=") != expected
 
 
 def file_facts(root: Path) -> Iterator[list[str | int]]:
-    """Yield path, size and time of ``root`` or the files below it, none of which is read.
+    """Yield path, size and time of ``root`` or of the files below it, without reading them.
 
-    Caches and environments are left out, and so is what goes beyond any plugin's number of files:
-    a folder that metadata names may be the whole disk.
+    Caches and virtual environments are left out. The number of files is limited, because a folder
+    that metadata names may be the whole disk.
     """
-    waiting = [str(root)]
-    left = _MOST_FILES
-    while waiting and left > 0:
-        here = waiting.pop()
+    pending_folders = [str(root)]
+    num_remaining = _MOST_FILES
+    while pending_folders and num_remaining > 0:
+        folder = pending_folders.pop()
         try:
-            entries = {entry.name: entry for entry in os.scandir(here)}
+            entries = {entry.name: entry for entry in os.scandir(folder)}
         except NotADirectoryError:
             yield _facts(root.name, root)
             continue
         except OSError:
             continue
+        # A virtual environment.
         if "pyvenv.cfg" in entries:
             continue
         for name, entry in sorted(entries.items()):
             if name.startswith(".") or name == "__pycache__":
                 continue
-            # A link to a folder is not followed: it may lead back here.
+            # Links to folders are not followed, because they may form a loop.
             if entry.is_dir(follow_symlinks=False):
-                waiting.append(entry.path)
+                pending_folders.append(entry.path)
             else:
-                left -= 1
+                num_remaining -= 1
                 yield _facts(entry.path.removeprefix(str(root)), entry)
 
 

@@ -1,4 +1,4 @@
-"""The errors of foreign code: which ones to catch, how to show them, and what was meant."""
+"""Errors of foreign code: which ones to catch and how to show them; similar names."""
 
 from __future__ import annotations
 
@@ -11,27 +11,32 @@ _LONGEST_NAME = 64  # the time to compare names grows with the product of their 
 
 
 def foreign_errors() -> tuple[type[BaseException], ...]:
-    """Return what an ``except`` clause around foreign code catches: nearly everything.
+    """Return the exception types to catch around foreign code: nearly all of them.
 
-    Such code may derive its errors from ``BaseException``, and it may call ``sys.exit``; whoever
-    catches these quarantines it. Ctrl-C and the end of a generator are the caller's.
+    Foreign code may derive its errors from ``BaseException``, and may call ``sys.exit``, so a
+    handler that catches these types quarantines the code. Ctrl-C and the end of a generator of the
+    caller are not caught.
     """
-    # By its type alone: the error itself may claim to be of another class, or raise when asked.
+    # Only the type is trusted: attributes of the error may lie or raise.
     kind, _, trace = sys.exc_info()
     if kind is not None and issubclass(kind, GeneratorExit):
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
-        # Where a generator of the caller's is ended, it is raised at a line of the caller's.
-        place = trace.tb_frame.f_globals.get("__name__") if trace is not None else ""
-        own = sys._getframe(1).f_globals["__name__"].partition(".")[0]
-        return () if type(place) is str and place.startswith(own) else (BaseException,)
+        # Closing a generator of the caller raises GeneratorExit at a line of the caller.
+        module_name = trace.tb_frame.f_globals.get("__name__") if trace is not None else ""
+        caller_package = sys._getframe(1).f_globals["__name__"].partition(".")[0]
+        return (
+            ()
+            if type(module_name) is str and module_name.startswith(caller_package)
+            else (BaseException,)
+        )
     return () if kind is not None and issubclass(kind, KeyboardInterrupt) else (BaseException,)
 
 
 def described(error: BaseException) -> str:
-    """Return the ``repr`` of an error, or its type where it has none."""
+    """Return the ``repr`` of an error, or its type's name if ``repr`` fails."""
     try:
-        return "".join([repr(error)])  # which may be of a class of its own
+        return "".join([repr(error)])  # repr may return a subclass of str
     except foreign_errors():
         return f"{type(error).__name__}(...)"
 
@@ -45,7 +50,7 @@ def traced(error: BaseException) -> str:
 
 
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:
-    """Return ``known`` sorted by likeness to ``name``, then by name; a long name is like none."""
+    """Sort ``known`` by similarity to ``name``, then by name; a long name resembles none."""
     if len(name) > _LONGEST_NAME:
         return sorted(set(known))
 

@@ -1,8 +1,8 @@
-"""The process that forks: runs one function at a time, each in a fork of itself.
+"""The fork server: runs one function at a time, each in a fork of itself.
 
-It runs no foreign code itself, so that nothing that one does is still there for the next. A fork
-tells in lines of JSON with a token, on a pipe that only it has. The process ends when nobody
-is left to ask, or after a minute of silence.
+The server runs no foreign code itself, so no function can affect a later one. A fork reports in
+lines of JSON with a secret token, on a pipe of its own. The server ends when its client does, or
+after a minute without a request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from interposer_sandbox._client import NestedError, forbid
-from interposer_sandbox._functions import hold_for_forks
+from interposer_sandbox._functions import snapshot_for_forks
 from interposer_sandbox._host import Guarded
 from interposer_sandbox._supervisor import (
     DEATH_SECONDS,
@@ -45,7 +45,7 @@ from interposer_sandbox._task import Finding, Reporter, run_here
 
 _IDLE_SECONDS = 60.0
 _WARM_SECONDS = 120
-# Taken before foreign code can replace them.
+# Bound here, before foreign code can replace these functions.
 _exit, _write, _getpid, _dumps = os._exit, os.write, os.getpid, json.dumps
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -53,7 +53,7 @@ _BEAT_SECONDS = 0.05
 
 
 class _Host(NamedTuple):
-    """The names that this process is given of its host, see ``Host``."""
+    """The part of a ``Host`` that is sent to this process."""
 
     guarded: Guarded
     slow_modules: tuple[str, ...]
@@ -62,32 +62,34 @@ class _Host(NamedTuple):
 def main(
     guarded: Iterable[Iterable[str]], modules: Iterable[str], slow_modules: Iterable[str]
 ) -> NoReturn:
-    """Answer requests on descriptor 0 with lines on descriptor 1 until there are no more."""
+    """Serve requests from descriptor 0 with answers on descriptor 1 until the client ends."""
     try:
         host = _Host(Guarded(*map(tuple, guarded)), tuple(slow_modules))
         for module in modules:
             importlib.import_module(module)
         if os.fork():
-            _exit(0)  # so init reaps the other, who may end when nobody minds it any more
-        # A process that ignores or blocks these hands that down.
+            _exit(0)  # orphan the server, so that init reaps it whenever it ends
+        # Ignored and blocked signals are inherited from the client.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         _, hard = resource.getrlimit(resource.RLIMIT_CORE)
         resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
-        asking, answering = (fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3) for number in (0, 1))
+        # Move the pipes away from stdin and stdout, which code may read and print to.
+        request_fd, answer_fd = (fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3) for number in (0, 1))
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number in (0, 1, 2):
             os.dup2(nowhere, number)
         os.close(nowhere)
-        # As -W ignore does, but not equal to the filter of whoever wants to silence everybody.
+        # Like -W ignore, but not equal to a filter that foreign code may add, which would then
+        # go unnoticed.
         warnings.resetwarnings()
         warnings.filterwarnings("ignore", message=".*")
-        if sys.platform == "linux":  # what leaves its group and its parent is handed to this one
+        if sys.platform == "linux":  # adopt orphaned processes that left their group
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        hold_for_forks(host.guarded)
+        snapshot_for_forks(host.guarded)
         gc.freeze()
-        _serve(asking, answering, host)
+        _serve(request_fd, answer_fd, host)
         _exit(0)
     except (Ended, BrokenPipeError):
         _exit(0)
@@ -95,31 +97,38 @@ def main(
         _exit(1)
 
 
-def _serve(asking: int, answering: int, host: _Host) -> None:
+def _serve(request_fd: int, answer_fd: int, host: _Host) -> None:
     warm = False
-    questions = os.fdopen(asking, "rb")
-    while select.select([asking], [], [], _IDLE_SECONDS)[0] and (line := questions.readline()):
+    questions = os.fdopen(request_fd, "rb")
+    while select.select([request_fd], [], [], _IDLE_SECONDS)[0] and (line := questions.readline()):
         request = json.loads(line)
         if request["modules"]:
             warm = _import(host, request["modules"])
-        awaited = "" if warm else "".join(host.slow_modules[:1])
-        while (finding := _examine(request, asking, answering, awaited)) is None:
-            warm, awaited = _import(host), ""
-        os.write(answering, json.dumps(finding.to_json()).encode() + b"\n")
+        # Until the slow modules are imported, a fork stops at the first of them.
+        awaited_module = "" if warm else "".join(host.slow_modules[:1])
+        # A fork that needs slow modules returns None; the server imports them and runs it again.
+        while (finding := _examine(request, request_fd, answer_fd, awaited_module)) is None:
+            warm, awaited_module = _import(host), ""
+        os.write(answer_fd, json.dumps(finding.to_json()).encode() + b"\n")
 
 
-def _examine(request: dict[str, Any], asking: int, answering: int, awaited: str) -> Finding | None:
-    """Return what a fork found, or None if it wants the slow modules to be imported first."""
+def _examine(
+    request: dict[str, Any], request_fd: int, answer_fd: int, awaited_module: str
+) -> Finding | None:
+    """Run a request in a fork; None if the fork needs the slow modules imported first."""
+    # A new token for every fork, so that no message can be forged or replayed.
     token = secrets.token_hex(16)
     readers, writers = zip(*(os.pipe() for _ in range(3)), strict=True)
     pid = os.fork()
     if pid == 0:
-        _do(request, token, Pipes(*writers), [asking, answering, *readers], awaited)
+        _run_in_fork(
+            request, token, Pipes(*writers), [request_fd, answer_fd, *readers], awaited_module
+        )
     for descriptor in writers:
         os.close(descriptor)
     try:
         watch = Watch(pid, Pipes(*readers), request["seconds"], token)
-        return watch.follow(asking, answering)
+        return watch.follow(request_fd, answer_fd)
     finally:
         for descriptor in readers:
             os.close(descriptor)
@@ -127,10 +136,11 @@ def _examine(request: dict[str, Any], asking: int, answering: int, awaited: str)
 
 
 def _end_orphans() -> None:
-    """End the processes that a function left behind, in whatever group they are."""
+    """Kill the processes that a function left behind, whatever their group."""
     deadline = time.monotonic() + DEATH_SECONDS
     with suppress(ChildProcessError):
         while time.monotonic() < deadline:
+            # Killed processes become children of this one and are reaped here.
             if not os.waitpid(-1, os.WNOHANG)[0]:
                 for pid in children_of(os.getpid()):
                     with suppress(ProcessLookupError, PermissionError):
@@ -138,77 +148,78 @@ def _end_orphans() -> None:
                 time.sleep(0.001)
 
 
-def _import(host: _Host, more: Iterable[str] = ()) -> bool:
-    """Import what is trusted, once; a module that fails is met again, and told of, in a fork."""
-    modules = (*host.slow_modules, *more)
+def _import(host: _Host, extra_modules: Iterable[str] = ()) -> bool:
+    """Import trusted modules once; a failing import raises again, and is reported, in a fork."""
+    modules = (*host.slow_modules, *extra_modules)
     if not all(module in sys.modules for module in modules):
-        # Whoever hangs here hangs in the process that asks as well.
+        # A module that hangs here would hang in the client as well, so the server may end.
         signal.alarm(_WARM_SECONDS)
         for module in modules:
             with suppress(BaseException):
                 importlib.import_module(module)
         signal.alarm(0)
-        hold_for_forks(host.guarded)
+        snapshot_for_forks(host.guarded)
         gc.freeze()
     return True
 
 
-def _do(
-    request: dict[str, Any], token: str, pipes: Pipes, private: list[int], awaited: str
+def _run_in_fork(
+    request: dict[str, Any], token: str, pipes: Pipes, private: list[int], awaited_module: str
 ) -> NoReturn:
-    """Run a function in this freshly forked process, tell what it found and leave.
+    """Run a function in this freshly forked process, report its finding and exit.
 
     Args:
-        private: descriptors of the process that forks, which are closed.
-        awaited: the slow module that is not imported yet; empty if it is, or cannot be.
+        private: descriptors of the server, which are closed.
+        awaited_module: the first slow module if it is not imported yet; empty if it is, or cannot
+            be.
     """
     try:
         os.setsid()
-        if sys.platform == "linux":  # leaves with the process that forks, however that ends
+        if sys.platform == "linux":  # end with the server, however it ends
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            with suppress(OSError):  # where memory runs out, this process is ended and no other
+            with suppress(OSError):  # out of memory, the system kills this process first
                 Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
         for descriptor in private:
             os.close(descriptor)
         os.dup2(pipes.quiet, 1)
         os.dup2(pipes.quiet, 2)
         os.close(pipes.quiet)
-        output = _hidden(pipes.output)
+        output = _move_high(pipes.output)
         faulthandler.enable(output, all_threads=False)
         faulthandler.register(DUMP_SIGNAL, output, all_threads=True)
         forbid(NestedError("foreign code asks for more of it to be run"))
-        teller = _Teller(_hidden(pipes.lines), output, token)
+        reporter = _PipeReporter(_move_high(pipes.lines), output, token)
         sys.path[:] = request["path"]
         importlib.invalidate_caches()
         with suppress(OSError):
             os.chdir(request["cwd"])
-        if awaited:
-            sys.meta_path.insert(0, _SlowFinder(awaited, teller))
-        atexit._clear()  # so that those of the function alone are called
+        if awaited_module:
+            sys.meta_path.insert(0, _SlowFinder(awaited_module, reporter))
+        atexit._clear()  # drop handlers of the server; only those of the function are called
         try:
             module, _, name = request["function"].partition(":")
             function = getattr(importlib.import_module(module), name)
-            finding = run_here(function, request["arguments"], teller)
+            finding = run_here(function, request["arguments"], reporter)
             if finding:
-                teller.begin("ending the process")
+                reporter.begin("ending the process")
                 threading._shutdown()  # type: ignore[attr-defined]
                 atexit._run_exitfuncs()
-            teller.end(finding)
+            reporter.end(finding)
         except BaseException as error:  # noqa: BLE001 - code may raise its own
-            teller.end(Finding.raised(teller.stage, error))
+            reporter.end(Finding.raised(reporter.stage, error))
     finally:
         _exit(FAILED_CODE)
 
 
-def _hidden(descriptor: int) -> int:
-    """Move a descriptor to a number that code doesn't close by the way."""
+def _move_high(descriptor: int) -> int:
+    """Move a descriptor to a high number, which code does not close by accident."""
     hidden = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 100 + secrets.randbelow(100))
     os.close(descriptor)
     return hidden
 
 
-class _Teller(Reporter):
-    """Tells the watch over this process how far it has come."""
+class _PipeReporter(Reporter):
+    """Sends the progress of this process to the watch over it."""
 
     alone = True
 
@@ -223,20 +234,21 @@ class _Teller(Reporter):
 
     def begin(self, stage: str, patience: float = 1.0) -> None:
         super().begin(stage)
+        # Only long stages need signs of life; a thread costs time in every fork.
         if patience > 1 and not self._beats:
             self._beats = True
             _thread.start_new_thread(self._beat, ())
-        self.tell(begin=stage, patience=patience)
+        self.send(begin=stage, patience=patience)
 
     def _beat(self) -> None:
-        """Tell on and on that other threads get the interpreter's lock."""
+        """Prove regularly that other threads get the interpreter's lock."""
         while True:
             time.sleep(_BEAT_SECONDS)
-            self.tell(beat=True)
+            self.send(beat=True)
 
     def note(self, **facts: Any) -> None:
         super().note(**facts)
-        self.tell(note=facts)
+        self.send(note=facts)
 
     def unmute(self) -> None:
         _flush()
@@ -244,38 +256,38 @@ class _Teller(Reporter):
         os.dup2(self._output, 2)
 
     def end(self, finding: Finding) -> NoReturn:
-        """Tell the finding and leave, past everything that was to be run at the end."""
+        """Send the finding and exit without running any exit handler."""
         _flush()
-        self.tell(finding=finding.to_json())
+        self.send(finding=finding.to_json())
         _exit(0)
 
-    def tell(self, **message: Any) -> None:
-        if _getpid() != self._pid:  # the code forked, and one of the two tells
+    def send(self, **message: Any) -> None:
+        if _getpid() != self._pid:  # the code forked, and only the original process reports
             _exit(0)
         line = memoryview(_dumps({"token": self._token, **message}).encode() + b"\n")
         try:
             with self._lock:
                 while line:
                     line = line[_write(self._lines, line) :]
-        except OSError:  # the code closed what is not its own
+        except OSError:  # the code closed this pipe
             _exit(FAILED_CODE)
 
 
 class _SlowFinder:
-    """Leaves at the first import of a slow module, to be forked again by a process that has it."""
+    """Ends the fork at the first import of a slow module, so that the server imports it first."""
 
-    def __init__(self, awaited: str, teller: _Teller) -> None:
-        self._awaited = awaited
-        self._teller = teller
+    def __init__(self, awaited_module: str, reporter: _PipeReporter) -> None:
+        self._awaited = awaited_module
+        self._reporter = reporter
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == self._awaited:
-            self._teller.tell(warm=True)
+            self._reporter.send(warm=True)
             _exit(0)
 
 
 def _flush() -> None:
-    """Hand on what was printed, by native code as well."""
+    """Flush the output of Python and of native code."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(BaseException):
             stream.flush()

@@ -1,4 +1,4 @@
-"""The functions that others rely on, and what they meant before code ran."""
+"""Snapshots of widely used functions, to detect and undo replacements by foreign code."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from interposer_sandbox._host import Guarded
 from interposer_sandbox._remains import origin
 
-# Packages of Python, and modules and classes of torch, whose functions everybody calls. A fork
-# that looks at all there are spends longer on copies of its parent's memory than on the code.
-_PYTHONS = frozenset(
+# Packages of Python, and modules and classes of torch, whose functions are used everywhere. Looking
+# at every module would make a fork copy more of its parent's memory than the code is worth.
+_PYTHON_PACKAGES = frozenset(
     {
         *("abc", "asyncio", "atexit", "collections", "concurrent", "contextlib", "copy"),
         *("ctypes", "dataclasses", "enum", "functools", "gc", "glob", "hashlib", "http"),
@@ -41,101 +41,104 @@ _CLASSES = {
 }
 
 
-class _Held(NamedTuple):
-    """The modules and classes whose functions others rely on, by name, each with what it held.
+class _Snapshot(NamedTuple):
+    """The watched modules and classes by name, each with a copy of its content.
 
-    ``others`` are the names of further classes by those of their modules; ``members`` are objects
-    of the host with the attribute that counts; ``seen`` are the modules that were looked at.
+    ``class_names`` are names of further classes by module; ``members`` are objects of the host with
+    the guarded attribute; ``visited`` are the modules that were looked at.
     """
 
     guarded: Guarded
-    others: dict[str, list[str]]
+    class_names: dict[str, list[str]]
     modules: dict[str, tuple[dict[str, Any], dict[str, Any]]]
     classes: dict[str, tuple[type, dict[str, Any]]]
     members: dict[str, tuple[Any, str]]
-    seen: set[str]
+    visited: set[str]
 
     def refresh(self) -> None:
-        """Note what was added or replaced since."""
-        # In a fork that is there for one task nobody replaces anything without an import.
-        if _forked and not sys.modules.keys() - self.seen:
+        """Update the copies with additions and replacements since the last call."""
+        # In a fork that runs a single task, nothing is replaced without an import.
+        if _forked and not sys.modules.keys() - self.visited:
             return
-        for place, (space, kept) in self.modules.items():
-            if not is_same(space, kept):
+        for place, (space, copied) in self.modules.items():
+            if not is_same(space, copied):
                 self.modules[place] = (space, dict(space))
-        for place, (owner, kept) in self.classes.items():
-            if not is_same(vars(owner), kept):
+        for place, (owner, copied) in self.classes.items():
+            if not is_same(vars(owner), copied):
                 self.classes[place] = (owner, dict(vars(owner)))
-        self.look()
+        self.add_new_modules()
 
-    def look(self) -> None:
-        """Note what was imported since."""
-        for name in [*(sys.modules.keys() - self.seen)]:
-            self.seen.add(name)
-            held = getattr(sys.modules.get(name), "__dict__", None)
-            if self._is_watched(name) and isinstance(held, dict):
-                self.modules[name] = (held, dict(held))
-                self._note(name, held)
+    def add_new_modules(self) -> None:
+        """Add the modules that were imported since the last call."""
+        for name in [*(sys.modules.keys() - self.visited)]:
+            self.visited.add(name)
+            content = getattr(sys.modules.get(name), "__dict__", None)
+            if self._is_watched(name) and isinstance(content, dict):
+                self.modules[name] = (content, dict(content))
+                self._note(name, content)
         torch = sys.modules.get("torch")
+        # Another thread may be importing torch, so its classes may not exist yet.
         if hasattr(torch, "nn") and f"torch.{_TORCH_CLASSES[0]}" not in self.classes:
             self._add({f"torch.{path}": attrgetter(path)(torch) for path in _TORCH_CLASSES})
 
     def _is_watched(self, name: str) -> bool:
         root = _root(name)
-        known = root in _PYTHONS or root in self.guarded.bases or name in _TORCH_MODULES
-        return known or root.startswith(self.guarded.packages) or name in self.others
+        is_common = root in _PYTHON_PACKAGES or root in self.guarded.bases
+        is_common = is_common or name in _TORCH_MODULES
+        return is_common or root.startswith(self.guarded.packages) or name in self.class_names
 
-    def _note(self, name: str, held: Mapping[str, Any]) -> None:
-        """Note the classes and members of a module that was imported."""
-        root, own = _root(name), self.guarded.packages
-        if root in own or root in self.guarded.bases:
-            # What stands for a module that is not imported yet is asked nothing.
-            classes = [v for v in [*held.values()] if issubclass(type(v), type)]
+    def _note(self, name: str, content: Mapping[str, Any]) -> None:
+        """Add the classes and members of an imported module."""
+        root, own_packages = _root(name), self.guarded.packages
+        if root in own_packages or root in self.guarded.bases:
+            # issubclass on the type, because isinstance would trigger lazy module placeholders.
+            classes = [v for v in [*content.values()] if issubclass(type(v), type)]
             self._add({f"{name}.{v.__name__}": v for v in classes if v.__module__ == name})
-        for part in self.others.get(name, ()):
-            self._add({f"{name}.{part}": held[part]})
-        if root.startswith(own):
+        for part in self.class_names.get(name, ()):
+            self._add({f"{name}.{part}": content[part]})
+        if root.startswith(own_packages):
             parts = dict(member.split(".") for member in self.guarded.members)
-            for key, value in [*held.items()]:
+            # A copy, because another thread may import into the module meanwhile.
+            for key, value in [*content.items()]:
                 if (member := parts.get(type(value).__name__)) is not None:
                     self.members[f"{name}.{key}.{member}"] = value, member
 
     def is_foreign(self, place: str, value: object) -> bool:
-        """Say whether a module of the bases has a value from elsewhere.
+        """Tell whether a module of the base packages has a value from elsewhere.
 
-        One imports what it needs where it first uses it, and replaces what stood for that.
+        A base package may import a dependency on first use, and then replaces its placeholder.
         """
         root = _root(place)
-        own = issubclass(type(value), FunctionType | type) and origin(value) == root
-        return root in self.guarded.bases and not own
+        is_own = issubclass(type(value), FunctionType | type) and origin(value) == root
+        return root in self.guarded.bases and not is_own
 
     def _add(self, classes: Mapping[str, type]) -> None:
         self.classes.update({name: (owner, dict(vars(owner))) for name, owner in classes.items()})
 
 
-_helds: dict[Guarded, _Held] = {}
+_snapshots: dict[Guarded, _Snapshot] = {}
 _forked = False
 
 
-def hold_for_forks(guarded: Guarded) -> None:
-    """Note what functions mean, in a process that forks for each task."""
+def snapshot_for_forks(guarded: Guarded) -> None:
+    """Take the snapshot in a process that forks for each task."""
     global _forked
     _forked = False
-    hold(guarded)
+    take_snapshot(guarded)
     _forked = True
 
 
-def hold(guarded: Guarded) -> _Held:
-    """Return what functions mean now; a fork copies only what was imported since it was forked."""
-    if guarded not in _helds:
-        others = {module: [*names] for module, names in _CLASSES.items()}
+def take_snapshot(guarded: Guarded) -> _Snapshot:
+    """Return the current snapshot; a fork only copies modules imported since it was forked."""
+    if guarded not in _snapshots:
+        class_names = {module: [*names] for module, names in _CLASSES.items()}
         for place in guarded.classes:
             module, _, name = place.partition(":")
-            others.setdefault(module, []).append(name)
-        _helds[guarded] = _Held(guarded, others, {}, {}, {}, set())
-    held = _helds[guarded]
-    held.refresh()
-    return held
+            class_names.setdefault(module, []).append(name)
+        _snapshots[guarded] = _Snapshot(guarded, class_names, {}, {}, {}, set())
+    snapshot = _snapshots[guarded]
+    snapshot.refresh()
+    return snapshot
 
 
 def _root(name: str) -> str:
@@ -143,8 +146,8 @@ def _root(name: str) -> str:
 
 
 def is_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Say whether nothing was added or replaced; values that are one and the same are equal."""
+    """Tell whether two mappings are equal; identical values count as equal."""
     try:
         return now == before
-    except Exception:  # noqa: BLE001 - that of a tensor, or of what somebody put there
+    except Exception:  # noqa: BLE001 - comparing tensors or foreign objects may raise
         return False

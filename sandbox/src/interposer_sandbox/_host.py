@@ -1,4 +1,4 @@
-"""The program that foreign code runs in, as far as a sandbox has to know it."""
+"""The program that foreign code runs in, as far as a sandbox must know it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 
 class Guarded(NamedTuple):
-    """The names of what code may not replace of the program around it.
+    """The parts of the surrounding program that code may not replace, by name.
 
     Attributes:
-        packages: the program's own top-level packages. Code may replace no function of theirs, nor
-            of packages whose names begin like one; nor may it change their classes.
-        bases: packages that the program is built on, guarded like its own. They may replace what
-            stands for a module until it is first used.
+        packages: the program's own top-level packages. Code may replace no function of these
+            packages, nor of packages whose names begin like one, and may not change their classes.
+        bases: packages that the program is built on, guarded like its own. They may replace a
+            placeholder for a module when the module is first used.
         classes: classes of other packages, as ``"module:Class"``.
-        members: attributes of the program's objects, as ``"Class.attribute"``. Code may not put
-            there what its own package defines, unless the object is its own.
+        members: attributes of the program's objects, as ``"Class.attribute"``. Code may not assign
+            objects of its own package to them, unless the owner is its own.
     """
 
     packages: tuple[str, ...] = ()
@@ -31,15 +31,15 @@ _NOTHING = Guarded()
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The program around foreign code, and what of it that code may not change.
+    """The program around foreign code, and the parts that code may not change.
 
     Attributes:
-        environment: returns the variables of this process, to compare and to put back; by default
-            there are none. It is asked each time: code may replace the mapping itself.
-        guarded: what code may not replace.
-        modules: imported by the process of a sandbox when it starts, so that no fork has to.
-        slow_modules: imported by that process when code first imports the first of them, as that
-            takes longer than the code may. All are trusted.
+        environment: returns the environment variables of this process, to compare and restore them;
+            none by default. It is called each time, because code may replace the mapping itself.
+        guarded: the names that code may not replace.
+        modules: imported by the sandbox's process when it starts, so that no fork needs to.
+        slow_modules: imported by that process when code first imports the first of them, because
+            their import would exceed the code's time limit. All of them are trusted.
     """
 
     environment: Callable[[], MutableMapping[str, str]] = dict

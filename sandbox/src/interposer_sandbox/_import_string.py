@@ -1,4 +1,4 @@
-"""Checks that an import string points at something, made without importing anything."""
+"""Checks that an import string names an existing object, without importing anything."""
 
 from __future__ import annotations
 
@@ -19,71 +19,74 @@ from interposer_sandbox._foreign import nearest_first
 _DYNAMIC = frozenset(
     {"__getattr__", "__path__", "eval", "exec", "globals", "locals", "setattr", "vars"}
 )
-# What the text of a module has somewhere if a statement in it can be dynamic or a global one.
-# Letters beyond ASCII may be other ways to write a name.
-_TELLING = re.compile(
+# Matches every source text that may have a dynamic or a global statement, so that the others need
+# no search of the syntax tree. Python normalizes identifiers, so non-ASCII letters may hide a name.
+_MAY_BE_DYNAMIC = re.compile(
     rb"\b(?:global|%s)\b|import[\s(\\]*\*|[\x80-\xff]" % "|".join(_DYNAMIC).encode()
 )
 
 
 class _Source(NamedTuple):
-    """The names that a source file binds, those apart that it has from imports alone."""
+    """The names that a source file binds; ``imported`` are bound only by imports."""
 
-    own: frozenset[str] = frozenset()
+    defined: frozenset[str] = frozenset()
     imported: frozenset[str] = frozenset()
     complete: bool = True
 
 
 def check_import_string(target: str) -> str:
-    """Return why ``"package.module:name"`` points nowhere, or an empty string.
+    """Return why ``"package.module:name"`` names no object, or "".
 
-    A module that is imported already is looked into, of another its source is read. The result
-    is empty as well where neither can tell: for modules that compute their names, and for native
-    ones that are not imported.
+    A module that is already imported is inspected; for any other module its source is read. The
+    result is also "" if neither can tell: for modules that compute their names, and for native
+    modules that are not imported.
     """
     module, _, attribute = target.partition(":")
     loaded = sys.modules.get(module)
     if loaded is not None and not _is_unfinished(loaded):
         return _check_loaded(loaded, module, attribute)
     parts = module.split(".")
+    # find_spec of a dotted name would import the parents, so walk down by hand.
     spec = _top_level(parts[0])
     if spec is None:
         return "" if sys.modules.get(parts[0]) is not None else f"there is no module {parts[0]!r}"
     for number in range(1, len(parts)):
         name = ".".join(parts[: number + 1])
+        # A parent that is already imported may have changed its search path, so trust its own
+        # spec.
         if name in sys.modules:
             spec = getattr(sys.modules[name], "__spec__", None)
             if spec is None:
                 return ""
             continue
         folders = spec.submodule_search_locations or ()
-        found = PathFinder.find_spec(name, list(folders))
-        if found is None:
+        submodule_spec = PathFinder.find_spec(name, list(folders))
+        if submodule_spec is None:
             source = _source(spec)
-            if not (source and source.complete):  # it may look for its modules elsewhere
+            if not (source and source.complete):  # the package may extend its search path
                 return ""
-            known = _submodules(folders)
-            return f"there is no module {name!r}{_nearest(parts[number], known)}"
-        spec = found
+            submodules = _submodules(folders)
+            return f"there is no module {name!r}{_nearest(parts[number], submodules)}"
+        spec = submodule_spec
     return _check_attribute(spec, module, attribute)
 
 
 def is_loaded(target: str) -> bool:
-    """Say whether the module of an import string is imported and simply holds what it names."""
+    """Tell whether an import string's module is imported and has the named attribute."""
     module, _, attribute = target.partition(":")
     loaded = sys.modules.get(module)
     return type(loaded) is ModuleType and attribute in vars(loaded)
 
 
 def _is_unfinished(loaded: object) -> bool:
-    """Say whether a module is being imported, so that the rest of it is still to come."""
+    """Tell whether a module is still being imported, so that names may be missing."""
     return type(loaded) is ModuleType and getattr(
         vars(loaded).get("__spec__"), "_initializing", False
     )
 
 
 def _check_loaded(loaded: object, module: str, attribute: str) -> str:
-    # A class of its own, or __getattr__, may make names when they are asked for; they are not.
+    # A module subclass or a __getattr__ may compute names. Neither is called, so any name passes.
     if type(loaded) is not ModuleType:
         return ""
     names = dict(vars(loaded))
@@ -95,12 +98,12 @@ def _check_loaded(loaded: object, module: str, attribute: str) -> str:
 
 
 def _own_names(module: str, names: dict[str, Any]) -> Iterator[str]:
-    """Yield the names in an imported module that are not there by an import alone."""
+    """Yield the names of an imported module, except those that it only imports."""
     source = _read(names.get("__file__"))
     for name, value in names.items():
-        hidden = name.startswith("__") or (source is not None and name in source.imported)
+        is_hidden = name.startswith("__") or (source is not None and name in source.imported)
         kind = type(value)
-        if hidden or issubclass(kind, ModuleType):
+        if is_hidden or issubclass(kind, ModuleType):
             continue
         if not issubclass(kind, FunctionType | type) or value.__module__ == module:
             yield name
@@ -110,26 +113,26 @@ def _check_attribute(spec: ModuleSpec, module: str, attribute: str) -> str:
     source = _source(spec)
     if not (source and source.complete):
         return ""
-    known = {*source.own, *source.imported, *_submodules(spec.submodule_search_locations or ())}
-    if attribute in known or (attribute.startswith("__") and attribute.endswith("__")):
+    names = {*source.defined, *source.imported, *_submodules(spec.submodule_search_locations or ())}
+    if attribute in names or (attribute.startswith("__") and attribute.endswith("__")):
         return ""
     return f"{module} has no {attribute!r}{_nearest(attribute, source.own)}"
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    nearest = nearest_first(name, known)[:3]
+def _nearest(name: str, names: Iterable[str]) -> str:
+    nearest = nearest_first(name, names)[:3]
     return f"; nearest: {', '.join(nearest)}" if nearest else ""
 
 
 def _top_level(name: str) -> ModuleSpec | None:
     try:
         return find_spec(name)
-    except (ValueError, ImportError):  # made at run time: it has no spec
+    except (ValueError, ImportError):  # created at run time without a spec
         return None
 
 
 def _source(spec: ModuleSpec) -> _Source | None:
-    """Return what the source of a module binds, or None if there is none to be read."""
+    """Return the names that a module's source binds, or None if no source can be read."""
     if spec.origin is None:
         return None if spec.submodule_search_locations is None else _Source()
     return _read(spec.origin)
@@ -140,30 +143,31 @@ def _read(file: object) -> _Source | None:
         return None
     path = Path(file)
     try:
-        facts = path.stat()
+        status = path.stat()
     except (OSError, ValueError):
         return None
-    return _parsed(path, facts.st_mtime_ns, facts.st_size)
+    return _parse(path, status.st_mtime_ns, status.st_size)
 
 
 @lru_cache(maxsize=256)
-def _parsed(path: Path, _mtime_ns: int, _size: int) -> _Source | None:
+def _parse(path: Path, _mtime_ns: int, _size: int) -> _Source | None:
     try:
         text = path.read_bytes()
         tree = ast.parse(text)
-        bound = list(_bound(tree.body))
+        bindings = list(_bound_names(tree.body))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return None  # importing it will say what is wrong
-    nodes = list(ast.walk(tree)) if _TELLING.search(text) else []
+        return None  # importing the module gives a better error
+    # Walking the whole tree is slow, so only suspicious modules pay for it.
+    nodes = list(ast.walk(tree)) if _MAY_BE_DYNAMIC.search(text) else []
     declared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
-    own = declared.union(name for name, imported in bound if not imported)
-    imported = {name for name, imported in bound if imported} - own
-    complete = "__getattr__" not in own | imported and not any(map(_is_dynamic, nodes))
-    return _Source(frozenset(own), frozenset(imported), complete)
+    own_names = declared.union(name for name, imported_names in bindings if not imported_names)
+    imported_names = {name for name, imported_names in bindings if imported_names} - own_names
+    complete = "__getattr__" not in own_names | imported_names and not any(map(_is_dynamic, nodes))
+    return _Source(frozenset(own_names), frozenset(imported_names), complete)
 
 
 def _is_dynamic(node: ast.AST) -> bool:
-    """Say whether more names than can be read may come from ``node``."""
+    """Tell whether ``node`` may define names that the source does not show."""
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name in _DYNAMIC
@@ -172,8 +176,8 @@ def _is_dynamic(node: ast.AST) -> bool:
     return False
 
 
-def _bound(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, bool]]:
-    """Yield the names that statements of a module bind in it, and whether by an import."""
+def _bound_names(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, bool]]:
+    """Yield the names that statements bind in their module, and whether by an import."""
     for node in nodes:
         match node:
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
@@ -186,14 +190,14 @@ def _bound(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, bool]]:
                 yield name, False
             case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
                 yield name, False
-                yield from _bound(ast.iter_child_nodes(node))
+                yield from _bound_names(ast.iter_child_nodes(node))
             case _:
-                yield from _bound(ast.iter_child_nodes(node))
+                yield from _bound_names(ast.iter_child_nodes(node))
 
 
 def _submodules(folders: Iterable[str]) -> list[str]:
-    found = []
+    names = []
     for folder in map(Path, folders):
         if folder.is_dir():
-            found += [p.name.partition(".")[0] for p in folder.iterdir() if p.name[0] not in "._"]
-    return found
+            names += [p.name.partition(".")[0] for p in folder.iterdir() if p.name[0] not in "._"]
+    return names

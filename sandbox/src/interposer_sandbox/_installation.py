@@ -1,4 +1,4 @@
-"""Faults of an installation that keep imports from working, by the name of the file."""
+"""Faults of an installation that prevent imports, by file name."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ _METADATA = (".dist-info", ".egg-info")
 
 
 def endless_entry_points() -> list[str]:
-    """Return the entry points of what is installed that are a FIFO or a device, with the reason.
+    """Return the faults of installed entry-point files that are a FIFO or a device.
 
-    Libraries such as pydantic read the file of each distribution when they are imported, and would
-    wait for the other end.
+    Libraries such as pydantic read these files when they are imported, and would wait forever.
     """
-    return [_fault(path, _ENDLESS) for path, is_endless in _kinds() if is_endless]
+    return [_fault(path, _ENDLESS) for path, is_endless in _entry_point_files() if is_endless]
 
 
 def unreadable_entry_points() -> list[str]:
-    """Return the entry points of what is installed that cannot be read, each with the reason."""
+    """Return the faults of installed entry-point files that cannot be read."""
     faults = []
-    for path, is_endless in _kinds():
+    for path, is_endless in _entry_point_files():
         if is_endless:
             faults.append(_fault(path, _ENDLESS))
             continue
         try:
             path.read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
-            continue  # which libraries take for no entry points
+            continue  # libraries treat these as files without entry points
         except (OSError, UnicodeDecodeError) as error:
             faults.append(_fault(path, error))
     return faults
@@ -43,8 +42,8 @@ def _fault(path: Path, reason: object) -> str:
     return f"{path.parent}: {path.name}: {reason}"
 
 
-def _kinds() -> Iterator[tuple[Path, bool]]:
-    """Yield the path of each file of entry points, and whether a read of it may never end."""
+def _entry_point_files() -> Iterator[tuple[Path, bool]]:
+    """Yield the path of each entry-point file, and whether reading it may never end."""
     for folder in dict.fromkeys(sys.path):
         with suppress(OSError, ValueError):
             for entry in os.scandir(folder or "."):
@@ -54,17 +53,17 @@ def _kinds() -> Iterator[tuple[Path, bool]]:
                         mode = path.stat().st_mode
                     except (FileNotFoundError, NotADirectoryError, PermissionError):
                         continue
-                    except OSError:  # such as a link to itself
+                    except OSError:  # for example a link to itself
                         yield path, False
                         continue
                     yield path, not (S_ISREG(mode) or S_ISDIR(mode))
 
 
 def shadowed(prefix: str) -> list[str]:
-    """Return the modules that are imported in place of what distributions installed.
+    """Describe the imported modules that shadow modules of installed distributions.
 
     Args:
-        prefix: with which the names of top-level modules and distributions begin.
+        prefix: beginning of the names of top-level modules and distributions.
     """
     from importlib import metadata
 
@@ -75,11 +74,11 @@ def shadowed(prefix: str) -> list[str]:
         module = sys.modules[name]
         file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [])), "")
         try:
-            found = metadata.distribution(name.replace("_", "-"))
-            location = editable_folder(found) or Path(str(found.locate_file("")))
+            distribution = metadata.distribution(name.replace("_", "-"))
+            location = editable_folder(distribution) or Path(str(distribution.locate_file("")))
             if not file or Path(file).resolve().is_relative_to(location.resolve()):
                 continue
-            version = found.version
+            version = distribution.version
         except (metadata.PackageNotFoundError, OSError, ValueError, KeyError):
             continue
         lines.append(

@@ -8,10 +8,10 @@ from importlib import import_module
 
 
 def lazy_attributes(module: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of ``module`` for names that other modules define.
+    """Create a module ``__getattr__`` that imports names from other modules on first use.
 
     Args:
-        homes: names by the module that defines them, with spaces between.
+        homes: names by the module that defines them, separated by spaces.
     """
     modules = {name: home for home, names in homes.items() for name in names.split()}
 

@@ -9,7 +9,7 @@ from threading import RLock
 class ForkSafeLock:
     """A reentrant lock, ``held``, that is free in a forked process.
 
-    Such a process lacks the thread that may hold it, so nobody would ever release it.
+    A forked process lacks the thread that holds the lock, so the lock would never be released.
     """
 
     def __init__(self) -> None:

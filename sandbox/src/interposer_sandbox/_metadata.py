@@ -1,4 +1,4 @@
-"""The metadata of what is installed, read without trust in any of it."""
+"""Metadata of installed distributions, read without trusting any of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from interposer_sandbox._content import is_altered
 from interposer_sandbox._foreign import described, foreign_errors
 
-# What an installer adds to a wheel: it differs from machine to machine, the code does not.
+# Files that an installer adds to a wheel. They differ between machines, unlike the code.
 _ADDED = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"})
 _SCRIPTS = frozenset({"bin", "Scripts"})
 _MOST_BYTES = 50_000_000
@@ -24,7 +24,7 @@ _MOST_LETTERS = 100_000
 
 
 class Metadata(Protocol):
-    """The members of a distribution that importlib.metadata finds, or its backport."""
+    """The members used of a distribution object of importlib.metadata or its backport."""
 
     def read_text(self, filename: str, /) -> str | None:
         """Return the text of a metadata file, or None without one."""
@@ -34,42 +34,45 @@ class Metadata(Protocol):
 
 
 def metadata_folder(found: Metadata) -> Path:
-    """Return the folder of the metadata, whose name is what installers go by."""
-    return Path(str(getattr(found, "_path", id(found))))  # which is no public attribute
+    """Return the folder of the metadata; installers identify a distribution by its name."""
+    return Path(
+        str(getattr(found, "_path", id(found)))
+    )  # _path is not public, but has no substitute
 
 
 def metadata_text(found: Metadata, name: str) -> str:
-    """Return the text of a metadata file, empty without one or where it cannot be read."""
+    """Return the text of a metadata file; empty if it is missing or cannot be read."""
     try:
         return _text(found, name)
     except (OSError, ValueError):  # not readable, or not UTF-8
         return ""
 
 
-def _text(found: Metadata, name: str) -> str:
-    """Return the text of a metadata file, empty without one.
+def _text(metadata: Metadata, name: str) -> str:
+    """Return the text of a metadata file; empty if it is missing.
 
     Raises:
-        OSError: it cannot be read, is no file, or is larger than any such file is.
-        UnicodeDecodeError: it is not UTF-8.
+        OSError: the file cannot be read, is not regular, or is implausibly large.
+        UnicodeDecodeError: the file is not UTF-8.
     """
-    # A pipe would never end, nor would a device.
-    if isinstance(getattr(found, "_path", None), Path):
+    # Reading a pipe or a device might never end.
+    # Other implementations, such as zip files, have no file to check.
+    if isinstance(getattr(metadata, "_path", None), Path):
         try:
-            stat = (metadata_folder(found) / name).stat()
+            stat = (metadata_folder(metadata) / name).stat()
         except (FileNotFoundError, NotADirectoryError):
-            return found.read_text(name) or ""  # a name in other letters, or a file as the folder
+            return metadata.read_text(name) or ""  # a differently spelled name, or an egg file
         if not S_ISREG(stat.st_mode):
             raise OSError("it is no file")
         if stat.st_size > _MOST_BYTES:
             raise OSError(f"it has {stat.st_size:,} bytes; {_MOST_BYTES:,} are allowed")
-    return found.read_text(name) or ""
+    return metadata.read_text(name) or ""
 
 
 def metadata_headers(text: str) -> list[tuple[str, str]]:
-    """Return the headers in lower case with their values; the description is left out.
+    """Return the headers in lower case with their values, without the description.
 
-    The parser for mail takes ten times as long, which counts with a hundred distributions.
+    Python's mail parser takes ten times as long, which matters with a hundred distributions.
     """
     headers: list[tuple[str, str]] = []
     for line in text.split("\n"):
@@ -85,13 +88,13 @@ def metadata_headers(text: str) -> list[tuple[str, str]]:
 
 
 def entry_points(found: Any, group: str) -> tuple[list[Any], str]:
-    """Return the entry points of a group, or none of them and what is wrong with the file."""
+    """Return the entry points of a group, or none and the fault of the file."""
     try:
         text = _text(found, _ENTRY_POINTS)
     except OSError as error:
         return [], f"its {_ENTRY_POINTS} cannot be read: {error}"
     except UnicodeDecodeError:
-        return [], f"its {_ENTRY_POINTS} is not UTF-8" if _names(found, group) else ""
+        return [], f"its {_ENTRY_POINTS} is not UTF-8" if _mentions_group(found, group) else ""
     if group not in text:
         return [], ""
     if len(text) > _MOST_LETTERS:
@@ -103,9 +106,9 @@ def entry_points(found: Any, group: str) -> tuple[list[Any], str]:
         return [], f"its {_ENTRY_POINTS} cannot be read: {described(error)}"
 
 
-def _names(found: Metadata, group: str) -> bool:
+def _mentions_group(metadata: Metadata, group: str) -> bool:
     try:
-        return group.encode() in (metadata_folder(found) / _ENTRY_POINTS).read_bytes()
+        return group.encode() in (metadata_folder(metadata) / _ENTRY_POINTS).read_bytes()
     except OSError:
         return False
 
@@ -121,14 +124,15 @@ def editable_folder(found: Metadata) -> Path | None:
     if url is None or url.scheme != "file":
         return None
     path = unquote(url.path)
+    # A URL of a Windows path has a slash before the drive letter.
     folder = Path(path[1:] if re.match(r"/[A-Za-z]:", path) else path)
     return folder / "src" if (folder / "src").is_dir() else folder
 
 
 def recorded_files(record: str) -> Iterator[tuple[str, str]]:
-    """Yield path and ``algorithm=digest`` of what a RECORD lists, without what installers add.
+    """Yield path and ``algorithm=digest`` of the files in a RECORD, without the installer's.
 
-    Raises: csv.Error: it cannot be read.
+    Raises: csv.Error: the text cannot be parsed.
     """
     return (row for row in _rows(record) if not _is_added(row[0]))
 
@@ -136,23 +140,23 @@ def recorded_files(record: str) -> Iterator[tuple[str, str]]:
 def altered_files(record: str, location: Path) -> list[str]:
     """Return the paths in a RECORD whose file is missing, has other content or has no hash.
 
-    What the installer adds is not checked: scripts, cached bytecode and its own notes.
+    Files of the installer are not checked: scripts, cached bytecode and its own notes.
 
     Args:
-        location: the folder that the paths start from.
+        location: the base folder of the paths.
     """
     return [
         path
         for path, digest in recorded_files(record)
-        if (digest or _wants_hash(Path(path))) and is_altered(location / path, digest)
+        if (digest or _needs_hash(Path(path))) and is_altered(location / path, digest)
     ]
 
 
 def has_module(record: str, module: str) -> bool:
-    """Say whether the file of ``module`` stands in a RECORD."""
+    """Tell whether a RECORD lists the file of ``module``."""
     stem = module.replace(".", "/")
     ends = (path.removeprefix(stem) for path, _ in _rows(record) if path.startswith(stem))
-    return any(_ends_a_module(end.removeprefix("/__init__")) for end in ends)
+    return any(_is_module_suffix(end.removeprefix("/__init__")) for end in ends)
 
 
 def _rows(record: str) -> Iterator[tuple[str, str]]:
@@ -163,16 +167,16 @@ def _rows(record: str) -> Iterator[tuple[str, str]]:
 
 def _is_added(path: str) -> bool:
     parts = path.split("/")
-    if parts[0] == "..":  # a script has the path of its interpreter in it
+    if parts[0] == "..":  # scripts contain the path of their interpreter
         return len(parts) > 1 and parts[-2] in _SCRIPTS
     return len(parts) == 2 and parts[0].endswith(".dist-info") and parts[1] in _ADDED
 
 
-def _wants_hash(path: Path) -> bool:
+def _needs_hash(path: Path) -> bool:
     return path.suffix != ".pyc" and path.parent.suffix != ".dist-info"
 
 
-def _ends_a_module(suffix: str) -> bool:
-    """Say whether ``suffix`` makes the path of a module a file: ``.py``, ``.abi3.so``, ..."""
-    native = suffix.startswith(".") and suffix.endswith((".so", ".pyd"))
-    return "/" not in suffix and (suffix in (".py", ".pyc") or native)
+def _is_module_suffix(suffix: str) -> bool:
+    """Tell whether ``suffix`` turns a module's path into a file: ``.py``, ``.abi3.so``, ..."""
+    is_native = suffix.startswith(".") and suffix.endswith((".so", ".pyd"))
+    return "/" not in suffix and (suffix in (".py", ".pyc") or is_native)

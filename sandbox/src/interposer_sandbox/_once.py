@@ -13,23 +13,23 @@ R = TypeVar("R")
 
 
 class cached(Generic[P, R]):
-    """A function whose last eight results are kept; its arguments are hashable.
+    """A function whose last eight results are cached; its arguments must be hashable.
 
-    Threads that ask at once wait for one call, where ``lru_cache`` alone makes one in each. What
-    raises is not kept.
+    Concurrent threads share one call, while ``lru_cache`` alone would make one call per thread.
+    Exceptions are not cached.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:
         update_wrapper(self, function)
-        self._kept = lru_cache(maxsize=8)(function)
+        self._cache = lru_cache(maxsize=8)(function)
         self._lock = ForkSafeLock()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return the kept result, or that of calling the function now."""
+        """Return the cached result, or call the function."""
         with self._lock.held:
-            return self._kept(*args, **kwargs)  # type: ignore[arg-type]
+            return self._cache(*args, **kwargs)  # type: ignore[arg-type]
 
     def forget(self) -> None:
         """Drop every result."""
         with self._lock.held:
-            self._kept.cache_clear()
+            self._cache.cache_clear()

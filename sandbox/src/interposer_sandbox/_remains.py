@@ -18,49 +18,50 @@ from typing import Any
 
 _PRINTED_LIMIT = 200
 _STREAMS = ("stdout", "stderr")
-# A thread that was joined may still be listed for a moment, and one that was started not yet be.
+# A joined thread may still be listed for a moment, and a started thread not yet.
 _GRACE_SECONDS = 0.02
-# The thread of faulthandler that was told to end does so in less.
+# The timer thread of faulthandler ends within this time after its cancellation.
 _FUSE_SECONDS = 0.005
-# Their threads end when nothing is left to do for them.
+# Threads of these packages end by themselves once they are idle.
 _POOLS = frozenset({"concurrent", "multiprocessing"})
 
 _num_forks = 0
 
 
 def streams(shared: bool) -> Iterator[str]:
-    """Yield once to let code run, then what it printed and which streams it replaced.
+    """Yield once to let code run, then yield its output and the streams that it replaced.
 
     Args:
-        shared: another thread may put its own streams there meanwhile.
+        shared: another thread may replace the streams meanwhile.
     """
-    captures = {name: _Capture(_lasting(getattr(sys, name))) for name in _STREAMS}
+    captures = {name: _Capture(_without_ended_captures(getattr(sys, name))) for name in _STREAMS}
     sys.stdout, sys.stderr = captures.values()
     yield ""
     for name, capture in captures.items():
         capture.owner = 0
         if getattr(sys, name) is not capture:
             if shared:
-                continue  # another thread has put its own there, and takes it away again
+                continue  # another thread replaced the stream, and restores it itself
             yield f"replaces sys.{name}"
-        setattr(sys, name, _lasting(capture.stream))
-    printed = "".join(text for capture in captures.values() for text in capture.kept)
+        setattr(sys, name, _without_ended_captures(capture.stream))
+    printed = "".join(text for capture in captures.values() for text in capture.texts)
     if printed:
         yield f"prints {printed[:_PRINTED_LIMIT]!r}"
 
 
 def offspring(light: bool, calls: bool, package: str) -> Iterator[str]:
-    """Yield once to let code run, then the threads and processes that it left behind.
+    """Yield once to let code run, then yield the threads and processes that it left behind.
 
     Args:
-        light: none may be left. Else libraries may leave threads and processes.
-        calls: a thread of the package itself, or one that only runs a function of Python's own,
-            may not be left either.
+        light: nothing may be left. Otherwise libraries may leave threads and processes.
+        calls: also forbid threads of the package itself, and threads that only run a function of
+            Python's own.
         package: the top-level package of the code.
     """
     forks, had_children = _num_forks, _has_children()
     threads, num_threads, num_tasks = set(threading.enumerate()), _thread._count(), _num_tasks()
     yield ""
+    # A fork that already ended leaves no child, so forks are counted.
     if _num_forks > forks:
         yield "forks the process"
     elif light and _has_children() and not had_children:
@@ -68,7 +69,7 @@ def offspring(light: bool, calls: bool, package: str) -> Iterator[str]:
     deadline = time.monotonic() + _GRACE_SECONDS
     while _num_tasks() > num_tasks and time.monotonic() < deadline:
         time.sleep(0.001)
-    if _num_tasks() > num_tasks and _had_a_fuse():
+    if _num_tasks() > num_tasks and _cancel_fault_timer():
         yield "sets a time at which faulthandler ends the process or prints"
     if threading.current_thread() is threading.main_thread() and signal.set_wakeup_fd(-1) != -1:
         yield "sets a file descriptor for signals"
@@ -76,24 +77,24 @@ def offspring(light: bool, calls: bool, package: str) -> Iterator[str]:
         return
     deadline = time.monotonic() + _GRACE_SECONDS
     while True:
-        left = [thread for thread in threading.enumerate() if thread not in threads]
-        # The module threading does not know those that were started below it.
-        nameless = _thread._count() - num_threads - len(left)
+        new_threads = [thread for thread in threading.enumerate() if thread not in threads]
+        # The module threading does not know threads that were started by lower-level functions.
+        num_unknown = _thread._count() - num_threads - len(new_threads)
         if time.monotonic() > deadline:
             break
-        if not left and nameless <= 0 and _num_tasks() <= num_tasks:
+        if not new_threads and num_unknown <= 0 and _num_tasks() <= num_tasks:
             return
         time.sleep(0.001)
-    for name in sorted(thread.name for thread in left if light or _is_own(thread, package)):
+    for name in sorted(thread.name for thread in new_threads if light or _is_own(thread, package)):
         yield f"leaves the thread {name!r} running"
-    if nameless > 0 and light:
-        yield f"leaves {nameless} thread(s) without a name running"
+    if num_unknown > 0 and light:
+        yield f"leaves {num_unknown} thread(s) without a name running"
 
 
 class _Capture(io.TextIOBase):
-    """A stream that keeps the first of what its thread writes; the rest passes it by.
+    """A stream that keeps the beginning of its own thread's output and drops the rest.
 
-    What other threads write, and everything once the owner is 0, goes on to where it would have.
+    Output of other threads, and all output once ``owner`` is 0, goes to the original stream.
     """
 
     encoding = "utf-8"
@@ -101,16 +102,16 @@ class _Capture(io.TextIOBase):
     def __init__(self, stream: Any) -> None:
         super().__init__()
         self.owner = threading.get_ident()
-        self.kept: list[str] = []
+        self.texts: list[str] = []
         self.stream = stream
-        self._left = _PRINTED_LIMIT
+        self._num_remaining = _PRINTED_LIMIT
 
     def write(self, text: str, /) -> int:
         if threading.get_ident() != self.owner:
             return int(self.stream.write(text)) if self.stream is not None else len(text)
-        if text and self._left > 0:
-            self.kept.append(str(text)[: self._left])
-            self._left -= len(text)
+        if text and self._num_remaining > 0:
+            self.texts.append(str(text)[: self._num_remaining])
+            self._num_remaining -= len(text)
         return len(text)
 
     def flush(self) -> None:
@@ -126,17 +127,17 @@ class _Capture(io.TextIOBase):
         return True
 
 
-def _lasting(stream: Any) -> Any:
-    """Return the stream below captures whose block has ended; another thread may have kept one."""
+def _without_ended_captures(stream: Any) -> Any:
+    """Return the stream below captures whose block has ended, which another thread may hold."""
     while isinstance(stream, _Capture) and not stream.owner:
         stream = stream.stream
     return stream
 
 
 def origin(value: Any) -> str:
-    """Return the top-level package of the code behind a function, module or object.
+    """Return the top-level package of the code of a function, module or object.
 
-    ``functools.wraps`` gives a function the ``__module__`` of another.
+    The code's globals are used because ``functools.wraps`` copies ``__module__``.
     """
     code = getattr(value, "__func__", value)
     name = getattr(code, "__globals__", {}).get("__name__") or getattr(code, "__module__", None)
@@ -160,7 +161,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _has_children() -> bool:
-    """Say whether a child process is there, even one that ended without being waited for."""
+    """Tell whether a child process exists, including one that ended and was not reaped."""
     if hasattr(os, "waitid"):
         with suppress(OSError):
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -168,8 +169,8 @@ def _has_children() -> bool:
     return False
 
 
-def _had_a_fuse() -> bool:
-    """Take back the time that faulthandler was set to, if any, and say whether there was one."""
+def _cancel_fault_timer() -> bool:
+    """Cancel the timer of faulthandler, and tell whether one was set."""
     before, deadline = _num_tasks(), time.monotonic() + _FUSE_SECONDS
     faulthandler.cancel_dump_traceback_later()
     while _num_tasks() >= before and time.monotonic() < deadline:
@@ -178,7 +179,7 @@ def _had_a_fuse() -> bool:
 
 
 def _num_tasks() -> int:
-    """Return how many threads the system counts in this process; 0 where it does not tell."""
+    """Return the system's count of threads in this process; 0 if unknown."""
     try:
         return Path("/proc/self/task").stat().st_nlink
     except OSError:

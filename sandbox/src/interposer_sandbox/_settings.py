@@ -1,4 +1,4 @@
-"""The settings of a process that foreign code has no reason to change, and how to restore them."""
+"""Settings of a process that foreign code has no reason to change, and how to restore them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ if sys.platform != "win32":
     _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 _TINY = sys.float_info.min
-# The lines of the system that tell what a process may do, and how it minds signals.
+# Lines of /proc/self/status with the rights of a process.
 _RIGHTS = ("Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "CapEff", "CapBnd", "CapAmb")
-# Signals 32 and 33, which it catches once there is a thread.
-_OF_LIBC = 3 << 31
+# Signals 32 and 33, which libc catches once there is a thread.
+_LIBC_SIGNALS = 3 << 31
 _ERROR_HANDLERS = ("strict", "ignore", "replace", "backslashreplace", "surrogateescape")
-# Kernels for no device, of which torch registers more as it goes, and for one that is not torch's.
-_OTHERS_KEYS = ("Meta", "PrivateUse", "AutogradPrivateUse")
+# Dispatch keys that are ignored: Meta, for which torch itself registers kernels at run time, and
+# those of devices that are not torch's.
+_IGNORED_KEYS = ("Meta", "PrivateUse", "AutogradPrivateUse")
 
 
 class Setting(NamedTuple):
@@ -40,36 +41,38 @@ class Setting(NamedTuple):
 
     name: str
     get: Callable[[], Any]
-    put: Callable[[Any], object]
+    restore: Callable[[Any], object]
 
 
 def settings(light: bool) -> Iterator[Setting]:
     """Yield the settings of this process that can be compared now.
 
-    Those of libraries that were not imported yet are left out. Of code that is not ``light``
-    the root logger is its own affair.
+    Settings of libraries that are not imported yet are left out. Code that is not ``light`` may
+    change the root logger.
     """
     yield from _INTERPRETER
     yield from _SYSTEM
     if light:
         yield from _LIGHT
     loaded = sys.modules
-    if (found := loaded.get("random")) is not None:
-        yield Setting("the state of random", found.getstate, found.setstate)
-    if (found := loaded.get("numpy.random")) is not None and hasattr(found, "get_state"):
-        yield _numpy(found)
+    if (module := loaded.get("random")) is not None:
+        yield Setting("the state of random", module.getstate, module.setstate)
+    if (module := loaded.get("numpy.random")) is not None and hasattr(module, "get_state"):
+        yield _numpy(module)
         parent = loaded["numpy"]
         yield Setting("NumPy's errors", parent.geterr, lambda state: parent.seterr(**state))
-    if (found := loaded.get("socket")) is not None:
+    if (module := loaded.get("socket")) is not None:
         yield Setting(
-            "the default timeout of sockets", found.getdefaulttimeout, found.setdefaulttimeout
+            "the default timeout of sockets", module.getdefaulttimeout, module.setdefaulttimeout
         )
-    if (found := loaded.get("multiprocessing")) is not None:
-        yield _start_method(found)
+    if (module := loaded.get("multiprocessing")) is not None:
+        yield _start_method(module)
     torch = loaded.get("torch")
-    if hasattr(torch, "set_float32_matmul_precision"):  # else another thread may be importing it
-        for name, get, put in _TORCH:
-            yield Setting(f"torch's {name}", attrgetter(get)(torch), attrgetter(put)(torch))
+    if hasattr(
+        torch, "set_float32_matmul_precision"
+    ):  # otherwise another thread may still be importing torch
+        for name, get, restore in _TORCH:
+            yield Setting(f"torch's {name}", attrgetter(get)(torch), attrgetter(restore)(torch))
         yield _generator(torch)
         yield _autocast(torch)
         yield from _interceptors(torch)
@@ -101,60 +104,65 @@ _TORCH = (
 def _generator(torch: Any) -> Setting:
     def state() -> bytes:
         tensor = torch.get_rng_state()
+        # As bytes, because settings are compared with ``!=``.
         return ctypes.string_at(tensor.data_ptr(), tensor.numel())
 
-    def put(state: bytes) -> None:
-        # The default dtype and device may be among what was changed.
+    def restore(state: bytes) -> None:
+        # The code may have changed the default dtype and device, so the tensor must not use them.
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-    return Setting("the state of torch's generator", state, put)
+    return Setting("the state of torch's generator", state, restore)
 
 
 def _autocast(torch: Any) -> Setting:
     accelerator = torch.accelerator.current_accelerator()
     devices = ["cpu", *([accelerator.type] if accelerator is not None else [])]
 
-    def put(state: list[bool]) -> None:
+    def restore(state: list[bool]) -> None:
         for device, enabled in zip(devices, state, strict=True):
             torch.set_autocast_enabled(device, enabled)
 
-    return Setting("torch's autocast", lambda: [torch.is_autocast_enabled(d) for d in devices], put)
+    return Setting(
+        "torch's autocast", lambda: [torch.is_autocast_enabled(d) for d in devices], restore
+    )
 
 
 def _interceptors(torch: Any) -> Iterator[Setting]:
-    """Yield what torch calls instead of, or besides, what a program calls."""
-    for kind, given in (("function", ()), ("dispatch", (None,))):  # any mode of the stack
+    """Yield torch's modes and hooks, which run instead of or in addition to called functions."""
+    for kind, arguments in (("function", ()), ("dispatch", (None,))):  # None pops any mode
         depth = getattr(torch._C, f"_len_torch_{kind}_stack")
         pop = getattr(torch._C, f"_pop_torch_{kind}_stack")
         yield Setting(
-            f"torch's stack of {kind} modes", depth, partial(_shorten, depth, partial(pop, *given))
+            f"torch's stack of {kind} modes",
+            depth,
+            partial(_shorten, depth, partial(pop, *arguments)),
         )
     hooks = [hooks for name, hooks in vars(torch.nn.modules.module).items() if _is_hooks(name)]
 
-    def put_hooks(state: list[dict[Any, Any]]) -> None:
-        for kept, before in zip(hooks, state, strict=True):
-            kept.clear()
-            kept.update(before)
+    def restore_hooks(state: list[dict[Any, Any]]) -> None:
+        for registered, before in zip(hooks, state, strict=True):
+            registered.clear()
+            registered.update(before)
 
-    yield Setting("torch's hooks of all modules", lambda: [dict(kept) for kept in hooks], put_hooks)
-    # One of these cannot be taken back but by whoever holds its library.
+    yield Setting("torch's hooks of all modules", lambda: [dict(h) for h in hooks], restore_hooks)
+    # Only the owner of the library object can remove a kernel, so nothing is restored.
     yield Setting("torch's kernels of aten", _Overrides(torch.library._impls), lambda before: None)
 
 
 class _Overrides:
-    """Returns the kernels of aten that Python registered for devices; thousands are for none."""
+    """Lists the aten kernels that Python registered for devices, and caches the list."""
 
-    kept: tuple[int, frozenset[str]] = (0, frozenset())
+    cached: tuple[int, frozenset[str]] = (0, frozenset())
 
     def __init__(self, registered: set[str]) -> None:
         self._registered = registered
 
     def __call__(self) -> frozenset[str]:
-        if len(self._registered) != self.kept[0]:
+        if len(self._registered) != self.cached[0]:
             names = (name for name in self._registered if name.startswith("aten/"))
-            found = {name for name in names if not name.rpartition("/")[2].startswith(_OTHERS_KEYS)}
-            _Overrides.kept = len(self._registered), frozenset(found)
-        return self.kept[1]
+            kernels = {n for n in names if not n.rpartition("/")[2].startswith(_IGNORED_KEYS)}
+            _Overrides.cached = len(self._registered), frozenset(kernels)
+        return self.cached[1]
 
 
 def _shorten(depth: Callable[[], int], pop: Callable[[], object], before: int) -> None:
@@ -168,14 +176,14 @@ def _is_hooks(name: str) -> bool:
 
 def _numpy(module: Any) -> Setting:
     def state() -> tuple[Any, ...]:
-        kind, words, *rest = module.get_state()
-        return kind, words.tobytes(), *rest
+        kind, values, *remaining_state = module.get_state()
+        return kind, values.tobytes(), *remaining_state
 
-    def put(state: tuple[Any, ...]) -> None:
-        kind, words, *rest = state
-        module.set_state((kind, memoryview(words).cast("I"), *rest))
+    def restore(state: tuple[Any, ...]) -> None:
+        kind, values, *remaining_state = state
+        module.set_state((kind, memoryview(values).cast("I"), *remaining_state))
 
-    return Setting("the state of numpy.random", state, put)
+    return Setting("the state of numpy.random", state, restore)
 
 
 def _start_method(module: Any) -> Setting:
@@ -190,14 +198,14 @@ def _collector() -> tuple[bool, tuple[int, ...], int]:
     return gc.isenabled(), gc.get_threshold(), gc.get_debug()
 
 
-def _put_collector(state: tuple[bool, tuple[int, ...], int]) -> None:
+def _restore_collector(state: tuple[bool, tuple[int, ...], int]) -> None:
     (gc.enable if state[0] else gc.disable)()
     gc.set_threshold(*state[1])
     gc.set_debug(state[2])
 
 
-def _unlock_imports(held: bool) -> None:
-    while _imp.lock_held() and not held:
+def _unlock_imports(was_held: bool) -> None:
+    while _imp.lock_held() and not was_held:
         _imp.release_lock()
 
 
@@ -205,17 +213,17 @@ def _error_handlers() -> list[Any]:
     return [codecs.lookup_error(name) for name in _ERROR_HANDLERS]
 
 
-def _put_error_handlers(state: list[Any]) -> None:
+def _restore_error_handlers(state: list[Any]) -> None:
     for name, handler in zip(_ERROR_HANDLERS, state, strict=True):
         codecs.register_error(name, handler)
 
 
-def _put_async_hooks(state: Any) -> None:
+def _restore_async_hooks(state: Any) -> None:
     sys.set_asyncgen_hooks(*state)
 
 
 def _status(names: tuple[str, ...]) -> list[str]:
-    """Return lines of what the system says of this process; none where it does not."""
+    """Return lines of /proc/self/status; none if the system has no such file."""
     try:
         text = Path("/proc/self/status").read_text("utf-8", "replace")
     except OSError:
@@ -223,41 +231,42 @@ def _status(names: tuple[str, ...]) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(names)]
 
 
-def _minded() -> list[int]:
-    """Return the sets of signals that are ignored and that are caught, without libc's own two."""
-    return [int(line.split()[1], 16) & ~_OF_LIBC for line in _status(("SigIgn", "SigCgt"))]
+def _handled_signals() -> list[int]:
+    """Return the sets of ignored and of caught signals, without libc's own two."""
+    return [int(line.split()[1], 16) & ~_LIBC_SIGNALS for line in _status(("SigIgn", "SigCgt"))]
 
 
-def _of_sys(name: str) -> Setting:
-    """Return a plain value of the module sys as a setting; lists are copied."""
+def _sys_setting(name: str) -> Setting:
+    """Create the setting of a plain value in the module sys; lists are copied."""
 
     def get() -> Any:
         value = getattr(sys, name, None)
         return [*value] if isinstance(value, list) else value
 
-    def put(state: Any) -> None:
-        if state is None and name == "tracebacklimit":  # where the value means another thing
+    def restore(state: Any) -> None:
+        if state is None and name == "tracebacklimit":  # None differs from an absent value
             del sys.tracebacklimit
         else:
             setattr(sys, name, state)
 
-    return Setting(f"sys.{name}", get, put)
+    return Setting(f"sys.{name}", get, restore)
 
 
 def _arithmetic() -> tuple[bool, ...]:
-    """Return whether there are numbers below the least normal one, and how sums are rounded.
+    """Return whether subnormal numbers exist, and the rounding mode of sums.
 
-    A library that is built with -ffast-math may switch the former off for the thread that loads it.
+    A library that is built with -ffast-math may disable subnormal numbers for the thread that loads
+    it.
     """
     return _TINY / 2 > 0, 1 + _TINY == 1, 1 - _TINY == 1, -1 - _TINY == -1
 
 
-def _put_arithmetic(_state: object) -> None:
+def _restore_arithmetic(_state: object) -> None:
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_flush_denormal(False)
 
 
-def _put_locale(state: str) -> None:
+def _restore_locale(state: str) -> None:
     with suppress(locale.Error):
         locale.setlocale(locale.LC_ALL, state)
 
@@ -267,29 +276,39 @@ def _logger() -> tuple[object, ...]:
     return root.level, root.manager.disable, tuple(root.handlers)
 
 
-def _put_logger(state: tuple[Any, ...]) -> None:
+def _restore_logger(state: tuple[Any, ...]) -> None:
     root = logging.root
     root.level, root.manager.disable, root.handlers[:] = state
 
 
-def _our_logger() -> tuple[object, ...]:
-    ours = logging.getLogger("interposer")
-    return logging.getLoggerClass(), ours.level, ours.disabled, ours.propagate, [*ours.handlers]
+def _interposer_logger() -> tuple[object, ...]:
+    logger = logging.getLogger("interposer")
+    return (
+        logging.getLoggerClass(),
+        logger.level,
+        logger.disabled,
+        logger.propagate,
+        [*logger.handlers],
+    )
 
 
-def _put_our_logger(state: tuple[Any, ...]) -> None:
-    ours = logging.getLogger("interposer")
-    cls, level, ours.disabled, ours.propagate, ours.handlers[:] = state
+def _restore_interposer_logger(state: tuple[Any, ...]) -> None:
+    logger = logging.getLogger("interposer")
+    cls, level, logger.disabled, logger.propagate, logger.handlers[:] = state
     logging.setLoggerClass(cls)
-    ours.setLevel(level)
+    logger.setLevel(level)
 
 
-# What code that is not light may do for its own sake.
+# Settings that code which is not light may change for its own purposes.
 _LIGHT = [
-    Setting("the root logger", _logger, _put_logger),
-    Setting("the logger of interposer, or the class of loggers", _our_logger, _put_our_logger),
+    Setting("the root logger", _logger, _restore_logger),
+    Setting(
+        "the logger of interposer, or the class of loggers",
+        _interposer_logger,
+        _restore_interposer_logger,
+    ),
     Setting("the fault handler", faulthandler.is_enabled, lambda _: faulthandler.enable()),
-    *map(_of_sys, ("argv", "dont_write_bytecode", "pycache_prefix", "tracebacklimit")),
+    *map(_sys_setting, ("argv", "dont_write_bytecode", "pycache_prefix", "tracebacklimit")),
 ]
 _INTERPRETER = [
     Setting("the profile function", sys.getprofile, sys.setprofile),
@@ -300,12 +319,12 @@ _INTERPRETER = [
     Setting("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
     Setting("the switch interval", sys.getswitchinterval, sys.setswitchinterval),
     Setting("the limit of digits", sys.get_int_max_str_digits, sys.set_int_max_str_digits),
-    Setting("the garbage collector", _collector, _put_collector),
-    Setting("the locale", lambda: locale.setlocale(locale.LC_ALL), _put_locale),
-    Setting("the arithmetic of floats", _arithmetic, _put_arithmetic),
+    Setting("the garbage collector", _collector, _restore_collector),
+    Setting("the locale", lambda: locale.setlocale(locale.LC_ALL), _restore_locale),
+    Setting("the arithmetic of floats", _arithmetic, _restore_arithmetic),
     Setting("the lock of imports", _imp.lock_held, _unlock_imports),
-    Setting("the handlers of codecs' errors", _error_handlers, _put_error_handlers),
-    Setting("the hooks of asynchronous generators", sys.get_asyncgen_hooks, _put_async_hooks),
+    Setting("the handlers of codecs' errors", _error_handlers, _restore_error_handlers),
+    Setting("the hooks of asynchronous generators", sys.get_asyncgen_hooks, _restore_async_hooks),
     Setting(
         "the origins of coroutines",
         sys.get_coroutine_origin_tracking_depth,
@@ -318,7 +337,7 @@ if sys.platform != "win32":
     def _limits() -> list[tuple[int, int]]:
         return [resource.getrlimit(limit) for limit in _LIMITS]
 
-    def _put_limits(state: list[tuple[int, int]]) -> None:
+    def _restore_limits(state: list[tuple[int, int]]) -> None:
         for limit, (soft, hard) in zip(_LIMITS, state, strict=True):
             with suppress(ValueError, OSError):  # a hard limit cannot be raised again
                 resource.setrlimit(limit, (soft, hard))
@@ -333,15 +352,15 @@ if sys.platform != "win32":
     def _timers() -> list[bool]:
         return [any(signal.getitimer(timer)) for timer in _TIMERS]
 
-    def _put_timers(state: list[bool]) -> None:
+    def _restore_timers(state: list[bool]) -> None:
         for timer, runs in zip(_TIMERS, state, strict=True):
-            if not runs:  # one that was stopped cannot be started again
+            if not runs:  # a timer that the code stopped cannot be restarted
                 signal.setitimer(timer, 0)
 
     _SYSTEM += [
-        Setting("the limits of the process", _limits, _put_limits),
+        Setting("the limits of the process", _limits, _restore_limits),
         Setting("the mask of new files", _umask, os.umask),
-        Setting("the timers of the process", _timers, _put_timers),
+        Setting("the timers of the process", _timers, _restore_timers),
         Setting(
             "the blocked signals",
             lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
@@ -353,13 +372,13 @@ if sys.platform != "win32":
             lambda value: os.setpriority(os.PRIO_PROCESS, 0, value),
         ),
         Setting("the flags of dlopen", sys.getdlopenflags, sys.setdlopenflags),
-        # Nobody gets back what he gave up.
+        # Rights that a process gave up cannot be restored.
         Setting("the rights of the process", lambda: _status(_RIGHTS), lambda before: None),
         Setting("its group or session", lambda: (os.getpgrp(), os.getsid(0)), lambda before: None),
     ]
     _LIGHT += [
-        # Those that C code installs are known to the system alone.
-        Setting("the signals it minds", _minded, lambda before: None),
+        # Python does not know the handlers that C code installs, but the system does.
+        Setting("the signals it minds", _handled_signals, lambda before: None),
     ]
 if hasattr(os, "sched_setaffinity"):
     _SYSTEM.append(

@@ -1,4 +1,4 @@
-"""The side effects of code on the process around it, found by comparing before and after."""
+"""Side effects of code on its process, found by comparing the state before and after."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from interposer_sandbox._functions import hold, is_same
+from interposer_sandbox._functions import is_same, take_snapshot
 from interposer_sandbox._host import Host
 from interposer_sandbox._remains import offspring, origin, streams
 from interposer_sandbox._settings import settings
 
-_MOST_NAMED = 5
+_MAX_NAMES = 5
 _SIGNALS = [
     getattr(signal, name)
     for name in (
@@ -29,15 +29,15 @@ _SIGNALS = [
     )
     if hasattr(signal, name)
 ]
-# The plain function: that of the module turns every answer into an enum first.
+# The wrapped function, because signal.getsignal converts every result to an enum.
 _getsignal = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
-# torch's compiler sets these when it is first imported.
-_TORCHS_OWN = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
+# torch's compiler sets variables with these prefixes when it is first imported.
+_TORCH_VARIABLES = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
 _STANDARD = (0, 1, 2)
-# They make modules of what they generate.
-_PLANTERS = ("__mp_main__", "torch", "triton", "cython_runtime", "_cython_")
+# These packages create modules for generated code.
+_MODULE_GENERATORS = ("__mp_main__", "torch", "triton", "cython_runtime", "_cython_")
 _HOOKS = ("sys.meta_path", "sys.path_hooks", "the callbacks of the garbage collector")
-# Libraries that report errors install these, and mean to.
+# Libraries for error reports replace these hooks on purpose.
 _REPORTERS = frozenset(
     {"sys.displayhook", "sys.excepthook", "sys.unraisablehook", "threading.excepthook"}
 )
@@ -48,25 +48,26 @@ _ANCHORS = (
     *((sys, name) for name in ("stdin", "__stdin__", "__stdout__", "__stderr__")),
     (os, "environ"),
 )
-_EVERYBODYS = (Warning, UserWarning, DeprecationWarning, FutureWarning, RuntimeWarning)
+_COMMON_CATEGORIES = (Warning, UserWarning, DeprecationWarning, FutureWarning, RuntimeWarning)
 
 
 class SideEffects:
-    """Lists in ``effects`` what the code in a ``with`` block did beside its work.
+    """Lists in ``effects`` the side effects of the code in a ``with`` block.
 
-    Each effect completes a sentence: "replaces builtins.print". What can be put back is: the
-    environment, builtins, modules and their functions, the working directory, ``sys.path`` and
-    hooks, signal handlers, standard streams, settings. What the block raises passes.
+    Each effect completes a sentence: "replaces builtins.print". Effects are undone where possible:
+    on the environment, builtins, modules and their functions, the working directory, ``sys.path``
+    and hooks, signal handlers, standard streams and settings. Exceptions in the block are passed
+    on.
 
     Args:
-        light: the code is that of a module which only declares things: it has no reason to print,
-            to start a process, to leave a thread or to hook into the interpreter. Libraries that
-            other code loads may do these; the code's own package may not.
-        alone: this process is there for the block only, so that a new thread is one of the
-            block's. In any other, what all threads share is compared only while there is but
-            one: else changes of the others would be blamed on the block, and undone.
-        package: the top-level package that the code belongs to, which may change itself.
-        calls: the block only calls what was loaded before, so that no thread may be left.
+        light: the code is a module that only declares things: it has no reason to print, to start a
+            process, to leave a thread or to hook into the interpreter. Without it, libraries that
+            the code loads may do so, but not the code's own package.
+        alone: this process exists only for the block, so that every new thread belongs to the
+            block. In any other process, shared state is compared only while there is a single
+            thread: otherwise changes by other threads would be attributed to the block, and undone.
+        package: the top-level package of the code, which may change itself.
+        calls: the block only calls code that was loaded before, so that no thread may be left.
     """
 
     def __init__(
@@ -92,8 +93,9 @@ class SideEffects:
         if self.light:
             self._comparisons += [streams(shared)]
         if not shared:
-            # The others call functions. What is given in code is of whoever gives it.
-            self._comparisons += [_anchors()]  # before those who go by what these hold
+            # Function snapshots come early, because later comparisons call these functions. Code
+            # without a package, in a shared process, may replace functions of its own program.
+            self._comparisons += [_anchors()]  # first: later comparisons read these objects
             self._comparisons += [self._functions()] if self.alone or self.package else []
             self._comparisons += [
                 _environment(self.host.environment),
@@ -117,44 +119,55 @@ class SideEffects:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        # First, and without calling any: the rest needs them.
-        now, before = builtins.__dict__, self._builtins
-        changed = _changed(now, before)
-        added = [name for name in now if name not in before]
-        now.update(before)
+        # Restore builtins first and without calling any, because the comparisons call them.
+        current, before = builtins.__dict__, self._builtins
+        changed = _changed(current, before)
+        added = [name for name in current if name not in before]
+        current.update(before)
         for name in added:
-            del now[name]
+            del current[name]
         self.effects += [f"replaces builtins.{name}" for name in changed]
         self.effects += [f"adds builtins.{name}" for name in added]
         for comparison in self._comparisons:
             self.effects += comparison
 
-    # Each of these looks at one part of the process, and yields once to let the block run. Then
-    # it looks again, puts back what it can and yields the effects; so do the functions below.
+    # Each generator below records one part of the process and yields once to let the block run.
+    # Then it compares, restores as much as it can, and yields the effects as text.
 
     def _is_own(self, value: object) -> bool:
-        """Say whether a function or object is defined by the package of the block's code."""
+        """Tell whether the block's package defines a function or object."""
         return not self.package or origin(value) == self.package
 
     def _planted(self) -> Iterator[str]:
-        before, own = set(sys.modules), [self.package] if self.package else []
+        before, own_packages = set(sys.modules), [self.package] if self.package else []
         yield ""
-        new = [name for name in [*sys.modules] if name not in before and not _is_imported(name)]
-        names = [name for name in new if not _root(name).startswith((*own, *_PLANTERS))]
-        known = {_root(name) for name in before} if names else set()
-        if not self.light:  # what a library that was first imported here calls its own, is it
-            names = [n for n in names if _root(n) in known or not _is_imported(_root(n))]
+        new_modules = [
+            name for name in [*sys.modules] if name not in before and not _is_imported(name)
+        ]
+        names = [
+            name
+            for name in new_modules
+            if not _root(name).startswith((*own_packages, *_MODULE_GENERATORS))
+        ]
+        known_packages = {_root(name) for name in before} if names else set()
+        # A library that was first imported by the block may create modules below its own name.
+        if not self.light:
+            names = [n for n in names if _root(n) in known_packages or not _is_imported(_root(n))]
         for name in names:
             del sys.modules[name]
         if names:
-            yield f"plants {_listed([*map(repr, names)])} in sys.modules"
+            yield f"plants {_join_names([*map(repr, names)])} in sys.modules"
 
     def _hooks(self, hooks: Any, name: str) -> Iterator[str]:
         before = [*hooks]
         yield ""
-        known, found = {*map(id, before)}, {*map(id, hooks)}
-        new = [hook for hook in hooks if id(hook) not in known]
-        if known - found or (new and self.light) or any(map(self._is_own, new)):
+        ids_before, ids_after = {*map(id, before)}, {*map(id, hooks)}
+        new_hooks = [hook for hook in hooks if id(hook) not in ids_before]
+        if (
+            ids_before - ids_after
+            or (new_hooks and self.light)
+            or any(map(self._is_own, new_hooks))
+        ):
             hooks[:] = before
             yield f"changes {name}"
 
@@ -162,10 +175,10 @@ class SideEffects:
         filters: list[Any] = warnings.filters  # type: ignore[assignment]
         before = [*filters]
         yield ""
-        new = [entry for entry in filters if entry not in before]
-        # A library may have filters for warnings of its own, but not for those of everybody.
-        lost = [entry for entry in before if entry not in filters]
-        if any(_is_for_all(*entry) for entry in new) or (lost and self.light):
+        new_filters = [entry for entry in filters if entry not in before]
+        # A library may add filters for its own warnings, but not for common categories.
+        lost_filters = [entry for entry in before if entry not in filters]
+        if any(_is_for_all(*entry) for entry in new_filters) or (lost_filters and self.light):
             filters[:] = before
             yield "changes the filters of warnings"
 
@@ -174,59 +187,60 @@ class SideEffects:
         yield ""
         for setting, value in before:
             if setting.get() != value:
-                setting.put(value)
+                setting.restore(value)
                 yield f"changes {setting.name}"
 
     def _functions(self) -> Iterator[str]:
-        held = hold(self.host.guarded)
+        snapshot = take_snapshot(self.host.guarded)
         yield ""
         names = []
-        for place, (space, kept) in held.modules.items():
-            if is_same(space, kept):
+        for place, (space, copied) in snapshot.modules.items():
+            if is_same(space, copied):
                 continue
-            for name in _changed(space, kept) if _root(place) != self.package else ():
-                path, value = f"{place}.{name}", kept[name]
-                if held.is_foreign(place, value) or not (
+            for name in _changed(space, copied) if _root(place) != self.package else ():
+                path, value = f"{place}.{name}", copied[name]
+                if snapshot.is_foreign(place, value) or not (
                     callable(value) or _is_constant(path, value)
                 ):
                     continue
-                if self.light or not self._is_a_librarys(path, space, name):
+                if self.light or not self._is_library_replacement(path, space, name):
                     names.append(path)
                     space[name] = value
-            held.modules[place] = (space, dict(space))
-        for place, (owner, kept) in held.classes.items():
-            if is_same(vars(owner), kept):
+            snapshot.modules[place] = (space, dict(space))
+        for place, (owner, copied) in snapshot.classes.items():
+            if is_same(vars(owner), copied):
                 continue
-            for name in _changed(vars(owner), kept):
-                if callable(kept[name]) or hasattr(type(kept[name]), "__get__"):
+            for name in _changed(vars(owner), copied):
+                if callable(copied[name]) or hasattr(type(copied[name]), "__get__"):
                     names.append(f"{place}.{name}")
-                    setattr(owner, name, kept[name])
-            for name in [name for name in vars(owner) if name not in kept]:
+                    setattr(owner, name, copied[name])
+            # An added attribute that overrides an inherited one replaces behaviour too.
+            for name in [name for name in vars(owner) if name not in copied]:
                 if any(name in vars(base) for base in owner.__mro__[1:]):
                     names.append(f"{place}.{name}")
                     delattr(owner, name)
-        held.look()  # the block may have imported further members
-        for place, (owner, part) in held.members.items() if self.package else ():
+        snapshot.add_new_modules()  # the block may have imported further members
+        for place, (owner, part) in snapshot.members.items() if self.package else ():
             if origin(getattr(owner, part)) == self.package != _root(place):
                 names.append(place)
         if names:
-            yield f"replaces {_listed(names)}"
+            yield f"replaces {_join_names(names)}"
 
-    def _is_a_librarys(self, path: str, space: Mapping[str, Any], name: str) -> bool:
-        """Say whether a function was replaced by its own library, or by one that reports errors."""
+    def _is_library_replacement(self, path: str, space: Mapping[str, Any], name: str) -> bool:
+        """Tell whether a function was replaced by its own library, or by an error reporter."""
         value = space.get(name)
         if path in _REPORTERS:
             return not self._is_own(value)
         place = origin(value)
         if place == _root(path):
-            # The one follows the default dtype.
+            # torch.Storage changes with the default dtype.
             return getattr(value, "__name__", "") == name or path == "torch.Storage"
-        pythons = place in sys.stdlib_module_names
-        return not pythons and bool(self.package) and place != self.package
+        is_stdlib = place in sys.stdlib_module_names
+        return not is_stdlib and bool(self.package) and place != self.package
 
 
 def _is_constant(path: str, value: object) -> bool:
-    """Say whether a value of a module is a constant that everybody computes with."""
+    """Tell whether a module's value is a constant used in computations."""
     return _root(path) in ("math", "torch") and (
         type(value) is float or type(value).__module__ == "torch"
     )
@@ -236,18 +250,18 @@ def _root(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
+def _join_names(names: list[str]) -> str:
+    suffix = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + suffix
 
 
-def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return the names that are gone or mean something else; no builtin function is called."""
-    return [name for name in before if name not in now or now[name] is not before[name]]
+def _changed(current: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """Return the names that are gone or have another value, without calling any builtin."""
+    return [name for name in before if name not in current or current[name] is not before[name]]
 
 
 def _is_imported(name: str) -> bool:
-    """Say whether a module came about by an import of its name, or put an object there itself."""
+    """Tell whether a module was imported under its name, or replaced itself with an object."""
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     return getattr(spec, "name", None) == name or _root(type(module).__module__) == _root(name)
@@ -256,12 +270,12 @@ def _is_imported(name: str) -> bool:
 def _is_for_all(
     action: str, message: object, category: type[Warning], module: object, line: int
 ) -> bool:
-    """Say whether a filter speaks of the warnings of everybody."""
-    return message is None and module is None and not line and category in _EVERYBODYS
+    """Tell whether a filter applies to common warnings of every module."""
+    return message is None and module is None and not line and category in _COMMON_CATEGORIES
 
 
 def _anchors() -> Iterator[str]:
-    """Compare the objects themselves that interpreter and programs hold state in."""
+    """Compare the identity of the objects that hold the interpreter's and programs' state."""
     before = [(owner, name, getattr(owner, name)) for owner, name in _ANCHORS]
     yield ""
     for owner, name, value in before:
@@ -282,9 +296,9 @@ def _environment(environment: Callable[[], MutableMapping[str, str]]) -> Iterato
             variables[name] = before[name]
         else:
             del variables[name]
-    told = [name for name in names if not name.startswith(_TORCHS_OWN)]
-    if told:
-        yield f"changes the environment: {', '.join(told)}"
+    reported_names = [name for name in names if not name.startswith(_TORCH_VARIABLES)]
+    if reported_names:
+        yield f"changes the environment: {', '.join(reported_names)}"
 
 
 def _modules() -> Iterator[str]:
@@ -308,7 +322,7 @@ def _cwd() -> Iterator[str]:
     before = _working_directory()
     yield ""
     if _working_directory() != before:
-        with contextlib.suppress(OSError):  # it may be gone
+        with contextlib.suppress(OSError):  # the folder may be gone
             os.chdir(before)
         yield "changes the working directory"
 
@@ -324,16 +338,17 @@ def _handlers() -> Iterator[str]:
 
 
 def _descriptors(alone: bool) -> Iterator[str]:
-    # In a program of many parts another one may close its files meanwhile.
+    # In a shared process other threads may close their files meanwhile.
     before = _open_files() if alone else {n: file for n in _STANDARD if (file := _file(n))}
+    # Duplicates of the standard descriptors, to restore them from.
     copies = {number: os.dup(number) for number in _STANDARD if number in before}
     yield ""
     for number, file in before.items():
-        found = _file(number)
-        if found != file:
+        current_file = _file(number)
+        if current_file != file:
             if number in copies and _file(copies[number]) == file:
                 os.dup2(copies[number], number)
-            yield f"{'redirects' if found else 'closes'} the file descriptor {number}"
+            yield f"{'redirects' if current_file else 'closes'} the file descriptor {number}"
     for number, copy in copies.items():
         if _file(copy) == before[number]:
             os.close(copy)
@@ -349,7 +364,7 @@ def _exit_handlers() -> Iterator[str]:
 
 
 def _open_files() -> dict[int, tuple[int, int]]:
-    """Return what the open file descriptors lead to; of the standard ones where none is listed."""
+    """Return device and inode of the open descriptors, or of the standard ones if not listed."""
     try:
         numbers = sorted(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
     except OSError:
@@ -359,14 +374,14 @@ def _open_files() -> dict[int, tuple[int, int]]:
 
 def _file(number: int) -> tuple[int, int] | None:
     try:
-        facts = os.fstat(number)
+        status = os.fstat(number)
     except OSError:
         return None
-    return facts.st_dev, facts.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _working_directory() -> str:
     try:
         return str(Path.cwd())
-    except OSError:  # it was removed
+    except OSError:  # the folder was removed
         return ""

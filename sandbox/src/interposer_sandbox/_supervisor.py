@@ -1,4 +1,4 @@
-"""The watch over a forked process: reads what it tells and prints, and sees to its end."""
+"""The watch over a forked process: reads its reports and output, and ends it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Any, NamedTuple
 from interposer_sandbox._task import Finding
 
 FAILED_CODE = 70
-"""The exit code of a child process that could not tell anything."""
+"""The exit code of a child process that could not send its finding."""
 
 DUMP_SIGNAL = signal.SIGUSR2
-"""Makes a child process print where all its threads are."""
+"""Makes a child process print the tracebacks of all threads."""
 
 DEATH_SECONDS = 1.0
-"""The time that a process that was killed may take to end."""
+"""Time limit for the end of a killed process."""
 
 _POLL_SECONDS = 0.05
 _BEAT_SECONDS = 1.0
 _DUMP_SECONDS = 0.1
-# In less time a busy machine may not come round to a process that works.
+# On a busy machine, a working process may get no processor time for shorter periods.
 _LEAST_SECONDS = 1.0
-# Who works uses more of a processor than this, and who waits less.
-_WORKING_SHARE = 0.02
+# A working process uses more than this share of a processor, a waiting one less.
+_WORKING_FRACTION = 0.02
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _CHUNK_BYTES = 1 << 16
 _MOST_CHUNKS = 16
@@ -37,21 +37,21 @@ _HEAD_BYTES = 800
 _PRINTED_LIMIT = 200
 _TAIL_BYTES = 16_000
 _LINE_BYTES = 4_000_000
-# These come from outside as a rule: somebody ends processes, or memory ran out.
-_PASSING = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+# These signals usually come from outside: from a user, or from the system when memory runs out.
+_EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 class Ended(Exception):
-    """Nobody is left who wants the answer."""
+    """The client has gone, so no answer is needed."""
 
 
 class Pipes(NamedTuple):
     """One end of the three pipes between a child process and its watch.
 
     Attributes:
-        lines: what it tells.
-        quiet: what is printed while nothing should be.
-        output: what is printed later, and the traceback of a crash.
+        lines: messages of the child process.
+        quiet: output printed while printing is forbidden.
+        output: later output, and the traceback of a crash.
     """
 
     lines: int
@@ -60,11 +60,11 @@ class Pipes(NamedTuple):
 
 
 class Watch:
-    """Follows one child process to its end, and ends it where it must.
+    """Follows one child process to its end, and kills it if necessary.
 
     Args:
-        seconds: limit every stage of its task.
-        token: is in every line that it tells, and in none that foreign code writes there.
+        seconds: time limit of every stage of its task.
+        token: part of every message of the child process; unknown to foreign code.
     """
 
     def __init__(self, pid: int, pipes: Pipes, seconds: float, token: str) -> None:
@@ -86,17 +86,17 @@ class Watch:
         self._used = self._deadline = self._beaten = self._checked = 0.0
         self._begin("starting", 1.0)
 
-    def follow(self, asking: int, answering: int) -> Finding | None:
-        """Return what the process found, or how it ended; None if it wants modules imported first.
+    def follow(self, request_fd: int, answer_fd: int) -> Finding | None:
+        """Return the process's finding, or how it ended; None if it needs modules imported first.
 
         Args:
-            asking: ends when nobody wants the answer any more.
-            answering: is sent an empty line every second.
+            request_fd: reaches its end when the client has gone.
+            answer_fd: receives an empty line every second.
 
-        Raises: Ended: ``asking`` ended; the process is killed.
+        Raises: Ended: ``request_fd`` reached its end; the process is killed.
         """
         try:
-            self._await_end(asking, answering)
+            self._await_end(request_fd, answer_fd)
             ending, facts = self._ending()
         finally:
             self._kill()
@@ -104,10 +104,11 @@ class Watch:
         if self._wants_imports:
             return None
         if self._finding is None:
-            # With the end of what it printed.
+            # The end of the output, without the list of native modules that faulthandler adds.
             text = self._tail.decode(errors="backslashreplace")
             printed = text.partition("\nExtension modules:")[0].strip()
             return Finding.refuse(f"{ending} while {self._stage}", printed, **self._facts, **facts)
+        # Accepted code must not have printed while printing was forbidden.
         if self._finding and self._head:
             printed = self._head.decode(errors="backslashreplace")[:_PRINTED_LIMIT]
             reason = f"prints {printed!r} while it is imported and asked"
@@ -115,18 +116,20 @@ class Watch:
         return self._finding
 
     @property
-    def _told(self) -> bool:
+    def _has_answered(self) -> bool:
         return self._finding is not None or self._wants_imports
 
     @property
-    def _gone(self) -> bool:
+    def _has_exited(self) -> bool:
         return self._code is not None or self._pipes.lines not in self._open
 
-    def _await_end(self, asking: int, answering: int) -> None:
+    def _await_end(self, request_fd: int, answer_fd: int) -> None:
         beat = time.monotonic()
-        while not (self._told or self._gone):
-            ready, _, _ = select.select([asking, *self._open], [], [], _POLL_SECONDS)
-            if asking in ready:  # nothing is asked before this is answered, so this is the end
+        while not (self._has_answered or self._has_exited):
+            ready, _, _ = select.select([request_fd, *self._open], [], [], _POLL_SECONDS)
+            if (
+                request_fd in ready
+            ):  # the client sends nothing before the answer, so this is its end
                 raise Ended
             self._read()
             if not ready:
@@ -137,32 +140,37 @@ class Watch:
                 return
             if now > beat + _BEAT_SECONDS:
                 beat = now
-                os.write(answering, b"\n")
+                os.write(answer_fd, b"\n")
 
     def _lateness(self, now: float) -> str:
-        """Return how a stage is late, empty while it may go on.
+        """Describe how a stage exceeded its limit; empty while it may continue.
 
-        What may take longer than usual has to show that it works: it is to use a processor, or a
-        process that it started is, and it is to let other threads have the interpreter's lock.
+        A stage with more patience must show that it works: it or a process that it started must use
+        a processor, and it must let other threads have the interpreter's lock.
         """
         if now > self._deadline:
             return f"did not return within {self._limit_seconds:g} s"
+        # Only stages with more patience than usual must prove that they work.
         if self._limit_seconds > self._seconds:
             seconds = max(self._seconds, _LEAST_SECONDS)
             if now > self._beaten + seconds:
                 return f"did not return within {seconds:g} s, holding the interpreter's lock"
             if now > self._checked + seconds:
-                used, self._checked = _processor_seconds(self._pid), now
-                if used is not None and used - self._used < _WORKING_SHARE * seconds:
+                used_seconds, self._checked = _processor_seconds(self._pid), now
+                if (
+                    used_seconds is not None
+                    and used_seconds - self._used < _WORKING_FRACTION * seconds
+                ):
                     return f"did not return within {seconds:g} s, waiting without working"
-                self._used = used or 0.0
+                self._used = used_seconds or 0.0
         return ""
 
     def _ending(self) -> tuple[str, dict[str, Any]]:
-        """Return how a process ended that told nothing, or is late, and facts about it."""
-        if self._told:
+        """Describe how a process ended without a finding or exceeded its limit, with facts."""
+        if self._has_answered:
             return "", {}
-        if not self._gone:
+        # A late process: let it print the tracebacks of its threads before it is killed.
+        if not self._has_exited:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, DUMP_SIGNAL)
             self._await_death(_DUMP_SECONDS)
@@ -174,7 +182,7 @@ class Watch:
         if code >= 0:
             return f"exited with code {code}", {}
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        return f"killed by {name}", {"passing": -code in _PASSING}
+        return f"killed by {name}", {"passing": -code in _EXTERNAL_SIGNALS}
 
     def _await_death(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -191,8 +199,8 @@ class Watch:
                 self._code = os.waitstatus_to_exitcode(status)
 
     def _kill(self) -> None:
-        """End the process and all of its group; one that the system holds on to is left behind."""
-        # While it starts it has no group of its own yet.
+        """Kill the process and its group; a process stuck in the system is left behind."""
+        # A process that is still starting has no group of its own yet.
         for kill in (os.killpg, os.kill) if self._code is None else (os.killpg,):
             with suppress(ProcessLookupError, PermissionError):
                 kill(self._pid, signal.SIGKILL)
@@ -200,6 +208,7 @@ class Watch:
 
     def _read(self) -> None:
         for descriptor in [*self._open]:
+            # Bounded, so that endless output does not keep the watch from its deadlines.
             for _ in range(_MOST_CHUNKS):
                 try:
                     chunk = os.read(descriptor, _CHUNK_BYTES)
@@ -209,21 +218,22 @@ class Watch:
                     self._open.discard(descriptor)
                     break
                 if descriptor == self._pipes.lines:
-                    self._take(chunk)
+                    self._read_lines(chunk)
                     continue
                 if descriptor == self._pipes.quiet and len(self._head) < _HEAD_BYTES:
                     self._head += chunk[:_HEAD_BYTES]
                 self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
 
-    def _take(self, chunk: bytes) -> None:
+    def _read_lines(self, chunk: bytes) -> None:
         *lines, self._unread = (self._unread + chunk).split(b"\n")
         for line in lines:
             with suppress(ValueError, TypeError, RecursionError):  # foreign code wrote it
-                self._understand(json.loads(line))
+                self._handle_message(json.loads(line))
+        # A line without an end would fill the memory; treat the process as gone.
         if len(self._unread) > _LINE_BYTES:
             self._open.discard(self._pipes.lines)
 
-    def _understand(self, message: Any) -> None:
+    def _handle_message(self, message: Any) -> None:
         if not isinstance(message, dict) or message.pop("token", "") != self._token:
             return
         match message:
@@ -235,8 +245,9 @@ class Watch:
                 self._facts |= facts
             case {"warm": True}:
                 self._wants_imports = True
-            case {"finding": found} if self._finding is None:
-                self._finding = Finding.from_json(found)
+            # Only the first finding counts, even if code finds out the token.
+            case {"finding": finding} if self._finding is None:
+                self._finding = Finding.from_json(finding)
 
     def _begin(self, stage: str, patience: float) -> None:
         self._stage = stage
@@ -247,7 +258,7 @@ class Watch:
 
 
 def children_of(pid: int) -> Iterator[int]:
-    """Yield the child processes of a process; none where the system does not list them."""
+    """Yield the child processes of a process; none if the system does not list them."""
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):
@@ -255,11 +266,11 @@ def children_of(pid: int) -> Iterator[int]:
 
 
 def _processor_seconds(pid: int) -> float | None:
-    """Return what a process and all that it started have used; None where nobody tells."""
+    """Return the processor time of a process and its descendants; None if unknown."""
     try:
-        # The name in it may hold spaces and brackets.
+        # The second field is a name, which may contain spaces and brackets.
         fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:
         return None
-    own = sum(map(int, fields[11:15])) / _TICKS_PER_SECOND
-    return own + sum(_processor_seconds(child) or 0.0 for child in children_of(pid))
+    own_seconds = sum(map(int, fields[11:15])) / _TICKS_PER_SECOND
+    return own_seconds + sum(_processor_seconds(child) or 0.0 for child in children_of(pid))

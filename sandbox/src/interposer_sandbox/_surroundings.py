@@ -1,4 +1,4 @@
-"""The surroundings of foreign code, which a finding on it depends on."""
+"""The surroundings of foreign code, on which its finding depends."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pathlib import Path
 
 from interposer_sandbox._content import digest
 
-# Lines of /proc/cpuinfo that are the same whenever and on whichever core they are read.
-_LASTING = frozenset(
+# Lines of /proc/cpuinfo that are the same at any time and on every core.
+_CONSTANT_FIELDS = frozenset(
     {"vendor_id", "model name", "flags", "Features", "features", "CPU implementer", "CPU part"}
 )
 
 
 @cache
 def surroundings() -> Mapping[str, str]:
-    """Return what a finding depends on beside the code: this package, torch, Python, the machine.
+    """Return the conditions of a finding besides the code: this package, torch, Python, machine.
 
-    A finding may be kept for as long as all of it is the same.
+    A stored finding is valid as long as all of them are unchanged.
     """
     spec = importlib.util.find_spec("torch")
     origin = spec.origin if spec is not None else None
     return {
-        # What is refused changes with every edit of this code.
+        # Any edit of this package may change which code is refused.
         "sandbox": digest(Path(__file__).parent.glob("*.py")),
-        # The file of its version: metadata takes longer to find, and may be missing.
+        # torch's version file, because its metadata takes longer to find and may be missing.
         "torch": digest([Path(origin).with_name("version.py")]) if origin else "",
         "python": platform.python_version(),
         "machine": f"{sys.platform} {platform.machine()}",
@@ -38,11 +38,13 @@ def surroundings() -> Mapping[str, str]:
 
 
 def _processor() -> str:
-    """Return what tells processors apart, for caches that several machines share."""
+    """Identify the processor, for caches that several machines share."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return platform.processor()
-    first = text.partition("\n\n")[0].splitlines()
-    lasting = [line for line in first if line.partition(":")[0].strip() in _LASTING]
-    return hashlib.sha256("\n".join(lasting).encode()).hexdigest()
+    first_core = text.partition("\n\n")[0].splitlines()
+    constant_lines = [
+        line for line in first_core if line.partition(":")[0].strip() in _CONSTANT_FIELDS
+    ]
+    return hashlib.sha256("\n".join(constant_lines).encode()).hexdigest()

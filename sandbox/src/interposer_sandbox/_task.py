@@ -1,4 +1,4 @@
-"""The task of a sandbox, which is a function: its finding and the report of its progress."""
+"""The function that a sandbox runs: its finding and its progress reports."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of a function; its texts are made fit to be shown, whoever wrote them.
+    """The outcome of a function; its texts are made printable, whatever their origin.
 
     Attributes:
-        facts: JSON values that were noted on the way, also if the function did not end: the name
-            of a ``missing`` module; the seconds that were not enough as ``limit_seconds``;
-            ``passing`` where something outside of the code may have ended it.
-        span: start and end in nanoseconds since the epoch, for whoever found it just now.
+        facts: JSON values that the function noted, even if it did not return: the name of a
+            ``missing`` module; the exceeded limit as ``limit_seconds``; ``passing`` if a cause
+            outside the code may have ended the process.
+        span: start and end in nanoseconds since the epoch, for a finding made just now.
     """
 
     accepted: bool
@@ -44,9 +44,10 @@ class Finding:
         return self.accepted
 
     def stands(self, seconds: float) -> bool:
-        """Say whether a finding of another time counts; a refusal whose cause is gone does not.
+        """Tell whether an earlier finding is still valid; a refusal without its cause is not.
 
-        Such a cause is a limit that was lower than ``seconds``, or a module that was missing.
+        A cause is gone if the limit was lower than ``seconds``, or if a missing module is now
+        installed.
         """
         limit, missing = self.facts.get("limit_seconds"), self.facts.get("missing")
         if self.accepted:
@@ -57,14 +58,14 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding as JSON, without its span."""
-        told = {"accepted": self.accepted, "reason": self.reason, "traceback": self.traceback}
-        return {**told, "facts": dict(self.facts)}
+        fields = {"accepted": self.accepted, "reason": self.reason, "traceback": self.traceback}
+        return {**fields, "facts": dict(self.facts)}
 
     @classmethod
     def from_json(cls, value: Any) -> Finding:
-        """Return the finding that ``to_json`` was made of.
+        """Restore a finding from the values of ``to_json``.
 
-        Raises: ValueError: it was not made by ``to_json``.
+        Raises: ValueError: ``value`` is no finding.
         """
         kinds = {"accepted": bool, "reason": str, "traceback": str, "facts": dict}
         if not isinstance(value, dict) or {name: type(value[name]) for name in value} != kinds:
@@ -83,21 +84,21 @@ class Finding:
 
     @classmethod
     def raised(cls, stage: str, error: BaseException) -> Finding:
-        """Return the refusal of code that raised while ``stage``."""
-        # By its type: what it says of its class itself may be anything.
+        """Return the refusal of code that raised ``error`` during ``stage``."""
+        # By its type, because the error's __class__ may lie.
         missing = error.name if issubclass(type(error), ModuleNotFoundError) else None  # type: ignore[attr-defined]
-        # A missing part of a package may be the code's own; then only another version mends it.
+        # A missing submodule may belong to the code itself, which no other installation can add.
         facts = {"missing": missing} if type(missing) is str and "." not in missing else {}
         return cls.refuse(f"{stage} raised {described(error)}", traced(error), **facts)
 
 
 class Reporter:
-    """Notes how far a function has come, so that somebody knows if it does not come back.
+    """Records the progress of a function, for a report if it does not return.
 
     Attributes:
-        alone: nothing but the function runs in this process.
-        stage: what is being done, as in "importing acme.plugin".
-        facts: hold whatever comes next.
+        alone: this process runs only the function.
+        stage: the current stage, as in "importing acme.plugin".
+        facts: part of the finding, whatever happens next.
     """
 
     alone = False
@@ -115,31 +116,33 @@ class Reporter:
         self.facts |= facts
 
     def unmute(self) -> None:
-        """Let code that runs from here on print; in a fork it may not before."""
+        """Allow printing from here on; in a fork, earlier output refuses the code."""
 
-    def run(self, stage: str, watch: SideEffects, action: Callable[..., Any], *given: Any) -> Any:
-        """Return what ``action`` returns, as a stage; what it raises is passed on.
+    def run(
+        self, stage: str, watch: SideEffects, action: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        """Run ``action`` as a stage and return its result; its exceptions are passed on.
 
-        Raises: RefusedError: it did something beside its work.
+        Raises: RefusedError: the action had side effects.
         """
         self.begin(stage)
         with watch:
-            returned = action(*given)
+            returned = action(*arguments)
         if watch.effects:
             raise RefusedError("; ".join(f"{stage} {effect}" for effect in watch.effects))
         return returned
 
 
 Function = Callable[[Mapping[str, Any], Reporter], Finding]
-"""A function for a sandbox, given JSON values by name; it is defined at the top of a module."""
+"""A function for a sandbox; takes JSON values by name, and is defined at the top of a module."""
 
 
 def run_here(
     function: Function, arguments: Mapping[str, Any], reporter: Reporter | None = None
 ) -> Finding:
-    """Run a function in this process and return what it found.
+    """Run a function in this process and return its finding.
 
-    What the code in it raises becomes a refusal; a crash or a hang does not.
+    An exception in the function becomes a refusal; a crash or a hang affects this process.
     """
     reporter = reporter or Reporter()
     try:
@@ -148,6 +151,7 @@ def run_here(
         finding = Finding.refuse(str(error))
     except foreign_errors() as error:
         finding = Finding.raised(reporter.stage, error)
+    # Facts noted on the way are kept even if the function raised.
     return replace(finding, facts={**reporter.facts, **finding.facts})
 
 
@@ -159,11 +163,11 @@ def _is_installed(module: str) -> bool:
 
 
 def _fit(text: str, limit: int) -> str:
-    """Return at most ``limit`` characters of ``text``, with what does not print escaped."""
-    shown = text[: limit + 1]
-    if not shown.replace("\n", "").replace("\t", "").isprintable():  # which is rare, and slow
-        shown = "".join(
+    """Truncate ``text`` to ``limit`` characters, with unprintable characters escaped."""
+    printable = text[: limit + 1]
+    if not printable.replace("\n", "").replace("\t", "").isprintable():  # rare, and slow to fix
+        printable = "".join(
             letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
-            for letter in shown
+            for letter in printable
         )
-    return shown if len(shown) <= limit else f"{shown[:limit]}..."
+    return printable if len(printable) <= limit else f"{printable[:limit]}..."

@@ -1,1 +1,1 @@
-"""The policy of the user, and what is kept between processes."""
+"""The policy of the user, and storage shared by processes."""

@@ -1,7 +1,7 @@
-"""The policy as data, merged from all of its sources, and the environment.
+"""The configuration, merged from all sources, and access to the environment.
 
-No other module touches the environment. Nothing is written to it, but what a plugin changed while
-it was examined is put back.
+No other module accesses the environment. The environment is never written, except to undo a
+plugin's changes after an examination.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _as_names(plugins: Any) -> Any:
 
 
 class Config(Settings):
-    """The decisions of the user; whatever is unset is left to the selection.
+    """The decisions of the user; the selection decides everything that is unset.
 
     The keys of rules are a name, ``name@glob`` for the places in the model whose dotted prefix
     matches the glob, ``*`` for all names, or ``*@glob``.
@@ -61,40 +61,40 @@ class Config(Settings):
         models: rules by architecture.
         communicators: rules by collective.
         require: properties that kernels, attention backends and communicators must promise.
-        disable: names of plugins or distributions that are not to be loaded.
-        plugins: distributions whose plugins may be loaded; None or ``"all"`` allows every one,
-            ``"none"`` none but the SDK's own.
-        strict: an unmet preference and a tie raise.
-        locked: only what the lock file lists may be loaded.
-        canary: whose kernels are compared with the reference before they are bound here first.
-        fallback: a kernel that fails at run time is replaced by the next best one.
-        emulation: a reference may be chosen that does without the arithmetic its op is meant for.
-        dequantize: weights whose op has nothing but its reference here are dequantized once, while
-            they load, and multiplied by the op ``linear``, if the memory is there.
-        tables: measured figures take part in the selection.
-        kv_cache: how keys and values are stored: ``"auto"`` as the checkpoint says, else in the
-            model's dtype; ``"int4"`` in 4 bits, which raises where a model's layers cannot.
-        graphs: whether decode steps are captured as graphs: ``"auto"`` where the platform can and
-            all that is chosen is safe in one, ``"on"`` raises where not, ``"off"``.
-        compile: whether torch.compile makes one graph of a model: ``"on"`` by the platform's own
-            backend, ``"off"``, or by the backend of that name.
-        float32: how products of float32 are computed: ``"highest"`` in float32, ``"high"`` with
-            TensorFloat-32 or as three products of bfloat16, ``"medium"`` as one.
-        reduce_in_16_bits: partial sums of products of 16 bits may be kept in 16 bits, where the
-            platform has such a setting.
-        seed: of the device's generators when a model is loaded, and of the noise of requests that
-            name no seed of their own; None leaves the generators and draws the noise.
-        isolation: whether plugin code is tried in a child process first.
-        probe_seconds: how long such a trial may take.
+        disable: names of plugins or distributions that must not be loaded.
+        plugins: distributions whose plugins may be loaded; None or ``"all"`` allows every plugin,
+            ``"none"`` only the SDK's own plugins.
+        strict: an unmet preference or a tie raises.
+        locked: load only distributions that the lock file lists.
+        canary: scope of the canary, which compares kernels with the reference before the first use.
+        fallback: replace a kernel that fails at run time by the next best one.
+        emulation: allow references without the arithmetic that the op is meant for.
+        dequantize: if the op of a quantized weight has only a reference here, dequantize the weight
+            once, while loading, and use the op ``linear``, if memory suffices.
+        tables: use measured run times in the selection.
+        kv_cache: format of stored keys and values: ``"auto"`` follows the checkpoint, or else the
+            model's dtype; ``"int4"`` uses 4 bits, and raises if a layer of the model cannot.
+        graphs: capture of decode steps as graphs: ``"auto"`` captures if the platform can and
+            everything chosen is safe, ``"on"`` raises if not, ``"off"``.
+        compile: use of torch.compile, with one graph per model: ``"on"`` uses the platform's own
+            backend, ``"off"`` none, any other name that backend.
+        float32: arithmetic of float32 matmuls: ``"highest"`` is float32, ``"high"`` is
+            TensorFloat-32 or three bfloat16 matmuls, ``"medium"`` is one bfloat16 matmul.
+        reduce_in_16_bits: allow 16-bit partial sums in 16-bit matmuls, if the platform has such a
+            setting.
+        seed: for the device's generators when a model is loaded, and for the noise of requests
+            without a seed; None leaves the generators unchanged and uses random noise.
+        isolation: whether plugin code is examined in a child process first.
+        probe_seconds: time limit of each stage of such an examination.
         cache_dir: folder for verdicts, measurements and packed weights; None is the user's cache
             directory.
-        packed: weights that kernels packed are mapped from a file, which is kept of large models;
-            ``"on"`` keeps it of every model and raises where it cannot be.
-        packed_bytes: of all such files in ``cache_dir``; 0 keeps none there.
-        weight_check: what loading does with a weight that is NaN or infinite: ``"refuse"`` raises,
-            ``"warn"`` logs it, ``"off"`` does not search for one.
+        packed: map packed weights of kernels from a file, which ``"auto"`` stores for large models;
+            ``"on"`` stores the file for every model, and raises on failure.
+        packed_bytes: size limit of all such files in ``cache_dir``; 0 stores none.
+        weight_check: reaction of the loader to a weight that is NaN or infinite: ``"refuse"``
+            raises, ``"warn"`` logs the weight, ``"off"`` does not check.
 
-    Raises: ConfigError: a key is unknown or a value not usable.
+    Raises: ConfigError: a key is unknown or a value cannot be used.
     """
 
     platform: Annotated[Rule, BeforeValidator(read_rule)] | None = None
@@ -127,7 +127,7 @@ class Config(Settings):
     packed_bytes: Annotated[int, Field(ge=0)] = 32 << 30
     weight_check: Literal["refuse", "warn", "off"] = "refuse"
 
-    if TYPE_CHECKING:  # what is taken for a rule or for names is wider than what is kept
+    if TYPE_CHECKING:  # the constructor accepts wider types than the fields store
 
         def __init__(
             self,
@@ -177,53 +177,56 @@ class Config(Settings):
 
     @property
     def numerics(self) -> NumericsPolicy:
-        """The numerics of every step of a run; it is seeded once, when the model is loaded."""
+        """The numerics of every step of a run. The seed is set once, when the model is loaded."""
         from interposer._contract.platform import NumericsPolicy  # imports torch
 
         return NumericsPolicy(self.float32, self.reduce_in_16_bits)
 
     @classmethod
     def refresh(cls) -> Config:
-        """Read files and environment again and return the configuration in force.
+        """Read files and environment again, and return the effective configuration.
 
         Raises: ConfigError: a source holds an unknown key or an unusable value.
         """
-        for read in (_below, _user_file, _environment):
-            read.forget()
+        # The merged result last: another thread may merge old sources until all are forgotten.
+        for cached_reader in (_user_file, _environment, _external_config):
+            cached_reader.forget()
         return effective_config()
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
-        """Return the configuration that ``obj`` states.
+        """Validate ``obj`` as a configuration.
 
-        Raises: ConfigError: a key is unknown or a value not usable.
+        Raises: ConfigError: a key is unknown or a value cannot be used.
         """
-        with _own_errors():
+        with _converting_errors():
             return super().model_validate(obj, **options)
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
-        """Return the configuration that a JSON text states.
+        """Validate a JSON text as a configuration.
 
-        Raises: ConfigError: it is no JSON, a key is unknown or a value not usable.
+        Raises: ConfigError: the text is not JSON, a key is unknown or a value cannot be used.
         """
-        with _own_errors():
+        with _converting_errors():
             return super().model_validate_json(json_data, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Mappings are MappingProxyType, which cannot be pickled.
         values = ((name, getattr(self, name)) for name in sorted(self.model_fields_set))
         plain: dict[str, Any] = {n: dict(v) if isinstance(v, Mapping) else v for n, v in values}
         return partial(Config, **plain), ()
 
     def __deepcopy__(self, _copied: object = None) -> Self:
-        return self  # nothing in it can change
+        return self  # immutable
 
     def __hash__(self) -> int:
+        # pydantic's own hash fails on mappings.
         fields = (getattr(self, name) for name in Config.model_fields)
         return hash(tuple(frozenset(f.items()) if isinstance(f, Mapping) else f for f in fields))
 
     def __repr_args__(self) -> Iterable[tuple[str, Any]]:
-        """Yield what differs from the default, in the order of the fields."""
+        """Yield the fields with a value other than the default, in order."""
         for name, field in Config.model_fields.items():
             value = getattr(self, name)
             if value != field.get_default(call_default_factory=True):
@@ -236,7 +239,7 @@ class Config(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The origin of a part of the configuration; ``path`` is empty where there is no file."""
+    """The origin of a part of the configuration; ``path`` is empty if there is no file."""
 
     name: Literal["argument", "use()", "project file", "user file", "environment"]
     path: str
@@ -244,7 +247,7 @@ class Source:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of this source, as plain data that a ``Config`` can be made of again."""
+        """The fields that this source sets, as plain data from which ``Config`` can be restored."""
         return self.config.model_dump(mode="json", exclude_unset=True)
 
 
@@ -252,40 +255,40 @@ _context: ContextVar[tuple[Config, ...]] = ContextVar("interposer_config", defau
 
 
 def effective_config(argument: Config | None = None) -> Config:
-    """Return the configuration in force.
+    """Return the effective configuration.
 
     Precedence, highest first: argument, ``use(...)`` context, project file, user file, environment.
     Mappings are merged key by key, everything else is replaced. Files and the environment are read
-    once in a process, the project file once per working directory; ``Config.refresh()`` reads them
-    again. What is wrong in them raises at every call.
+    once per process, the project file once per working directory; ``Config.refresh()`` reads both
+    again. An error in a source raises at every call.
 
     Raises: ConfigError: a source holds an unknown key or an unusable value.
     """
-    below, _ = _below(_working_directory())
-    above = _context.get() if argument is None else (*_context.get(), _checked(argument))
-    return _merged(below, *above) if above else below
+    external, _ = _external_config(_working_directory())
+    overrides = _context.get() if argument is None else (*_context.get(), _check_type(argument))
+    return _merge(external, *overrides) if overrides else external
 
 
 def config_sources(argument: Config | None = None) -> list[Source]:
-    """Return the sources of the configuration in force, the strongest first.
+    """Return the sources of the effective configuration, the strongest first.
 
-    A file is listed if it is there, the environment if it sets anything.
+    Only existing files are listed, and only an environment that sets a field.
     """
-    given = [] if argument is None else [Source("argument", "", _checked(argument))]
-    used = [Source("use()", "", config) for config in reversed(_context.get())]
-    return [*given, *used, *_below(_working_directory())[1]]
+    argument_sources = [] if argument is None else [Source("argument", "", _check_type(argument))]
+    context_sources = [Source("use()", "", config) for config in reversed(_context.get())]
+    return [*argument_sources, *context_sources, *_external_config(_working_directory())[1]]
 
 
 @contextmanager
 def use(config: Config | None = None, /, **changes: Any) -> Iterator[Config]:
     """Apply a configuration, or single fields of one, inside a ``with`` block.
 
-    Safe in threads and asyncio tasks: a thread sees only the blocks that it entered itself, a
-    task also those that it was created in.
+    Safe in threads and asyncio tasks: a thread sees only blocks entered in that thread, a task also
+    blocks around its creation.
     """
     if config is not None and changes:
         raise ConfigError("use() takes a Config or single fields, not both")
-    entered = _checked(config) if config is not None else _validated(changes, "use()")
+    entered = _check_type(config) if config is not None else _validate(changes, "use()")
     token = _context.set((*_context.get(), entered))
     try:
         yield effective_config()
@@ -294,33 +297,34 @@ def use(config: Config | None = None, /, **changes: Any) -> Iterator[Config]:
 
 
 @contextmanager
-def _own_errors() -> Iterator[None]:
+def _converting_errors() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        # The constructor is asked within, and what it raises is wrapped.
+        # pydantic calls the constructor for nested values, and wraps our errors in its own.
         inner = error.errors()[0].get("ctx", {}).get("error")
         raise (inner if isinstance(inner, ConfigError) else config_error(error, Config)) from None
 
 
 def variables() -> MutableMapping[str, str]:
-    """Return the variables of the environment by name; the sandbox alone puts some back."""
+    """Return the environment variables; only the sandbox writes variables, to undo changes."""
     return os.environ
 
 
 def child_environment(**defaults: str) -> dict[str, str]:
-    """Return the environment for a child process, with ``defaults`` where it sets nothing."""
+    """Return the environment for a child process; ``defaults`` apply to variables not yet set."""
     return {**defaults, **os.environ}
 
 
-def _checked(config: object) -> Config:
+def _check_type(config: object) -> Config:
     if not isinstance(config, Config):
         raise ConfigError(f"config is {config!r}, must be a Config, as Config(platform='cpu')")
     return config
 
 
-def _merged(*configs: Config) -> Config:
-    """Return the sum of ``configs``, of which the last is the strongest."""
+def _merge(*configs: Config) -> Config:
+    """Merge ``configs``; the last is the strongest."""
+    # Only fields that were set take part, so that a default never overrides a weaker source.
     merged: dict[str, Any] = {}
     for config in configs:
         for name in config.model_fields_set:
@@ -332,11 +336,11 @@ def _merged(*configs: Config) -> Config:
 
 
 @cached
-def _below(folder: str) -> tuple[Config, tuple[Source, ...]]:
-    """Return what files and environment say together, and each, for a working directory."""
+def _external_config(folder: str) -> tuple[Config, tuple[Source, ...]]:
+    """Merge the configuration of files and environment for a folder; return the sources too."""
     project = _from_file("project file", read_project_file(Path(folder)) if folder else None)
     sources = (*project, *_user_file(), *_environment())
-    return _merged(*(source.config for source in reversed(sources))), sources
+    return _merge(*(source.config for source in reversed(sources))), sources
 
 
 @cached
@@ -347,14 +351,14 @@ def _user_file() -> tuple[Source, ...]:
 @cached
 def _environment() -> tuple[Source, ...]:
     fields = read_variables(variables())
-    return (Source("environment", "", _validated(fields, "the environment")),) if fields else ()
+    return (Source("environment", "", _validate(fields, "the environment")),) if fields else ()
 
 
 def _working_directory() -> str:
     try:
-        return os.getcwd()  # noqa: PTH109 - a Path costs more than all the rest
+        return os.getcwd()  # noqa: PTH109 - a Path takes longer than the lookup itself
     except FileNotFoundError:
-        return ""  # it was removed, and has no project file
+        return ""  # the folder was removed, so it has no project file
 
 
 def _from_file(
@@ -365,14 +369,15 @@ def _from_file(
     path, fields = str(file.path), dict(file.fields)
     folder = fields.get("cache_dir")
     if isinstance(folder, str) and folder and not folder.startswith("~"):
-        fields["cache_dir"] = str(file.path.parent / folder)  # it counts from where the file is
-    return (Source(name, path, _validated(fields, path)),)
+        fields["cache_dir"] = str(file.path.parent / folder)  # relative to the file's folder
+    return (Source(name, path, _validate(fields, path)),)
 
 
-def _validated(fields: dict[str, Any], source: str) -> Config:
+def _validate(fields: dict[str, Any], source: str) -> Config:
     try:
         return Config(**fields)
     except UnknownNameError as error:
+        # For users of files and variables, fields are "keys".
         kind, where = error.kind, f"{error.where} of {source}"
         if kind == "field":
             kind, where = "key", f"in {source}"

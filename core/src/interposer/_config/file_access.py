@@ -1,4 +1,7 @@
-"""Access to files that others may have prepared: regular ones, and in a cache only our own."""
+"""Safe access to files that other users may have prepared.
+
+Only regular files are read; files of a cache must also belong to this user or root.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFLNK: "a symbolic link",
 }
-# A FIFO is opened without waiting for its other end, and a terminal does not become this process's.
+# O_NONBLOCK: do not wait for the other end of a FIFO. O_NOCTTY: do not acquire a terminal.
 _SAFE_FLAGS = (
     getattr(os, "O_NOFOLLOW", 0)
     | getattr(os, "O_NONBLOCK", 0)
@@ -33,43 +36,47 @@ class SharedCacheWarning(UserWarning):
 
 
 def irregular(path: str | os.PathLike[str]) -> str:
-    """Return what is wrong with a path that leads to no regular file, "" for one and for none.
+    """Describe why a path leads to no regular file; "" for a regular or a missing file.
 
-    A FIFO and a device are never opened, as a read of them may not end. Links are followed, as
-    those of a downloaded model are.
+    FIFOs and devices are never opened, because a read may never end. Links are followed, because
+    downloaded models consist of links.
     """
     try:
         kind = stat.S_IFMT(Path(path).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
         return ""
-    except OSError as error:  # such as a link to itself
+    except OSError as error:  # for example a link to itself
         return f"cannot be read: {error.strerror}"
     return "" if kind == stat.S_IFREG else f"is {_KINDS.get(kind, 'no file')}, not a regular file"
 
 
 def open_owned(path: Path, *, writes: bool = False) -> int:
-    """Return the descriptor of a regular file that this user or root owns, reached by no link.
+    """Open a regular file that this user or root owns, without following links.
 
     Args:
-        writes: open it to read and write, and create it if it is missing.
-    Raises: OSError: the text says what is wrong with the file.
+        writes: open for reading and writing, and create a missing file.
+    Returns: the file descriptor.
+    Raises: OSError: the text names the problem.
     """
     check_folders(path)
     with suppress(FileNotFoundError, ValueError):
-        if stat.S_ISLNK(path.lstat().st_mode):  # O_NOFOLLOW would tell of a loop
+        if stat.S_ISLNK(path.lstat().st_mode):  # the error of O_NOFOLLOW would name a loop
             raise PermissionError(f"{path} is a symbolic link, which the cache does not follow")
     access = os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY
     descriptor = os.open(path, access | _SAFE_FLAGS, 0o644)
     try:
-        facts = os.fstat(descriptor)
-        kind = stat.S_IFMT(facts.st_mode)
+        status = os.fstat(descriptor)
+        kind = stat.S_IFMT(status.st_mode)
         if kind != stat.S_IFREG:
             raise PermissionError(f"{path} is {_KINDS.get(kind, 'no file')}, not a regular file")
-        if not _is_trusted(facts.st_uid):
-            raise PermissionError(f"{path} belongs to user {facts.st_uid}, not to this one or root")
-        if writes and facts.st_nlink > 1:
+        if not _is_trusted(status.st_uid):
             raise PermissionError(
-                f"{path} has {facts.st_nlink} names, so that writing it harms others"
+                f"{path} belongs to user {status.st_uid}, not to this one or root"
+            )
+        # Another name may be a hard link that another user planted.
+        if writes and status.st_nlink > 1:
+            raise PermissionError(
+                f"{path} has {status.st_nlink} names, so that writing it harms others"
             )
     except BaseException:
         os.close(descriptor)
@@ -78,18 +85,18 @@ def open_owned(path: Path, *, writes: bool = False) -> int:
 
 
 def check_folders(path: Path) -> None:
-    """Refuse a path whose folder, or the one above that, is a link that another user planted.
+    """Refuse a path whose folder or grandparent folder is a link that another user made.
 
     Raises: OSError: the text names the link.
     """
     for folder in path.parents[:2]:
         try:
-            facts = folder.lstat()
+            status = folder.lstat()
         except (OSError, ValueError):
-            continue  # opening the file says it better
-        if stat.S_ISLNK(facts.st_mode) and not _is_trusted(facts.st_uid):
+            continue  # opening the file gives a better error
+        if stat.S_ISLNK(status.st_mode) and not _is_trusted(status.st_uid):
             raise PermissionError(
-                f"{folder} is a symbolic link of user {facts.st_uid}, not of this one or root"
+                f"{folder} is a symbolic link of user {status.st_uid}, not of this one or root"
             )
 
 
@@ -110,5 +117,5 @@ def _warn_of(folder: Path) -> None:
 
 
 def _is_trusted(user: int) -> bool:
-    # A system without users has one alone.
+    # A system without user ids has a single user.
     return not hasattr(os, "getuid") or user in (os.getuid(), 0)

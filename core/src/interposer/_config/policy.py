@@ -1,4 +1,4 @@
-"""The sum of the rules that hold for one request."""
+"""The policy for one request, which combines all matching rules."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ FIELDS: dict[Kind, str] = {
     "model": "models",
     "communicator": "communicators",
 }
-"""The fields of a ``Config`` that hold rules, by what they are on."""
-_PROMISING = frozenset(
-    {"kernel", "attention", "communicator"}
-)  # kinds whose records have properties
+"""The fields of a ``Config`` that hold rules, by kind of request."""
+# Kinds whose records have properties.
+_KINDS_WITH_PROPERTIES = frozenset({"kernel", "attention", "communicator"})
 _NO_RULE = Rule()
 
 
 def pin_matches(key: str, name: str, prefix: str) -> bool:
-    """Say whether the key of a rule speaks of ``name`` at the place ``prefix``."""
-    named, at, glob = key.partition("@")
-    return named in (name, "*") and (not at or fnmatchcase(prefix, glob))
+    """Tell whether the key of a rule matches ``name`` at the place ``prefix``."""
+    key_name, at, glob = key.partition("@")
+    return key_name in (name, "*") and (not at or fnmatchcase(prefix, glob))
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """The wishes of the configuration for one request; the fields are those of a ``Rule``.
 
-    ``strict`` refuses what is otherwise tolerated: a preference that nothing meets, and a tie
-    that only names could decide. Without ``emulation`` none may be chosen. ``default`` is what the
-    platform prefers: it stands behind the user's preferences, and ``strict`` does not ask for it.
+    ``strict`` refuses an unmet preference, and a tie that only names could decide. Without
+    ``emulation`` no emulation may be chosen. ``default`` is the platform's preference: it ranks
+    after the user's preferences, and is optional even if ``strict``.
     """
 
     pin: str | None = None
@@ -52,13 +51,13 @@ class Policy:
 def policy_for(
     config: Config, request: Request, defaults: Mapping[str, str] | None = None
 ) -> Policy:
-    """Return what ``config`` wants of ``request``.
+    """Combine the rules of ``config`` that match ``request``.
 
-    The most specific of the rules that match and have a pin or a preference decides on both; what
-    is forbidden or required by any of them is forbidden or required.
+    The most specific matching rule with a pin or a preference decides on both. Forbidden candidates
+    and required properties are collected from all matching rules.
 
     Args:
-        defaults: the kernel that the platform prefers for an op.
+        defaults: the platform's preferred kernel by op.
     """
     if request.kind == "platform":
         rules = [] if config.platform is None else [config.platform]
@@ -67,7 +66,7 @@ def policy_for(
         matching = [key for key in by_key if pin_matches(key, request.name, request.prefix)]
         rules = [by_key[key] for key in sorted(matching, key=_specificity, reverse=True)]
     wish = next((rule for rule in rules if rule.pin is not None or rule.prefer), _NO_RULE)
-    required = config.require if request.kind in _PROMISING else frozenset()
+    required = config.require if request.kind in _KINDS_WITH_PROPERTIES else frozenset()
     return Policy(
         wish.pin,
         wish.prefer,
@@ -80,6 +79,6 @@ def policy_for(
 
 
 def _specificity(key: str) -> tuple[bool, int, str]:
-    """Order the keys that match one request: by name before ``*``, then by length of the glob."""
+    """Sort key for matching rule keys: a name precedes ``*``, a longer glob a shorter one."""
     name, _, glob = key.partition("@")
     return name != "*", len(glob), glob

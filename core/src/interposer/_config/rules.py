@@ -1,4 +1,4 @@
-"""The wishes of a user for the selection: rules as written, and their sum for one request."""
+"""Rules: the wishes of a user for the selection, as written."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ REQUIRABLE = frozenset({"batch_invariant", "deterministic", "graph_safe", "trace
 
 
 class Exact(BaseModel):
-    """Fields of exact types that cannot change, and no others."""
+    """Base of models with immutable fields of exact types, without extra fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Settings(Exact):
-    """Fields of which what is wrong is one of our own errors."""
+    """Base of models whose constructor raises interposer's own errors."""
 
     if not TYPE_CHECKING:
 
@@ -43,6 +43,7 @@ class Settings(Exact):
                 raise config_error(error, type(self)) from error
 
 
+# A plain string would become a set of letters, so only collections pass.
 def _as_set(names: Any) -> Any:
     if isinstance(names, list | tuple | Set):
         return frozenset(names)
@@ -70,22 +71,22 @@ Names = Annotated[
 Required = Annotated[Names, AfterValidator(_known_properties)]
 
 AnyNames = Set[str] | list[str] | tuple[str, ...]
-"""Every form in which names may be given."""
+"""Every accepted form of a collection of names."""
 
 
 class Rule(Settings):
-    """A wish for one choice; where a rule is expected, a plain string is short for a pin.
+    """A wish for one choice; a plain string is short for a rule with this pin.
 
     Attributes:
         pin: name or ``provider/name`` of the only candidate that may be chosen.
-        prefer: globs over names and ``provider/name``: whatever matches the first goes before
-            whatever matches the second, and that before all others.
-        forbid: globs over names and ``provider/name`` of what may not be chosen.
-        require: properties that the chosen one must promise, out of ``REQUIRABLE``.
+        prefer: globs over names and ``provider/name``: matches of the first glob rank before
+            matches of the second, and so on; other candidates rank last.
+        forbid: globs over names and ``provider/name`` of candidates that may not be chosen.
+        require: properties that the chosen candidate must promise, out of ``REQUIRABLE``.
 
     Raises:
-        ConfigError: a value is not usable, or there are both a pin and a preference.
-        UnknownNameError: a field or a property is not known.
+        ConfigError: a value cannot be used, or there are both a pin and a preference.
+        UnknownNameError: a field or a property is unknown.
     """
 
     pin: Name | None = None
@@ -112,7 +113,7 @@ class Rule(Settings):
 
     @model_serializer
     def _shortened(self) -> str | dict[str, Any]:
-        """Return what reads back as this rule and says no more than that."""
+        """Serialize to the shortest form that parses to this rule."""
         fields = dict(self.__repr_args__())
         return fields["pin"] if fields.keys() == {"pin"} else fields
 
@@ -131,11 +132,11 @@ class Rule(Settings):
 
 
 AnyRule = Rule | str | Mapping[str, Any]
-"""Every form in which a rule may be given: the fields of one as a mapping do as well."""
+"""Every accepted form of a rule; a mapping holds the rule's fields."""
 
 
 def read_rule(value: Any) -> Rule:
-    """Return ``value`` as a rule. Raises: ConfigError."""
+    """Convert ``value`` to a rule. Raises: ConfigError."""
     match value:
         case Rule():
             return value
@@ -147,16 +148,18 @@ def read_rule(value: Any) -> Rule:
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the place of what ``error`` found first, and what is wrong there."""
+    """Return the place and the message of the first fault in ``error``."""
     fault = error.errors()[0]
     return f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}"
 
 
 def config_error(error: ValidationError, model: type[BaseModel]) -> ConfigError:
-    """Return what ``error`` says first about the fields of ``model``, as one of our errors."""
+    """Convert the first fault of ``error`` in the fields of ``model`` to one of our errors."""
     errors = error.errors()
+    # Report an unknown field first: a misspelled name often causes the other faults.
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     parts = [str(part) for part in first["loc"]]
+    # For an invalid key of a mapping, pydantic appends the key and "[key]" to the location.
     place = ".".join(parts[:-2] if parts[-1:] == ["[key]"] else parts)
     if first["type"] == "extra_forbidden":
         return UnknownNameError("field", place, model.model_fields, where=f"of {model.__name__}")
@@ -167,15 +170,15 @@ def config_error(error: ValidationError, model: type[BaseModel]) -> ConfigError:
     if isinstance(cause, ConfigError):
         return ConfigError(f"{place}: {cause}" if place else str(cause))
     if first["type"] == "literal_error" and isinstance(first["input"], str):
-        known = get_args(model.model_fields[place].annotation)
-        return UnknownNameError("value", first["input"], known, where=f"of {place}")
+        literals = get_args(model.model_fields[place].annotation)
+        return UnknownNameError("value", first["input"], literals, where=f"of {place}")
     return ConfigError(
         f"{place} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
     )
 
 
 def check_key(key: str) -> str:
-    """Return the key of a rule. Raises: ConfigError: it is none of the four forms."""
+    """Return the key of a rule. Raises: ConfigError: the key has none of the four forms."""
     name, at, glob = key.partition("@")
     if not name or (at and not glob) or (name != "*" and set(name) & set("*?[")):
         raise ConfigError(f"the key {key!r} is none of NAME, NAME@GLOB, * and *@GLOB")
@@ -193,17 +196,18 @@ Rules = Annotated[
     WrapSerializer(lambda rules, serialize: serialize(dict(rules))),
     Field(default_factory=lambda: MappingProxyType({})),
 ]
-"""Rules by key, of which none can change."""
+"""Immutable rules by key."""
 
 
 def parse_rules(items: Iterable[str], source: str) -> dict[str, dict[str, Any]]:
-    """Return the fields of rules by key, from texts such as ``rms_norm=reference``.
+    """Parse texts such as ``rms_norm=reference`` to the fields of rules by key.
 
-    ``KEY=NAME`` pins, ``KEY=+NAME`` prefers, ``KEY=-NAME`` forbids; several for one key add up.
+    ``KEY=NAME`` pins, ``KEY=+NAME`` prefers, ``KEY=-NAME`` forbids; several texts with one key are
+    combined.
 
     Args:
-        source: where they were written, for errors.
-    Raises: ConfigError: a text has another form, or a key two pins.
+        source: origin of the texts, for errors.
+    Raises: ConfigError: a text has another form, or a key has two pins.
     """
     rules: dict[str, dict[str, Any]] = {}
     for item in items:

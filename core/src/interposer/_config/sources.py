@@ -1,4 +1,4 @@
-"""The sources of a configuration outside this process: two files, and variables by name."""
+"""The configuration sources outside this process: two files, and environment variables."""
 
 from __future__ import annotations
 
@@ -14,50 +14,52 @@ from interposer._config.file_access import irregular
 from interposer._config.rules import parse_rules
 from interposer._contract.errors import ConfigError, UnknownNameError
 
-_OWN = "interposer.toml"
-_SHARED = "pyproject.toml"
+_OWN_FILE = "interposer.toml"
+_SHARED_FILE = "pyproject.toml"
 _PREFIX = "INTERPOSER_"
-_RULES = ("kernels", "layers", "attention")
+_RULE_FIELDS = ("kernels", "layers", "attention")
 _VARIABLES = {
     _PREFIX + name.upper(): name
-    for name in (*_RULES, "platform", "plugins", "disable", "strict", "cache_dir")
+    for name in (*_RULE_FIELDS, "platform", "plugins", "disable", "strict", "cache_dir")
 }
 
 
 class ConfigFile(NamedTuple):
-    """The fields of a ``Config`` as a file states them, not validated."""
+    """The fields of a ``Config`` as written in a file, not validated."""
 
     path: Path
     fields: dict[str, Any]
 
 
 def read_project_file(folder: Path) -> ConfigFile | None:
-    """Return the file of the nearest of ``folder`` and its parents that has one.
+    """Read the project file of ``folder`` or of the nearest parent with one.
 
-    A folder has one as ``interposer.toml`` or as the table ``[tool.interposer]`` of
-    ``pyproject.toml``. A folder with ``.git`` is the last one that is looked at.
+    A project file is ``interposer.toml``, or ``pyproject.toml`` with the table
+    ``[tool.interposer]``. The search ends at a folder with ``.git``.
 
     Raises: ConfigError: a folder has both, or a file cannot be read.
     """
     for place in (folder, *folder.parents):
-        own, shared = _read(place / _OWN), _read_shared(place / _SHARED)
-        if own is not None and shared is not None:
+        own_file, shared_file = _read(place / _OWN_FILE), _read_shared(place / _SHARED_FILE)
+        if own_file is not None and shared_file is not None:
             raise ConfigError(
-                f"{place} has {_OWN} and also [tool.interposer] in {_SHARED}. Try: keep one of them"
+                f"{place} has {_OWN_FILE} and also [tool.interposer] in {_SHARED_FILE}. "
+                "Try: keep one of them"
             )
-        found = own or shared
-        if found is not None or os.path.lexists(place / ".git"):
-            return found
+        file = own_file or shared_file
+        # The root of a repository ends the search; ``.git`` may be a file or a broken link.
+        if file is not None or os.path.lexists(place / ".git"):
+            return file
     return None
 
 
 def read_user_file() -> ConfigFile | None:
-    """Return ``config.toml`` of the user's configuration directory, if there is one.
+    """Read ``config.toml`` of the user's configuration directory, if it exists.
 
-    Raises: ConfigError: it cannot be read.
+    Raises: ConfigError: the file cannot be read.
     """
     try:
-        # A user without a home has a path that still starts with "~".
+        # Without a home folder, the path still starts with "~", and expanduser raises.
         folder = user_config_path("interposer", appauthor=False).expanduser()
     except RuntimeError:
         return None
@@ -80,21 +82,21 @@ def _read(path: Path, only_with: str = "") -> ConfigFile | None:
         raise ConfigError(f"{path} cannot be read: it {fault}. Try: remove it, or start elsewhere")
     try:
         text = path.read_text(encoding="utf-8")
-        # A file of other tools is none of our business, broken or not.
+        # A pyproject.toml that never mentions interposer may be broken; other tools report that.
         return ConfigFile(path, tomllib.loads(text)) if only_with in text else None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        # In a folder that may not be searched, as the home of another user, there is no file.
+        # A folder without search permission, such as another user's home, counts as empty.
         if isinstance(error, PermissionError) and not os.path.lexists(path):
             return None
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
 def read_variables(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields that variables of an environment set; an empty one sets nothing.
+    """Convert environment variables to fields of a ``Config``; an empty variable sets nothing.
 
-    Raises: ConfigError: a variable of this prefix is unknown, or its value cannot be used.
+    Raises: ConfigError: a variable of this prefix is unknown, or a value cannot be used.
     """
     fields: dict[str, Any] = {}
     for variable in sorted(name for name in environment if name.startswith(_PREFIX)):

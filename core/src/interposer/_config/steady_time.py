@@ -1,4 +1,4 @@
-"""The time since the epoch, by a clock that nobody sets while the process runs."""
+"""Time since the epoch from a clock that is never adjusted while the process runs."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _OFFSET = time.time_ns() - time.monotonic_ns()
 
 
 def steady_time_ns() -> int:
-    """Return nanoseconds since the epoch; differences are right even where the clock is set."""
+    """Return nanoseconds since the epoch; differences stay correct if the system clock is set."""
     return _OFFSET + time.monotonic_ns()

@@ -1,9 +1,10 @@
-"""The memory between processes: JSON with a checksum, one file per entry, never pickle.
+"""Storage shared by processes: JSON with a checksum, one file per entry, never pickle.
 
-A file is written whole under another name and then renamed, so a reader sees the old entry or the
-new one and writers need no lock. An entry is valid only if it is, byte for byte, what ``Store``
-writes for its key and value, and only in a regular file of this user or root: whatever other users
-leave in a folder that they can write to is refused by name, and no link is followed.
+A file is written completely under a temporary name and then renamed, so a reader sees the old entry
+or the new one, and writers need no lock. An entry is valid only if the bytes equal the output of
+``Store`` for the same key and value, in a regular file of this user or root. Files that other users
+leave in a shared folder are refused with an error that names the file, and links are never
+followed.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ _FILE_OR_TEMPORARY = re.compile(rf"{_FILE.pattern}|\.{_FILE.pattern}\.[0-9a-f]{{
 
 
 class StorageWarning(UserWarning):
-    """Verdicts and measurements are not kept where they should be."""
+    """Verdicts and measurements are not stored in the usual place."""
 
 
 def canonical_json(value: object) -> str:
-    """Return the one text for ``value``: sorted keys, no spaces, ASCII only.
+    """Return the canonical JSON of ``value``: sorted keys, no spaces, ASCII only.
 
     Raises: ValueError: the value is not JSON, or is nested too deep.
     """
@@ -61,15 +62,16 @@ def checksum(value: object) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the content of ``path`` in one step, with its folder made if it is missing.
+    """Replace the content of ``path`` atomically; a missing folder is created.
 
-    Raises: StorageError: the file cannot be written; what was there is unchanged.
+    Raises: StorageError: the file cannot be written; the old content is unchanged.
     """
-    # Not tempfile: its files are for the owner alone, and a cache may serve several users.
+    # Not tempfile: only the owner could read its files, and a cache may serve several users.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            # Without newline translation, because an entry must match its checksum byte by byte.
             with temporary.open("x", encoding="utf-8", newline="") as file:
                 file.write(text)
             temporary.replace(path)
@@ -81,7 +83,7 @@ def write_text(path: Path, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One remembered value; ``problem`` says why it cannot be used, or is empty."""
+    """One stored value; ``problem`` says why the value cannot be used, or is empty."""
 
     path: Path
     key: Mapping[str, JSON] = field(default_factory=dict)
@@ -93,14 +95,14 @@ class Entry:
 class Store:
     """Entries by kind and key in ``folder``, shared by threads and processes.
 
-    Making one touches nothing; folders are made when something is written. A kind is a word such
+    The constructor touches no file; folders are created by the first write. A kind is a word such
     as ``"verdicts"``.
     """
 
     folder: Path
 
     def read(self, kind: str, key: Mapping[str, JSON]) -> JSON | None:
-        """Return the value that was written for ``key``, or None without one.
+        """Return the stored value of ``key``, or None without one.
 
         Raises: StorageError: the entry is corrupt, of another format or not readable.
         """
@@ -111,7 +113,7 @@ class Store:
         return None if entry is None else entry.value
 
     def write(self, kind: str, key: Mapping[str, JSON], value: JSON) -> None:
-        """Keep ``value`` for ``key`` in place of what was kept before.
+        """Store ``value`` under ``key``, and replace an old value.
 
         Raises: StorageError: key or value is not JSON, or the file cannot be written.
         """
@@ -137,7 +139,7 @@ class Store:
         yield from filter(None, entries)  # None: another process has just removed it
 
     def kinds(self) -> list[str]:
-        """Return the kinds that have entries or may have some that cannot be read."""
+        """Return the kinds with entries, including unreadable ones."""
         try:
             folders = [path for path in _listed(self.folder, _KIND) if path.is_dir()]
         except (OSError, ValueError):
@@ -145,9 +147,9 @@ class Store:
         return [folder.name for folder in folders if any(self.entries(folder.name))]
 
     def clear(self, kind: str | None = None) -> int:
-        """Remove the entries of one kind or of all, and return how many there were.
+        """Remove the entries of one kind or of all, and return the number removed.
 
-        Files that are not the store's own are left alone.
+        Files that the store did not write are not touched.
 
         Raises: StorageError: an entry cannot be removed.
         """
@@ -155,6 +157,7 @@ class Store:
         for folder in map(self._folder, [kind] if kind is not None else self.kinds()):
             try:
                 check_folders(folder / "entry")
+                # Temporary files of killed writers are removed too, but not counted.
                 for path in _listed(folder, _FILE_OR_TEMPORARY):
                     path.unlink(missing_ok=True)
                     removed += not path.name.startswith(".")
@@ -163,11 +166,11 @@ class Store:
         return removed
 
     def secret(self) -> bytes | None:
-        """Return random bytes that this user alone can read, made at the first call.
+        """Return random bytes that only this user can read, created at the first call.
 
-        They sign files of the cache that are too large to be read whole at each use.
+        The secret signs files of the cache that are too large to be read completely at each use.
 
-        Returns: None where they can be neither read nor made, as in a folder of another user.
+        Returns: None if the secret can be neither read nor created, as in a folder of another user.
         """
         path = self.folder / _SECRET
         with suppress(OSError):
@@ -179,13 +182,16 @@ class Store:
                     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
                     with os.fdopen(descriptor, "wb") as file:
                         file.write(secrets.token_bytes(_SECRET_BYTES))
-                    with suppress(FileExistsError):  # another process made one meanwhile
+                    # A link appears with the complete content, so no other process reads a partial
+                    # secret.
+                    with suppress(FileExistsError):  # another process created the secret meanwhile
                         os.link(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
         with suppress(OSError), os.fdopen(open_owned(path), "rb") as file:
-            if len(kept := file.read(_SECRET_BYTES + 1)) == _SECRET_BYTES:
-                return kept
+            # One byte more detects a file that is too long.
+            if len(secret := file.read(_SECRET_BYTES + 1)) == _SECRET_BYTES:
+                return secret
         return None
 
     def _folder(self, kind: str) -> Path:
@@ -202,9 +208,9 @@ class Store:
 
 
 def default_store(config: Config | None = None) -> Store:
-    """Return the store in ``Config.cache_dir``, else in the user's cache directory.
+    """Return the store in ``Config.cache_dir``, or else in the user's cache directory.
 
-    For a user without a home it is in the folder for temporary files, which is warned of once.
+    Without a home folder, the store is in the folder for temporary files, with one warning.
     """
     folder = (config or effective_config()).cache_dir
     try:
@@ -215,17 +221,17 @@ def default_store(config: Config | None = None) -> Store:
 
 @cache
 def _folder_without_home(problem: str) -> Path:
-    """Return a folder that nobody but this user can write to, or one that nobody can."""
-    # Where it is not known who the user is, there is no telling whose a folder is.
+    """Return a folder to which only this user can write, or else a path that cannot be written."""
+    # Without user ids, the owner of a folder cannot be checked, so no folder is trusted.
     user = os.getuid() if hasattr(os, "getuid") else None
     folder = Path(os.devnull, "interposer")
     with suppress(OSError):
-        own = Path(tempfile.gettempdir(), f"interposer-{user}")
-        own.mkdir(mode=0o700, exist_ok=True)
-        facts = own.lstat()
-        private = stat.S_ISDIR(facts.st_mode) and not facts.st_mode & 0o077
-        if private and facts.st_uid == user:
-            folder = own
+        candidate = Path(tempfile.gettempdir(), f"interposer-{user}")
+        candidate.mkdir(mode=0o700, exist_ok=True)
+        status = candidate.lstat()
+        private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+        if private and status.st_uid == user:
+            folder = candidate
     message = f"{problem} What is remembered is kept in {folder}. Try: set INTERPOSER_CACHE_DIR"
     warn(message, StorageWarning)
     return folder
@@ -241,7 +247,7 @@ def _entry_text(key: object, value: object) -> str:
 
 
 def _read(path: Path) -> Entry | None:
-    """Return the entry in ``path``, usable or not, or None if there is no such file."""
+    """Return the entry in ``path``, usable or not, or None if the file does not exist."""
     try:
         with os.fdopen(open_owned(path), "rb") as file:
             text = file.read().decode("ascii")
@@ -252,15 +258,16 @@ def _read(path: Path) -> Entry | None:
     except (OSError, ValueError) as error:
         return Entry(path, problem=f"cannot be read: {error}")
     try:
-        found: Any = json.loads(text)
-        key, value = found["key"], found["value"]
+        fields: Any = json.loads(text)
+        key, value = fields["key"], fields["value"]
+        # Comparing the text covers the version, the checksum and the canonical form at once.
         intact = text == _entry_text(key, value)
-        own = isinstance(key, dict) and path.name == _file_name(key)
+        has_key = isinstance(key, dict) and path.name == _file_name(key)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         return Entry(path, problem=f"is corrupt: {type(error).__name__}: {error}")
     if not intact:
         return Entry(path, problem="is corrupt: content and checksum differ")
-    if not own:
+    if not has_key:
         return Entry(path, problem="is the entry of another key")
     return Entry(path, key, value)
 

@@ -20,7 +20,7 @@ from interposer._contract.layer import Site
 from interposer._contract.request import AttentionType
 from interposer._contract.verdict import Verdict
 
-UINT4: torch.dtype = vars(torch)["uint4"]  # which torch's stubs leave out
+UINT4: torch.dtype = vars(torch)["uint4"]  # torch's type stubs omit it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,24 +28,27 @@ class AttentionSpec:
     """The static request of one attention layer.
 
     Attributes:
-        type: with ``encoder_decoder`` a query sees all of a source, which other tokens stored:
-            ``forward`` writes it, by slots without a sequence, and ``forward_stored`` reads it.
-        cache_dtype: of stored keys and values. Where it is not ``dtype``, they are divided by
-            scales and rounded when they are stored; uint4 is groups with a step and a base each.
-        head_scales: these scales are one per kv head, not one for all.
-        window_tokens: a token sees itself and the ``window_tokens - 1`` before it; None sees all.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None leaves them.
+        type: with ``encoder_decoder`` a query attends to all tokens of the encoder input.
+            ``forward`` writes the keys and values of these tokens, to slots without a sequence, and
+            ``forward_stored`` reads the stored ones.
+        cache_dtype: of stored keys and values. If different from ``dtype``, stored keys and values
+            are divided by scales and rounded; uint4 is quantized in groups with a step and a base
+            each.
+        head_scales: one scale per kv head instead of one for all.
+        window_tokens: a token attends to itself and the ``window_tokens - 1`` tokens before it;
+            None means no window.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None leaves scores unchanged.
         sinks: one learned score per head joins the softmax.
-        latent: a cached vector is the key of all heads (MLA), and begins with their value.
-        latent_size: elements of that value, and of the output; 0 unless ``latent``.
-        sparse: an indexer names the tokens that are attended to.
-        top_k: how many it names at most; 0 unless ``sparse`` or an indexer.
-        prefix_lm: tokens of a prompt see each other in both directions, those behind it what is
-            before them; see ``AttentionBatch.prefix_lens``.
-        alibi: scores are lowered by the distance times a slope of the head, which follows from the
+        latent: a cached vector is the key of all heads (MLA), and the first elements are the value.
+        latent_size: size of that value, and of the output; 0 unless ``latent``.
+        sparse: an indexer selects the tokens that are attended to.
+        top_k: largest number of selected tokens; 0 unless ``sparse`` or an indexer.
+        prefix_lm: the first tokens of a prompt attend to each other in both directions, and later
+            tokens attend causally; see ``AttentionBatch.prefix_lens``.
+        alibi: scores are lowered by the distance times a slope of the head, which depends on the
             number of heads, see ``interposer_ops.attention.alibi_slopes``.
-        alibi_bias_max: the smallest of these slopes is 2 to the power of minus this.
-        shared: further layers with an equal spec attend to the cache that a layer writes.
+        alibi_bias_max: the smallest of these slopes is ``2 ** -alibi_bias_max``.
+        shared: other layers with an equal spec attend to the cache that one layer writes.
     """
 
     version: ClassVar[int] = 1
@@ -73,12 +76,12 @@ class AttentionSpec:
 
     @property
     def is_quantized(self) -> bool:
-        """Say whether the cache holds rounded multiples of the layer's scales."""
+        """Tell whether the cache holds values divided by the layer's scales and rounded."""
         return self.cache_dtype not in (self.dtype, UINT4)
 
     def dims(self) -> dict[str, int | float | str | bool]:
-        """Return what a declarative ``Requires`` can judge; ops name the same facts the same."""
-        rest = self.head_size - self.latent_size
+        """Return the dims that a declarative ``Requires`` can judge, named as in ops."""
+        rotary_size = self.head_size - self.latent_size
         return {
             "num_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
@@ -90,24 +93,27 @@ class AttentionSpec:
             "alibi": self.alibi,
             "prefix_lm": self.prefix_lm,
             "cache_dtype": str(self.cache_dtype).removeprefix("torch."),
-            **({"latent_size": self.latent_size, "rotary_size": rest} if self.latent else {}),
+            **(
+                {"latent_size": self.latent_size, "rotary_size": rotary_size} if self.latent else {}
+            ),
             **({"top_k": self.top_k} if self.top_k else {}),
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain values; dtypes by their names."""
+        """Return the fields as plain values; dtypes by name."""
         return {n: str(v) if isinstance(v, torch.dtype) else v for n, v in asdict(self).items()}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> AttentionSpec:
-        """Return what ``to_json`` was asked of."""
+        """Restore a specification from the values of ``to_json``."""
         names = {name: value[name].removeprefix("torch.") for name in ("dtype", "cache_dtype")}
         return cls(**{**value, **{name: getattr(torch, names[name]) for name in names}})
 
     def judge_plain_decoder(self) -> Verdict:
-        """Accept decoder attention over an unconverted cache, at most windowed or softcapped.
+        """Accept decoder attention over an unquantized cache, at most windowed or softcapped.
 
-        Heads share kv heads in groups of one size. Plain backends ask it in ``accepts``.
+        The number of heads must be a multiple of the number of kv heads. Plain backends call this
+        in ``accepts``.
         """
         if self.type != "decoder":
             return Verdict.refuse(f"serves decoder attention only, got {self.type}")
@@ -129,19 +135,20 @@ class AttentionBatch:
     """The minimal paged batch: sequences of any query length, concatenated without padding.
 
     Attributes:
-        query_starts: ``[B + 1]`` int64; sequence b's tokens go from entry b to before entry b + 1.
-        seq_lens: ``[B]`` int64; tokens in the cache after this step, the query's own included.
-        page_table: ``[B, P]`` int64; pages of each sequence in order, padded with 0. Where none of
-            a page's tokens is seen any more, a page of zeros may stand in its place.
-        slots: ``[T]`` int64; where each token's key and value go: page * page size + offset.
+        query_starts: ``[B + 1]`` int64; the tokens of sequence b are ``query_starts[b]`` up to,
+            excluding, ``query_starts[b + 1]``.
+        seq_lens: ``[B]`` int64; tokens in the cache after this step, including the query.
+        page_table: ``[B, P]`` int64; pages of each sequence in order, padded with 0. A page of
+            zeros may replace a page that left the window.
+        slots: ``[T]`` int64; the slot of each token's key and value: page * page size + offset.
         max_query_tokens: the longest query of the batch.
         max_seq_tokens: the largest of ``seq_lens``.
-        state_slots: ``[B]`` int64, row of recurrent states that each sequence has, negative for
-            padding; None where no layer has a state.
-        prefix_lens: ``[B]`` int64, first tokens of each sequence that see each other in both
-            directions, all of which are in the cache; None where no layer asks for it, and in steps
-            none of whose tokens sees a later one.
-        host: the same batch in host memory, where whoever made it had it there; see ``on_host``.
+        state_slots: ``[B]`` int64, row of each sequence in the recurrent states, negative for
+            padding; None if no layer has a state.
+        prefix_lens: ``[B]`` int64, number of first tokens of each sequence that attend to each
+            other in both directions, all of which are in the cache. None if no layer uses it, and
+            in steps without bidirectional attention.
+        host: a copy of the batch in host memory, if available; see ``on_host``.
     """
 
     version: ClassVar[int] = 1
@@ -157,7 +164,7 @@ class AttentionBatch:
     host: AttentionBatch | None = None
 
     def on_host(self) -> AttentionBatch:
-        """Return the batch in host memory; where no copy came along, the device is waited for."""
+        """Return the batch in host memory; without a stored copy this waits for the device."""
         if self.host is not None or self.slots.device.type == "cpu":
             return self.host or self
         names = ("query_starts", "seq_lens", "page_table", "slots", "state_slots", "prefix_lens")
@@ -171,15 +178,15 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheLayout:
-    """The layout of one layer's cache in memory, as a backend wants it.
+    """The memory layout of one layer's cache, as a backend requires it.
 
     Attributes:
         page_shape: shape of one page, such as ``(2, S, K, D)``.
-        page_axis: where the page dimension is inserted into ``page_shape``.
+        page_axis: axis at which the page dimension is inserted into ``page_shape``.
         stride_order: axes of the full shape from the slowest to the fastest in memory.
         dtype: of the stored keys and values.
-        layers_axis: where a dimension over all layers of the backend goes, counted in memory
-            order; None keeps the layers apart.
+        layers_axis: axis, in memory order, of a dimension over all layers of the backend; None
+            allocates every layer separately.
     """
 
     page_shape: tuple[int, ...]
@@ -218,10 +225,10 @@ class KVCacheLayout:
         device: str,
         empty: Callable[[Sequence[int], torch.dtype, str], Tensor] = _empty,
     ) -> list[Tensor]:
-        """Return a cache of ``shape(num_pages)`` per layer, in the declared order.
+        """Allocate a cache of ``shape(num_pages)`` per layer, in the declared memory order.
 
-        It is not initialised, so that memory is taken only where tokens are stored. Backends
-        never read a slot that no token of the sequence was written to.
+        The memory stays uninitialised, so that the system commits memory only where tokens are
+        stored. Backends never read a slot to which no token of the sequence was written.
 
         Args:
             empty: returns uninitialised memory of a shape and dtype on a device.
@@ -233,23 +240,26 @@ class KVCacheLayout:
         else:
             stored.insert(self.layers_axis, num_layers)
             layers = list(empty(stored, self.dtype, device).unbind(self.layers_axis))
+        # Memory is allocated in stride order; the inverse permutation gives a view with the
+        # logical shape.
         inverse = [self.stride_order.index(axis) for axis in range(len(shape))]
         return [layer.permute(inverse) for layer in layers]
 
 
 class AttentionBackend(ABC):
-    """One way to compute attention over a paged cache.
+    """One implementation of attention over a paged cache.
 
-    A backend is constructed once per distinct spec; layers with equal specs share it, and its
-    ``plan`` runs once per step for all of them. Members for caches of another dtype and for sinks
-    are called where ``accepts`` took such a spec.
+    A backend is constructed once per distinct spec. Layers with equal specs share the backend, and
+    ``plan`` runs once per step for all these layers. Members for quantized caches and for sinks are
+    called only if ``accepts`` accepted such a spec.
 
     Attributes:
-        plans_on_host: what depends on the values of a batch is computed on the host. A graph does
-            not repeat that, so ``plan_fixed`` and ``update_plan`` are called around it; ``plan`` of
-            another backend that promises ``graph_safe`` is a part of it.
-        takes_out: ``forward``, and what is called in its place for such a spec, take ``out`` too:
-            contiguous memory of the shape and dtype of the result, which is written and returned.
+        plans_on_host: the plan depends on values of the batch that are read on the host. A graph
+            does not repeat host code, so ``plan_fixed`` and ``update_plan`` are called around the
+            graph. Without this flag, ``plan`` of a backend that promises ``graph_safe`` becomes
+            part of the graph.
+        takes_out: ``forward`` and the variants for such specs accept ``out``: contiguous memory of
+            the result's shape and dtype, which is written and returned.
     """
 
     plans_on_host: ClassVar[bool] = False
@@ -260,24 +270,24 @@ class AttentionBackend(ABC):
 
     @property
     def seen_tokens(self) -> int | None:
-        """The tokens that one sees at most, itself included; None where it may see all.
+        """The most tokens that one token can attend to, inclusive; None for no limit.
 
-        Pages that lie before these are taken from a sequence after the step.
+        Pages that hold only older tokens are freed after the step.
         """
         return self.spec.window_tokens
 
     @classmethod
     @abstractmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Say whether the backend can serve ``spec`` on a device with ``capability``."""
+        """Judge whether the backend can serve ``spec`` on a device with ``capability``."""
 
     @abstractmethod
     def kv_layout(self) -> KVCacheLayout:
-        """Return the layout that ``forward`` expects of its cache."""
+        """Return the cache layout that ``forward`` expects."""
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> Any:
-        """Return what ``forward`` needs of ``batch``, computed once per step."""
+        """Precompute the data of ``batch`` that every ``forward`` of this step needs."""
 
     @abstractmethod
     def forward(
@@ -295,23 +305,24 @@ class AttentionBackend(ABC):
         """
 
     def plan_fixed(self, batch: AttentionBatch) -> Any:
-        """Return a plan for a graph; what it holds keeps its address when it is updated.
+        """Create a plan for a graph; updates keep the addresses of the plan's tensors.
 
         Args:
-            batch: of one token per sequence, in the memory that the graph reads, which is written
-                anew before each update; shapes and both numbers stay as they are.
-        Raises: MissingMemberError: unless it is overridden, with ``plans_on_host``.
+            batch: one token per sequence, in the memory that the graph reads and that is rewritten
+                before each update; shapes and both ``max_`` numbers never change.
+        Raises: MissingMemberError: not overridden. Backends with ``plans_on_host`` must override
+            this member.
         """
         raise _lacking(self, "plans on the host", "plan_fixed")
 
     def update_plan(self, plan: Any, batch: AttentionBatch) -> None:
-        """Make ``plan``, of ``plan_fixed``, that of ``batch``, before each replay; see there."""
+        """Update ``plan``, made by ``plan_fixed``, to ``batch`` before a replay of the graph."""
         raise _lacking(self, "plans on the host", "update_plan")
 
     def prepare_scales(self, key_scale: Tensor, value_scale: Tensor) -> Any:
-        """Return what ``forward_quantized`` wants of the scales of one layer.
+        """Convert the scales of one layer to the form that ``forward_quantized`` takes.
 
-        Called once for each layer, after its weights were loaded.
+        Called once for each layer, after the layer's weights were loaded.
 
         Args:
             key_scale: ``[1]``, or ``[K]`` with ``head_scales``, float32, positive.
@@ -322,22 +333,22 @@ class AttentionBackend(ABC):
     def forward_quantized(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any, scales: Any
     ) -> Tensor:
-        """Do what ``forward`` does, over a cache of another dtype than the spec's.
+        """Write to and attend over a quantized cache; otherwise like ``forward``.
 
         Args:
-            scales: of ``prepare_scales``.
-        Raises: MissingMemberError: unless it is overridden.
+            scales: result of ``prepare_scales``.
+        Raises: MissingMemberError: not overridden.
         """
         raise _lacking(self, f"accepted a cache of {self.spec.cache_dtype}", "forward_quantized")
 
     def forward_with_sinks(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any, sinks: Tensor
     ) -> Tensor:
-        """Do what ``forward`` does, with one score per head more in the softmax.
+        """Attend with one extra score per head in the softmax; otherwise like ``forward``.
 
         Args:
-            sinks: ``[N]``, dtype of ``query``: scores of the layer that have no value.
-        Raises: MissingMemberError: unless it is overridden.
+            sinks: ``[N]``, dtype of ``query``: learned scores, which have no value vector.
+        Raises: MissingMemberError: not overridden.
         """
         raise _lacking(self, "accepted a spec with sinks", "forward_with_sinks")
 
@@ -351,9 +362,9 @@ class AttentionBackend(ABC):
         scales: Any,
         sinks: Tensor,
     ) -> Tensor:
-        """Do what ``forward_quantized`` does, with one score per head more in the softmax.
+        """Attend over a quantized cache with one extra score per head in the softmax.
 
-        Raises: MissingMemberError: unless it is overridden.
+        Raises: MissingMemberError: not overridden.
         """
         accepted = f"accepted a spec with sinks and a cache of {self.spec.cache_dtype}"
         raise _lacking(self, accepted, "forward_quantized_with_sinks")
@@ -366,22 +377,25 @@ class AttentionBackend(ABC):
         scales: Any = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend to the keys and values that another layer stored in this step and before.
+        """Attend to keys and values that are already in the cache; nothing is written.
 
-        Backends that accept specs with ``shared`` or of sources are asked. Nothing is written.
+        Called for specs with ``shared``, whose cache another layer writes, and for encoder inputs.
 
         Args:
             query: ``[T, N, D]``.
-            cache: that the other layer wrote, by this backend.
+            cache: written by the other layer with this backend.
             plan: of this step.
-            scales: of ``prepare_scales`` for the other layer; None where the cache has none.
-            sinks: ``[N]``, dtype of ``query``, where the spec has some.
+            scales: result of ``prepare_scales`` for the other layer; None if the cache has no
+                scales.
+            sinks: ``[N]``, dtype of ``query``, if the spec has sinks.
         Returns: ``[T, N, D]``, dtype of ``query``.
-        Raises: MissingMemberError: unless it is overridden.
+        Raises: MissingMemberError: not overridden.
         """
         raise _lacking(self, "accepted a spec with a shared cache", "forward_stored")
 
 
-def _lacking(backend: AttentionBackend, said: str, member: str) -> MissingMemberError:
-    text = f"{type(backend).__name__} {said} but has no {member}. Try: override it, or refuse such "
+def _lacking(backend: AttentionBackend, claim: str, member: str) -> MissingMemberError:
+    text = (
+        f"{type(backend).__name__} {claim} but has no {member}. Try: override it, or refuse such "
+    )
     return MissingMemberError(f"{text}specs in accepts, or do not promise graph_safe")

@@ -9,19 +9,19 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """A structured set of abilities of one device.
+    """The abilities of one device.
 
     Attributes:
         architecture: the vendor's architecture string, such as ``"x86_64"``.
-        features: instruction sets and units, lower case, such as ``"avx512_bf16"``.
+        features: instruction sets and hardware units, lower case, such as ``"avx512_bf16"``.
         formats: number formats with hardware arithmetic, such as ``"bfloat16"``.
         units: cores or multiprocessors that run in parallel.
         memory_bytes: memory that the device can address.
         caches_bytes: cache sizes by level name, such as ``{"l2": 1048576}``.
-        rates: speeds that a description declares, for estimates on paper, in SI units:
-            ``memory_bytes_per_s``, ``flops_per_s`` of 16 bits, ``link_bytes_per_s`` to others of
-            its node in one direction with ``link_seconds`` of the smallest collective, and
-            ``network_bytes_per_s`` with ``network_seconds`` between nodes.
+        rates: declared speeds for estimates, in SI units: ``memory_bytes_per_s``, ``flops_per_s``
+            of 16-bit matmuls, ``link_bytes_per_s`` to another device of the node in one direction,
+            ``link_seconds`` of the smallest collective in the node, and ``network_bytes_per_s`` and
+            ``network_seconds`` between nodes.
     """
 
     architecture: str
@@ -33,19 +33,19 @@ class Capability:
     rates: dict[str, float] = field(default_factory=dict, hash=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values in an order of their own, for another process."""
+        """Return plain values for another process; sets become sorted lists."""
         return {**asdict(self), "features": sorted(self.features), "formats": sorted(self.formats)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Capability:
-        """Return what ``to_json`` was asked of."""
-        sets = {name: frozenset(value[name]) for name in ("features", "formats")}
-        return cls(**{**value, **sets})
+        """Restore a capability from the values of ``to_json``."""
+        feature_sets = {name: frozenset(value[name]) for name in ("features", "formats")}
+        return cls(**{**value, **feature_sets})
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device of a platform: ``torch_device`` is what tensors are placed on."""
+    """One device of a platform; ``torch_device`` is torch's name for the device."""
 
     platform: str
     torch_device: str
@@ -55,7 +55,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of a device in bytes, at the moment of asking."""
+    """Total and free memory of a device in bytes, at the time of the query."""
 
     total_bytes: int
     free_bytes: int

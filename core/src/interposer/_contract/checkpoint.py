@@ -1,4 +1,4 @@
-"""The contract of a model that is stored otherwise than as a Hugging Face directory."""
+"""The contract of a model stored in another form than a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 class CheckpointFile(ABC):
-    """A model in a file of a format of its own, told in the words of a Hugging Face directory.
+    """A model file of another format, presented like a Hugging Face directory.
 
     Attributes:
         path: the file that was opened.
-        config: what config.json would hold, ``quantization_config`` included where weights are
-            quantized; ``eos_token_id`` ends generations.
-        num_bytes: of all tensors that ``stream`` yields, to tell how far it has come.
+        config: the equivalent content of config.json, including ``quantization_config`` if weights
+            are quantized; ``eos_token_id`` ends generations.
+        num_bytes: bytes of all tensors that ``stream`` yields, for progress reports.
     """
 
     def __init__(self, path: Path, config: dict[str, Any], num_bytes: int) -> None:
@@ -28,15 +28,17 @@ class CheckpointFile(ABC):
     @classmethod
     @abstractmethod
     def open(cls, path: Path) -> CheckpointFile:
-        """Return the file at ``path``, of which no weight is read yet.
+        """Open the file at ``path`` without reading any weight.
 
-        Raises: CheckpointError: it is no such file, corrupt, or of a model that cannot be told so.
+        Raises: CheckpointError: the file has another format, is corrupt, or holds a model that this
+            presentation cannot express.
         """
 
     def names(self) -> Collection[str] | None:
-        """Return the names of all tensors that ``stream`` yields, None if they aren't known before.
+        """Return the names of all tensors that ``stream`` yields, or None if unknown.
 
-        Where they are, no layer waits until the end for a tensor that is optional and not there.
+        With known names, a layer without an optional tensor can be finalized before the end of the
+        stream.
 
         Raises: CheckpointError: the file is corrupt.
         """
@@ -44,21 +46,22 @@ class CheckpointFile(ABC):
 
     @abstractmethod
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor once, by the name of the parameter that it belongs to.
+        """Yield every tensor once, with the name of the tensor's parameter.
 
-        That is the name in Hugging Face checkpoints of the architecture, and what the linear
-        methods of the quantization scheme register.
+        The name is the tensor's name in Hugging Face checkpoints of the architecture; for quantized
+        weights, the name that the scheme's linear method registers.
 
-        Raises: CheckpointError: the file ends early or holds what cannot be a weight.
+        Raises: CheckpointError: the file is truncated, or holds a tensor that cannot be a weight.
         """
 
     @abstractmethod
     def tokenizer(self) -> str:
-        """Return what tokenizer.json would hold, as the tokenizers library reads it.
+        """Return the equivalent content of tokenizer.json, as the tokenizers library reads it.
 
-        Raises: CheckpointError: the file holds no tokenizer, or one that cannot be told so.
+        Raises: CheckpointError: the file holds no tokenizer, or one that tokenizer.json cannot
+            express.
         """
 
     def tokenizer_settings(self) -> dict[str, Any]:
-        """Return what tokenizer_config.json would hold, such as ``chat_template``; here nothing."""
+        """Return the equivalent content of tokenizer_config.json, such as ``chat_template``."""
         return {}

@@ -1,4 +1,4 @@
-"""The result of a selection: what was chosen, why, and why everything else was not."""
+"""The result of a selection: the chosen candidate, the deciding rule, and all refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from interposer._contract.verdict import Refusal, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One possible answer to a request, with the distribution that provides it."""
+    """One possible answer to a request, with the providing distribution."""
 
     name: str
     provider: str
@@ -24,46 +24,47 @@ class Candidate:
     judge: Callable[[Request], Verdict]
 
     def __deepcopy__(self, memo: object) -> Candidate:
-        # The record is the plugin's own; ``judge`` reaches its modules.
+        # Copy the record, which the plugin could change. ``judge`` may refer to modules, which
+        # cannot be copied.
         return replace(self, record=copy.deepcopy(self.record))
 
     @property
     def qualified_name(self) -> str:
-        """``provider/name``, unique where two distributions use one name."""
+        """``provider/name``, unique even if two distributions use the same name."""
         return f"{self.provider}/{self.name}"
 
     @property
     def origin(self) -> str:
-        """Distribution and version, for people."""
+        """Distribution and version, for display."""
         return f"{self.provider} {self.version}"
 
     @property
     def properties(self) -> frozenset[str]:
-        """The promises of the record; empty for kinds of record that promise nothing."""
+        """The promises of the record; empty for kinds of records without promises."""
         promised: frozenset[str] = getattr(self.record, "properties", frozenset())
         return promised
 
     @property
     def emulation(self) -> str:
-        """The way around the arithmetic that the op is meant for; empty for most."""
+        """The substitute for the arithmetic that the op is meant for; empty for most candidates."""
         text: str = getattr(self.record, "emulation", "")
         return text
 
     def is_proven_on(self, architecture: str) -> bool:
-        """Say whether its author has run it there, as far as the record tells."""
-        stated: frozenset[str] | None = getattr(self.record, "proven_on", None)
-        return stated is None or architecture in stated
+        """Tell whether the record claims a test on ``architecture``, or states nothing."""
+        proven_on: frozenset[str] | None = getattr(self.record, "proven_on", None)
+        return proven_on is None or architecture in proven_on
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The times that candidates took, which the selection takes into account.
+    """Measured run times of candidates, for the selection.
 
     Attributes:
         seconds: by qualified name of the candidate; finite and not negative.
-        source: where the figures are from, as a noun: ``"the measurements of this host"``.
-        upper: by qualified name, up to where the middle half of the repeats went; what is not
-            slower than that of the fastest counts as equally fast.
+        source: origin of the measurements, as a noun: ``"the measurements of this host"``.
+        upper: by qualified name, the third quartile of the repeats. Candidates at or below the
+            third quartile of the fastest candidate count as equally fast.
     """
 
     seconds: Mapping[str, float]
@@ -82,12 +83,12 @@ class Choice:
 
     Attributes:
         why: the rule of the selection order that decided.
-        refusals: every other candidate with its reason, outranked ones included.
-        seconds: what the candidates took where that was measured, by qualified name.
-        notes: what else a user should know, such as a preference that could not be met.
-        wished: a pin or a preference names the chosen one.
-        idle: what was chosen is not called at any of its places, as a note says.
-        waits: the layers that call it read results on the host between the calls, as a note says.
+        refusals: every other candidate with a reason, including outranked candidates.
+        seconds: measured run times of the candidates, by qualified name.
+        notes: further facts for the user, such as a preference that could not be met.
+        wished: a pin or a preference names the chosen candidate.
+        idle: the chosen candidate is never called, as a note explains.
+        waits: the calling layers read results on the host between the calls, as a note explains.
     """
 
     request: Request

@@ -22,26 +22,28 @@ if TYPE_CHECKING:
     from interposer._contract.platform import Platform
 
 HOST_BACKEND = "gloo"
-"""The backend of torch.distributed for the host's memory, which every torch has."""
+"""The torch.distributed backend for host memory, which every torch build has."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that compute one model together, as one of them sees them.
+    """The processes that compute one model together, as seen by one of them.
 
     Attributes:
-        rank: of this process, from 0.
+        rank: index of this process, from 0.
         size: the number of processes, N.
-        hosts: the machine of each rank, as a number from 0 in the order of appearance.
-        platforms: the name of the platform of each rank.
-        group: of torch.distributed, over the host's memory; None where ranks are only described.
-        timeout_seconds: within which every rank comes to a collective; else it is lost.
-        backend: of torch.distributed for the devices' memory; that of the host's memory where the
-            ranks are of several platforms, or theirs has none.
-        experts: how experts are placed whole on ranks, as their layers take it; None where each
-            rank has a share of every expert.
-        secret: signs what ranks exchange by ``gather``; empty where nobody gave them one.
+        hosts: the machine of each rank, numbered from 0 in order of first appearance.
+        platforms: the platform name of each rank.
+        group: process group of torch.distributed over host memory; None if the ranks are only
+            described.
+        timeout_seconds: time within which every rank must join a collective; a rank that does not
+            is lost.
+        backend: torch.distributed backend for device memory; the host-memory backend if platforms
+            differ, or the platform has no backend.
+        experts: expert parallelism, in the form that the experts' layers take; None if every rank
+            holds a shard of every expert.
+        secret: signs the messages of ``gather``; empty if the launch has none.
     """
 
     rank: int
@@ -58,25 +60,27 @@ class Ranks:
     def of(
         cls, group: Any, platform: Platform, timeout_seconds: float = 60.0, secret: bytes = b""
     ) -> Ranks:
-        """Return the ranks of a process group; every rank of it calls this at the same time.
+        """Collect the facts of a process group; every rank must call this at the same time.
 
         Args:
-            group: of torch.distributed, over the host's memory.
+            group: process group of torch.distributed over host memory.
             platform: of this rank.
-            secret: that these ranks alone know.
+            secret: known only to the ranks of this group.
         """
         import torch.distributed as dist
 
         backend = HOST_BACKEND
         if platform.provides("distributed_backend"):
             backend = platform.distributed_backend()
-        # Containers of one machine have one boot id, and mostly no memory in common.
+        # Containers on one machine share the boot id but usually no memory, so the host name
+        # distinguishes them.
         host = f"{machine.node()} {_BOOT.read_text() if _BOOT.exists() else ''}"
-        found = _gathered_values([host, platform.name, backend], group, secret)
-        hosts, platforms, backends = zip(*found, strict=True)
+        rank_facts = _gathered_values([host, platform.name, backend], group, secret)
+        hosts, platforms, backends = zip(*rank_facts, strict=True)
         return cls(
             rank=dist.get_rank(group),
-            size=len(found),
+            size=len(rank_facts),
+            # Numbers in order of first appearance, equal on every rank.
             hosts=tuple(list(dict.fromkeys(hosts)).index(host) for host in hosts),
             platforms=platforms,
             group=group,
@@ -89,15 +93,15 @@ class Ranks:
         """Return the plain value of every rank, in order; every rank calls this at the same time.
 
         Args:
-            value: texts, numbers, None, and lists and dicts by text of them.
+            value: strings, numbers, None, and lists and string-keyed dicts of them.
         Raises:
-            RankError: another process wrote a message.
-            RuntimeError: a rank is lost, as torch.distributed says it.
+            RankError: a message was written by another process.
+            RuntimeError: a rank is lost, as reported by torch.distributed.
         """
         return _gathered_values(value, self.group, self.secret)
 
     def dims(self, num_bytes: int) -> dict[str, int | float | str | bool]:
-        """Return what a request for a collective states; ``num_bytes`` are those of one rank."""
+        """Return the dims of a request for a collective; ``num_bytes`` is the size on one rank."""
         return {
             "ranks": self.size,
             "hosts": len(set(self.hosts)),
@@ -107,15 +111,15 @@ class Ranks:
 
 
 class Communicator(ABC):
-    """Collectives over ranks, which every rank calls in the same order with equal dtypes.
+    """Collectives over ranks, which every rank must call in the same order with equal dtypes.
 
-    Sums are taken in float32 or wider, or rounded to the dtype after each of N - 1 additions; every
-    rank gets the same bits. A call that a rank does not come to within ``ranks.timeout_seconds``
-    raises ``RankError`` on the others, and so does each later one.
+    Sums are computed in float32 or wider, or rounded to the dtype after each of N - 1 additions;
+    every rank gets the same bits. If a rank does not join a call within ``ranks.timeout_seconds``,
+    the call raises ``RankError`` on the other ranks, and so does every later call.
 
-    A subclass has the methods that its record names in ``collectives``; the others raise. It meets
-    the other ranks by ``open``, or at its first collective, not when it is made: each rank plans
-    for itself, and may fail alone.
+    A subclass implements the methods that the record names in ``collectives``; the others raise.
+    Ranks connect in ``open`` or at the first collective, not in the constructor, because each rank
+    plans independently and may fail alone.
 
     Args:
         ranks: with a group.
@@ -123,27 +127,27 @@ class Communicator(ABC):
     """
 
     in_place: ClassVar[bool] = False
-    """``all_reduce`` returns the tensor that it was given, with the sum in it."""
+    """``all_reduce`` writes the sum to its argument and returns that tensor."""
 
     def __init__(self, ranks: Ranks, device: str) -> None:
         self.ranks = ranks
         self.device = device
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Return itself: a copy of a layer calls the same ranks."""
+        """Return this object: a copy of a layer calls the same ranks."""
         return self
 
-    def open(self) -> None:  # noqa: B027 what shares nothing has nothing to do
-        """Meet the other ranks, which all call this at the same time; by default, do nothing."""
+    def open(self) -> None:  # noqa: B027 optional: some communicators share nothing
+        """Connect to the other ranks, which all call this at the same time; a no-op by default."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of ``x`` over the ranks, of its shape; ``x`` may be overwritten."""
+        """Return the sum of ``x`` over the ranks, same shape; ``x`` may be overwritten."""
         raise self._missing("all_reduce")
 
     def all_reduce_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the op ``fused_add_rms_norm`` of the sum of ``x``, which may be overwritten.
+        """Apply the op ``fused_add_rms_norm`` to the sum of ``x``, which may be overwritten.
 
         Args:
             x: ``[T, H]``.
@@ -153,7 +157,7 @@ class Communicator(ABC):
         raise self._missing("all_reduce_add_rms_norm")
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return the rows of all ranks in their order, ``[sum(sizes), ...]``.
+        """Concatenate the rows of all ranks in order, ``[sum(sizes), ...]``.
 
         Args:
             x: ``[sizes[rank], ...]``.
@@ -171,22 +175,22 @@ class Communicator(ABC):
         raise self._missing("reduce_scatter")
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Return the rows that the ranks have for this one, in their order.
+        """Send rows to every rank, and return the rows that every rank sent here, in rank order.
 
         Args:
-            x: ``[sum(sent), ...]``, the rows for each rank in their order.
-            sent: rows for each rank.
-            received: rows of each rank, ``sent[rank]`` there.
+            x: ``[sum(sent), ...]``, the rows for each rank in rank order.
+            sent: number of rows for each rank.
+            received: number of rows from each rank, equal to ``sent[rank]`` there.
         """
         raise self._missing("all_to_all")
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """Return what ``x`` of the rank ``source`` holds, written to ``x`` of the others."""
+        """Copy ``x`` of the rank ``source`` to ``x`` of the other ranks, and return ``x``."""
         raise self._missing("broadcast")
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the ranks share; doing so twice does nothing."""
+        """Release the shared resources; a second call does nothing."""
 
     def _missing(self, collective: str) -> MissingMemberError:
         return MissingMemberError(

@@ -1,4 +1,4 @@
-"""The exceptions that interposer raises; every one carries its facts as attributes."""
+"""The exceptions that interposer raises; each has attributes as well as a text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-# Offered here with the rest of what errors take.
+# Re-exported: modules import everything that errors need from here.
 from interposer_sandbox import described as described
 from interposer_sandbox import foreign_errors as foreign_errors
 from interposer_sandbox import nearest_first as nearest_first
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 
 
 _PUBLIC = "interposer.errors"
-# Modules that a warning is not about: the SDK, and what its calls go through.
-_PASSED = ("interposer", "contextlib", "functools", "pluggy", "torch.nn")
+# A warning names the innermost frame outside these modules, which is the user's code.
+_SKIPPED_MODULES = ("interposer", "contextlib", "functools", "pluggy", "torch.nn")
 
 
 class InterposerError(Exception):
-    """The root of all errors that interposer raises on purpose."""
+    """Base class of all errors that interposer raises on purpose."""
 
     def __init_subclass__(cls) -> None:
         if cls.__module__ == __name__:
-            cls.__module__ = _PUBLIC  # where users import it from, and tracebacks name it
+            cls.__module__ = _PUBLIC  # tracebacks then name the module that users import
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Subclasses are built from facts, but ``args`` holds the text: an error that crosses to
-        # another process takes both along.
+        # Constructors of subclasses take facts, but ``args`` holds the text. Pickling by ``args``
+        # alone would call the constructor with the text, so text and attributes are both sent.
         return _restored, (type(self), self.args), self.__dict__
 
 
 class ConfigError(InterposerError, ValueError):
-    """A configuration key or value is not usable."""
+    """A configuration key or value cannot be used."""
 
 
 class InstallationError(InterposerError, ImportError):
-    """Files of what is installed, or a module in place of one, keep imports from working."""
+    """Installed files, or a module that shadows one of them, prevent an import."""
 
     def __init__(self, faults: Iterable[str], mend: str) -> None:
         self.faults = tuple(faults)
@@ -50,13 +50,13 @@ class InstallationError(InterposerError, ImportError):
 
 
 class LockError(ConfigError):
-    """The installed plugins are not the locked ones, or the lock file cannot be used."""
+    """The installed plugins differ from the lock file, or the lock file cannot be used."""
 
 
 class UnknownNameError(ConfigError):
-    """A name is not among the known ones, which are listed nearest first.
+    """A name is unknown; ``known`` lists the known names, nearest first.
 
-    ``where`` says what the name was looked up in, such as ``"in Config.kernels"``.
+    ``where`` says in which place the name appeared, such as ``"in Config.kernels"``.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class UnknownNameError(ConfigError):
 
 
 class RankError(InterposerError, RuntimeError):
-    """A rank died, hangs, or disagrees with the others; those that are left cannot go on.
+    """A rank died, hangs, or disagrees with the others, so the remaining ranks cannot go on.
 
-    ``rank`` is the one that tells of it, ``lost`` are those that did not come, where that is known.
+    ``rank`` is the rank that reports the error; ``lost`` are the missing ranks, as far as known.
     """
 
     def __init__(self, rank: int, reason: str, lost: Iterable[int] = ()) -> None:
@@ -89,9 +89,9 @@ class RankError(InterposerError, RuntimeError):
 
 
 class PluginError(InterposerError):
-    """A plugin failed or declared something that cannot be used.
+    """A plugin failed, or declared something unusable.
 
-    ``trace`` is the traceback where its code failed in another process.
+    ``trace`` is the traceback if the plugin's code failed in another process.
     """
 
     def __init__(
@@ -111,19 +111,19 @@ class PluginConflictError(PluginError):
 
 
 class RecordError(InterposerError):
-    """A record that a plugin declared contradicts itself or points nowhere."""
+    """A plugin's record is contradictory, or names a missing object."""
 
 
 class GraphError(InterposerError):
-    """A step could not be captured, though all that was chosen for it promised to be safe."""
+    """A step could not be captured, although everything chosen for it promised ``graph_safe``."""
 
 
 class MissingMemberError(InterposerError, NotImplementedError):
-    """An optional member of a platform or backend was used though it is not provided."""
+    """An optional member of a platform or backend was used, but is not provided."""
 
 
 class NoCandidateError(InterposerError):
-    """Every candidate for a request was refused; ``refusals`` says why, one by one."""
+    """Every candidate for a request was refused; ``refusals`` has the reason of each."""
 
     def __init__(self, what: str, refusals: Iterable[Refusal], action: str = "") -> None:
         self.what = what
@@ -139,11 +139,11 @@ class NoCandidateError(InterposerError):
 
 
 class PlatformUnavailableError(NoCandidateError):
-    """No platform can be used, or the one that was asked for cannot."""
+    """No platform can be used, or the requested platform cannot."""
 
 
 class _FileError(InterposerError):
-    """Something is wrong with a file or a folder."""
+    """Base of errors about a file or a folder."""
 
     def __init__(self, path: object, reason: str, mend: str = "") -> None:
         self.path = str(path)
@@ -162,18 +162,21 @@ class UnsupportedModelError(CheckpointError):
 
 
 class StorageError(_FileError):
-    """A file that interposer keeps or reads is corrupt, foreign or not accessible."""
+    """A file that interposer stores or reads is corrupt, foreign or not accessible."""
 
 
 class RequestError(InterposerError, ValueError):
-    """A generation request holds an unusable prompt or parameter."""
+    """A generation request has an unusable prompt or parameter."""
 
 
 def warn(text: str, category: type[Warning]) -> None:
-    """Warn at the line of the user's code that led here, whatever lies in between."""
+    """Issue a warning that names the line of the user's code that led to the call."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PASSED):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        _SKIPPED_MODULES
+    ):
         frame = frame.f_back
+    # The registry of the named module, so that filters such as "once per location" work as usual.
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(
         text, category, frame.f_code.co_filename, frame.f_lineno, registry=registry

@@ -1,12 +1,12 @@
-"""The search for NaN and infinity in tensors of any dtype."""
+"""Search for NaN and infinity in tensors of any dtype."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Of dtypes of 8 bits, which few functions of torch take: the bits that are compared, and those of
-# NaN and infinity. Names, as not every version of torch has all of them.
+# For 8-bit dtypes, which few torch functions accept: the mask of the compared bits, and their value
+# in NaN and infinity. Keys are names because not every torch version has all of these dtypes.
 _EIGHT_BITS = {
     "float8_e4m3fn": (0x7F, 0x7F),
     "float8_e5m2": (0x7C, 0x7C),
@@ -17,15 +17,15 @@ _EIGHT_BITS = {
 
 
 def are_finite(tensor: Tensor) -> bool:
-    """Say whether a tensor holds neither NaN nor infinity; whole numbers never do."""
+    """Tell whether a tensor has neither NaN nor infinity; integer tensors always qualify."""
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     if tensor.itemsize > 1:
-        # NaN is the least and the largest of all numbers. No tensor is made in memory.
-        least, largest = tensor.aminmax()
-        return bool(least.isfinite() & largest.isfinite())
+        # aminmax returns NaN if any element is NaN, and allocates no tensor of the input's size.
+        smallest, largest = tensor.aminmax()
+        return bool(smallest.isfinite() & largest.isfinite())
     bits = _EIGHT_BITS.get(str(tensor.dtype).removeprefix("torch."))
-    if bits is None:  # numbers of 4 bits have none
+    if bits is None:  # 4-bit floats have neither NaN nor infinity
         return True
-    mask, other = bits
-    return not ((tensor.view(torch.uint8) & mask) == other).any()
+    mask, non_finite = bits
+    return not ((tensor.view(torch.uint8) & mask) == non_finite).any()

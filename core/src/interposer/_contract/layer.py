@@ -1,4 +1,4 @@
-"""Layers whose class a plugin can replace whole, and the site at which one is built."""
+"""Layers whose class a plugin can replace, and the site at which a layer is built."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ L = TypeVar("L", bound="PluggableLayer")
 
 
 class BoundKernel(NamedTuple, Generic[P, R]):
-    """A kernel's function, its preparation of constants if it has one, its choice, the inverse."""
+    """A chosen kernel: function, choice, preparation of constants and the inverse preparation."""
 
     function: Callable[P, R]
     prepare: Callable[..., Any] | None
@@ -33,23 +33,23 @@ class BoundKernel(NamedTuple, Generic[P, R]):
     restore: Callable[..., None] | None = None
 
     def prepared(self, **constants: Any) -> dict[str, Any]:
-        """Return the op's constant tensors as the kernel wants them; once, after loading."""
+        """Convert the op's constant tensors to the kernel's form; called once, after loading."""
         return constants if self.prepare is None else self.prepare(**constants)
 
 
 class Binder(Protocol):
-    """The selection as layers see it; ``Resolver`` is the one that there is.
+    """The selection as layers see it; ``Resolver`` is the only implementation.
 
     Attributes:
-        registry: the ``Registry`` whose candidates are chosen among.
-        config: the ``Config`` that holds.
-        device: where the model runs.
-        described: the device is only described, so nothing may be loaded.
-        scheme: the checkpoint's ``QuantizationScheme``, or None where weights are plain.
+        registry: the ``Registry`` that provides the candidates.
+        config: the ``Config`` in effect.
+        device: the device that runs the model.
+        described: the device is only described, so no kernel may be loaded.
+        scheme: the checkpoint's ``QuantizationScheme``, or None if weights are not quantized.
         choices: every distinct choice with the prefixes that share it, in order of construction.
         failures: kernels that failed at run time and were replaced.
-        notes: what is to be said of the model as a whole.
-        ranks: the processes that compute the model together; None where this one is alone.
+        notes: notes on the model in general.
+        ranks: the processes that compute the model together; None for a single process.
     """
 
     registry: Any
@@ -65,7 +65,7 @@ class Binder(Protocol):
     def kernel(
         self, op: CustomOp[P, R], dtype: torch.dtype, dims: Dims, prefix: str
     ) -> BoundKernel[P, R]:
-        """Return the kernel for ``op``, loaded."""
+        """Choose and load the kernel for ``op``."""
         ...
 
     def table(
@@ -74,31 +74,31 @@ class Binder(Protocol):
         product: tuple[CustomOp[Q, S], Dims, str],
         dtype: torch.dtype,
     ) -> tuple[BoundKernel[P, R], BoundKernel[Q, S]]:
-        """Return kernels that look rows of a table up and multiply by it, and hold it once."""
+        """Choose lookup and matmul kernels that share one copy of a table."""
         ...
 
     def layer(self, standard: type[L], site: Site) -> type[L]:
-        """Return the class to build for ``standard``: itself or its replacement."""
+        """Choose the class to build for ``standard``: the standard layer or a replacement."""
         ...
 
     def attention(self, spec: Any, site: Site) -> Any:
-        """Return the ``AttentionBackend`` for an ``AttentionSpec``."""
+        """Choose the ``AttentionBackend`` for an ``AttentionSpec``."""
         ...
 
     def communicator(
         self, collective: str, dtype: torch.dtype, num_bytes: int, prefix: str
     ) -> tuple[Choice, Communicator | None]:
-        """Return what is chosen for a collective over ``ranks``, None where they are described."""
+        """Choose the communicator for a collective over ``ranks``; None if ranks are described."""
         ...
 
     def choose_scheme(self, settings: Mapping[str, Any]) -> None:
-        """Set ``scheme`` to the one for a checkpoint's ``quantization_config``."""
+        """Set ``scheme`` to the scheme for a checkpoint's ``quantization_config``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The place of a layer: the resolver to ask, the dotted prefix and the model's dtype."""
+    """The place of a layer: the resolver, the dotted prefix and the model's dtype."""
 
     resolver: Binder
     prefix: str
@@ -109,9 +109,9 @@ class Site:
         return replace(self, prefix=f"{self.prefix}.{name}" if self.prefix else name)
 
     def bind(self, op: CustomOp[P, R], **dims: int | float | str | bool) -> Callable[P, R]:
-        """Return the chosen kernel's function for ``op``; it is called as it is, unwrapped.
+        """Return the chosen kernel's own function for ``op``, without any wrapper.
 
-        For ops without constants: a kernel may want constants prepared, see ``bind_kernel``.
+        Only for ops without constants. A kernel may need prepared constants, see ``bind_kernel``.
 
         Raises: RecordError: the op has constants.
         """
@@ -122,7 +122,7 @@ class Site:
     def bind_kernel(
         self, op: CustomOp[P, R], **dims: int | float | str | bool
     ) -> BoundKernel[P, R]:
-        """Return the chosen kernel with its choice and its preparation of constants."""
+        """Return the chosen kernel with the choice and the preparation of constants."""
         return self.resolver.kernel(op, self.dtype, dims, self.prefix)
 
     def bind_table(
@@ -133,15 +133,15 @@ class Site:
         sizes: Mapping[str, int | float | str | bool],
         head: Site | None,
     ) -> tuple[BoundKernel[P, R], BoundKernel[Q, S] | None]:
-        """Return the kernel that looks rows of a table up, and that of a head which shares it.
+        """Return the kernels of an embedding lookup and of a head that shares the table.
 
-        Both read one form of the table, so that it is held once if they prepare the same tensors.
-        Where there is a head, both state ``tied``.
+        Both kernels read one form of the table, so a single copy is held if both prepare the same
+        tensors. With a head, both requests state ``tied``.
 
         Args:
             table: dims of ``lookup``.
             sizes: dims of ``product``.
-            head: the site of the head, None where there is none.
+            head: the site of the head, None without one.
         """
         if head is None:
             return self.resolver.kernel(lookup, self.dtype, table, self.prefix), None
@@ -153,24 +153,25 @@ class Site:
 
 
 class PluggableLayer(nn.Module):
-    """A module whose class is chosen when it is constructed.
+    """A module whose class is chosen when an instance is constructed.
 
-    A class that sets ``layer_id`` is a standard layer. Constructing it asks the site's resolver
-    for the class to use: itself or a replacement, which subclasses it and keeps its signature,
-    so that the replacement's own ``__init__`` runs with the same arguments.
+    A class that sets ``layer_id`` is a standard layer. The constructor asks the site's resolver for
+    the class to use: the standard layer or a replacement. A replacement subclasses the standard
+    layer and keeps the signature, so the replacement's ``__init__`` runs with the same arguments.
     """
 
     layer_id: ClassVar[str] = ""
     reduces: ClassVar[bool] = False
-    """Results are added up over ranks. A replacement of such a layer sets it in its own
-    class body to say that it does so as well; else it is refused where there are ranks."""
+    """The layer sums its results over ranks. A replacement of such a layer must set ``reduces`` in
+    its own class body to declare the same; otherwise it is refused if there are ranks."""
 
     def __new__(cls, site: Site | None = None, *args: Any, **kwargs: Any) -> PluggableLayer:
         """Return an uninitialised instance of the chosen class.
 
-        ``site`` is missing only where Python copies or unpickles an instance.
+        ``site`` is missing only when Python copies or unpickles an instance.
         """
         chosen: type[PluggableLayer] = cls
+        # A replacement inherits ``layer_id``, so only a class that sets it itself is standard.
         if site is not None and "layer_id" in cls.__dict__:
             chosen = site.resolver.layer(cls, site)
         return super().__new__(chosen)
@@ -180,24 +181,24 @@ class PluggableLayer(nn.Module):
         self.prefix = site.prefix
 
     def finalize(self) -> None:
-        """Prepare for inference, as soon as all weights of this layer were loaded.
+        """Prepare for inference, once all weights of this layer are loaded.
 
-        When weights are exchanged it is called for a shallow copy that holds the new ones, and what
-        it leaves in the copy's attributes is taken over: nothing that depends on weights may be
-        kept elsewhere.
+        To exchange weights, ``finalize`` is called on a shallow copy that holds the new weights,
+        and the copy's attributes are then taken over. Data that depends on weights must therefore
+        be stored in attributes only.
         """
 
 
 def check_replacement(standard: type[PluggableLayer], replacement: object, name: str) -> None:
-    """Raise RecordError unless ``replacement`` can stand wherever ``standard`` does."""
+    """Raise RecordError unless ``replacement`` can be used wherever ``standard`` can."""
     if not (isinstance(replacement, type) and issubclass(replacement, standard)):
         raise RecordError(
             f"layer {name!r} is {replacement!r}, which does not subclass {standard.__qualname__}"
         )
-    expected = list(inspect.signature(standard.__init__).parameters.values())
-    found = list(inspect.signature(replacement.__init__).parameters.values())
-    same = [(p.name, p.kind, p.default) for p in expected]
-    if [(p.name, p.kind, p.default) for p in found] != same:
+    standard_parameters = list(inspect.signature(standard.__init__).parameters.values())
+    replacement_parameters = list(inspect.signature(replacement.__init__).parameters.values())
+    signature = [(p.name, p.kind, p.default) for p in standard_parameters]
+    if [(p.name, p.kind, p.default) for p in replacement_parameters] != signature:
         raise RecordError(
             f"layer {name!r} takes {inspect.signature(replacement.__init__)}, "
             f"but {standard.__qualname__} takes {inspect.signature(standard.__init__)}"

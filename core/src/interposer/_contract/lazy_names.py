@@ -1,6 +1,7 @@
-"""Names that are loaded on first use, with faults of the installation named.
+"""Names that are loaded on first use, with readable errors for a damaged installation.
 
-Imports read files of every distribution, and fail with those of one, whose name they do not tell.
+An import may read files of every installed distribution. If one of these files is damaged, Python's
+error does not name the distribution, so this module finds the name.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from interposer_sandbox import endless_entry_points, shadowed
 from interposer_sandbox import lazy_attributes as plain_attributes
 from interposer_sandbox import unreadable_entry_points as unreadable_entry_points
 
-_OWN = "interposer"
+_PACKAGE = "interposer"
 
 
 def lazy_attributes(module: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of ``module`` for names that other modules define.
+    """Create a module ``__getattr__`` that imports names from other modules on first use.
 
     Args:
-        homes: names by the module that defines them, with spaces between.
-    Returns: a function that raises InstallationError where a file of a distribution, or a module in
-        place of one of interposer's own, keeps the import from working.
+        homes: names by the module that defines them, separated by spaces.
+    Returns: a function that raises InstallationError if a damaged file of a distribution, or a
+        module that shadows one of interposer's, prevents the import.
     """
     load = plain_attributes(module, homes)
 
@@ -30,11 +31,11 @@ def lazy_attributes(module: str, homes: Mapping[str, str]) -> Callable[[str], ob
         try:
             return load(name)
         except (OSError, UnicodeDecodeError) as error:
-            _raise_named(unreadable_entry_points(), "reinstall or uninstall it", error)
+            _raise_if_any(unreadable_entry_points(), "reinstall or uninstall it", error)
             raise
         except ImportError as error:
             if problem := import_problem(error):
-                raise _named([problem], _SHADOW_MEND) from error
+                raise _installation_error([problem], _SHADOW_MEND) from error
             raise
 
     return attribute
@@ -44,25 +45,25 @@ _SHADOW_MEND = "rename or remove it, or take its folder off PYTHONPATH and the w
 
 
 def import_problem(error: BaseException) -> str:
-    """Return which module is imported in place of one of interposer's own, "" for none.
+    """Name the module that shadows one of interposer's modules, or return "".
 
     Args:
-        error: that an import raised.
+        error: raised by an import.
     """
-    return "; ".join(shadowed(_OWN)) if isinstance(error, ImportError) else ""
+    return "; ".join(shadowed(_PACKAGE)) if isinstance(error, ImportError) else ""
 
 
 @cache
 def _check_entry_points() -> None:
-    _raise_named(endless_entry_points(), "reinstall or uninstall it", None)
+    _raise_if_any(endless_entry_points(), "reinstall or uninstall it", None)
 
 
-def _raise_named(faults: list[str], mend: str, cause: BaseException | None) -> None:
+def _raise_if_any(faults: list[str], mend: str, cause: BaseException | None) -> None:
     if faults:
-        raise _named(faults, mend) from cause
+        raise _installation_error(faults, mend) from cause
 
 
-def _named(faults: list[str], mend: str) -> Exception:
+def _installation_error(faults: list[str], mend: str) -> Exception:
     from interposer._contract.errors import InstallationError
 
     return InstallationError(faults, mend)

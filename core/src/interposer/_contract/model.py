@@ -1,6 +1,6 @@
-"""The contract of a model family: what it reads of config.json, and the model that it builds.
+"""The contract of a model family: the settings from config.json, and the model built from them.
 
-Dimensions: T tokens of the step, R tokens whose logits are wanted, V vocabulary.
+Dimensions: T tokens of the step, R tokens with requested logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from interposer._contract.layer import Site
 
 
 class ModelFamily(ABC):
-    """The settings of one checkpoint, and how a model is built of them.
+    """The settings of one checkpoint, and the construction of its model.
 
     Attributes:
         dtype: of the checkpoint, as torch names it, without ``torch.``.
         vocab_size: V.
-        max_position_embeddings: the context in tokens.
-        quantization_config: as config.json has it; None where weights are plain.
+        max_position_embeddings: the context length in tokens.
+        quantization_config: as in config.json; None if weights are not quantized.
     """
 
     dtype: str
@@ -33,53 +33,54 @@ class ModelFamily(ABC):
     @classmethod
     @abstractmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> ModelFamily:
-        """Return the settings that the content of config.json describes.
+        """Parse the content of config.json.
 
         Args:
-            source: of ``config``, which errors name.
+            source: origin of ``config``, which errors name.
         Raises:
             CheckpointError: a field is missing, mistyped or contradictory.
-            UnsupportedModelError: it asks for what the family does not compute.
+            UnsupportedModelError: the config needs a feature that the family does not implement.
         """
 
     @abstractmethod
     def attention(self, site: Site) -> Iterable[tuple[AttentionSpec, Site]]:
-        """Return spec and site of each attention layer in order, in pages of one token.
+        """Return spec and site of each attention layer in order, with a page size of one token.
 
-        They tell which size of pages suits all; ``build`` asks for the backends by the same.
+        The engine chooses a page size that suits all of these specs; ``build`` then requests the
+        backends of the same layers with that page size.
         """
 
     @abstractmethod
     def build(self, site: Site, page_size: int) -> CausalModel:
-        """Return the model, whose layers with weights are ``PluggableLayer``.
+        """Build the model; layers with weights are ``PluggableLayer``.
 
-        They are finalized one by one while the tensors of their prefixes are loaded. Torch's
-        default device is ``meta`` here: no tensor is computed.
+        Each layer is finalized once the tensors below the layer's prefix are loaded. Torch's
+        default device is ``meta`` during the call, so no tensor is computed.
 
-        Raises: NoCandidateError: nothing can serve a layer.
+        Raises: NoCandidateError: every candidate for a layer was refused.
         """
 
 
 class CausalModel(nn.Module, ABC):
-    """A decoder that keeps its state in caches alone; ``config`` is what built it."""
+    """A decoder with no state except caches; ``config`` holds the settings of the model."""
 
     config: ModelFamily
 
     @property
     @abstractmethod
     def attention_layers(self) -> Sequence[Any]:
-        """The layers with an ``AttentionBackend``, their ``backend``; cache i is of layer i."""
+        """The layers with an ``AttentionBackend`` in ``backend``; cache i belongs to layer i."""
 
     @property
     def state_layers(self) -> Sequence[Any]:
-        """The layers with a ``state_layout``; their caches follow those of attention layers."""
+        """The layers with a ``state_layout``; these caches follow the attention layers' caches."""
         return ()
 
     @abstractmethod
     def reserve_positions(self, count: int, device: str) -> None:
-        """Compute what no checkpoint stores for at least ``count`` positions, unless that is done.
+        """Extend tables that no checkpoint stores to at least ``count`` positions, if shorter.
 
-        First called with 0, once all weights are there.
+        First called with 0, after all weights were loaded.
         """
 
     @abstractmethod
@@ -91,14 +92,14 @@ class CausalModel(nn.Module, ABC):
         plans: Sequence[Any],
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Return the logits of the tokens that ``rows`` names, or of all.
+        """Compute the logits of the tokens that ``rows`` selects, or of all tokens.
 
         Args:
-            token_ids: ``[T]`` int64, of all sequences one behind the other.
-            positions: ``[T]`` int64, within each token's own sequence.
-            caches: one per attention layer, of its backend's layout; then one per layer with a
-                state, the tensors of its layout.
-            plans: one per attention layer, its backend's plan for this step; then a ``StateBatch``
+            token_ids: ``[T]`` int64, all sequences concatenated.
+            positions: ``[T]`` int64, position of each token in the token's sequence.
+            caches: one per attention layer, in the backend's layout; then one per layer with a
+                state, the tensors of the state layout.
+            plans: one per attention layer, the backend's plan for this step; then a ``StateBatch``
                 per layer with a state.
             rows: ``[R]`` int64, indices into T.
         Returns: ``[R, V]`` or ``[T, V]``.

@@ -1,4 +1,4 @@
-"""Custom ops: a plain PyTorch function that is the definition, and what follows from it."""
+"""Custom ops: a PyTorch function that defines an op, with schema, fake version and cases."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Dims = Mapping[str, int | float | str | bool]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One set of arguments to compare a kernel with the reference on.
+    """One set of arguments on which a kernel is compared with the reference.
 
     Attributes:
-        label: what is special about it, unique within its op and dtype.
+        label: the special feature of this case, unique within op and dtype.
         arguments: by parameter name, in the op's order.
-        dims: what a layer would state in its request for these arguments.
-        reduction: number of float32 additions in a row behind one output element; 0 where
+        dims: the dims that a layer would request for these arguments.
+        reduction: number of sequential float32 additions that produce one output element; 0 if
             elements are only copied.
-        magnitude: bound of the absolute values that pass through these additions, in whatever
-            order they are done: the largest sum of absolute terms.
-        rounded: bound of the absolute values that a kernel may hold in the storage dtype on the
-            way; 0 where none is larger than the output element that it ends in.
+        magnitude: bound of the absolute values in these additions in any order: the largest sum of
+            absolute terms.
+        rounded: bound of the absolute intermediate values that a kernel may hold in the storage
+            dtype; 0 if none is larger than the output element that results from it.
     """
 
     label: str
@@ -48,68 +48,69 @@ class Case:
 
 
 class CaseGenerator(Protocol):
-    """Yields cases for one dtype, the same ones for the same seed."""
+    """Generator of cases for one dtype; the same seed yields the same cases."""
 
     def __call__(self, dtype: torch.dtype, seed: int) -> Iterator[Case]:
-        """Return the cases with float tensors of ``dtype``."""
+        """Yield the cases with float tensors of ``dtype``."""
 
 
 class CaseSampler(Protocol):
-    """Draws arguments of the size that a model uses, the same ones for the same seed."""
+    """Function that draws arguments of a model's size; the same seed draws the same arguments."""
 
     def __call__(self, dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-        """Return what a layer whose request states ``dims`` passes in a step of ``num_tokens``.
+        """Return the arguments of a layer that states ``dims``, in a step of ``num_tokens``.
 
-        The op's constants are the same for every ``num_tokens``. What the dims leave open is
-        what is usual.
+        The op's constants must be the same for every ``num_tokens``. Sizes that the dims leave open
+        should have usual values.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The distance that a kernel may have from the float64 reference.
+    """The largest allowed distance of a kernel's result from the float64 reference.
 
     bound = roundings * (u(dtype) * max(|y|, rounded) + s(dtype))
             + reduction * (2 * u(float32) * magnitude + n)
 
     u is the unit roundoff, half the machine epsilon, and s the smallest subnormal. The first line
-    allows ``roundings`` roundings to the storage dtype on the way, the result's own included. The
-    second is the first-order bound of a float32 sum in any order: every addition, and the
+    allows ``roundings`` roundings to the storage dtype, including the rounding of the result. The
+    second line is the first-order bound of a float32 sum in any order: every addition, and the
     multiplication before it, adds an error of at most u(float32) times the partial sum; n is the
-    smallest normal float32, which is lost where the hardware flushes subnormals to zero. Integers
-    must be equal, and so must everything where neither rounds nor adds: the sign of a zero too.
+    smallest normal float32, which is lost if the hardware flushes subnormals to zero. Integers must
+    be equal. Floats must be equal, including the sign of zero, where a case neither rounds nor
+    adds.
     """
 
     roundings: int = 2
 
     def bound(self, expected: Tensor, dtype: torch.dtype, case: Case) -> Tensor:
-        """Return the largest allowed absolute error for every element of ``expected``."""
+        """Compute the largest allowed absolute error for every element of ``expected``."""
         if not dtype.is_floating_point:
             return torch.zeros_like(expected)
-        facts = torch.finfo(dtype)
-        roundoff, smallest = facts.eps / 2, facts.smallest_normal * facts.eps
+        finfo = torch.finfo(dtype)
+        roundoff, smallest = finfo.eps / 2, finfo.smallest_normal * finfo.eps
         stored = roundoff * expected.abs().clamp(min=case.rounded) + smallest
         single = torch.finfo(torch.float32)
+        # ``eps`` is 2 * u: one unit roundoff for the addition, one for the multiplication.
         accumulated = case.reduction * (single.eps * case.magnitude + single.smallest_normal)
         return self.roundings * stored + accumulated
 
 
 class CustomOp(Generic[P, R]):
-    """A named op. Calling it runs the reference; layers bind a kernel instead.
+    """A named op. A call runs the reference; layers bind a kernel instead.
 
     Attributes:
         reference: the plain PyTorch function that defines the op.
-        schema: typed schema in torch.library's language, taken from the function's annotations.
+        schema: typed schema in torch.library's language, inferred from the function's annotations.
         mutates: names of the arguments that are written in place.
-        constants: names of the tensor arguments that don't change after the weights were loaded.
-        batched: names of the arguments whose dimension 0 counts tokens, sequences or rows of a
-            weight that the op treats one by one, or is 1 where one is for all of them; dimension 0
-            of every output counts the same. Empty where the op has no such dimension, or treats
-            its indices together.
-        ragged: names of the arguments whose dimension 0 counts the tokens of sequences that lie one
-            after the other, each with the name of the int64 argument that says where these start
-            and, last, end. Then ``batched`` names what has a row for each sequence, and dimension 0
-            of every output counts the tokens of the first of these arguments.
+        constants: names of the tensor arguments that do not change after the weights were loaded.
+        batched: names of the arguments whose dimension 0 counts tokens, sequences or independent
+            rows of a weight, or has size 1 and is broadcast. Dimension 0 of every output has the
+            same size. Empty if the op has no such dimension, or dependent rows.
+        ragged: names of the arguments whose dimension 0 counts the tokens of concatenated
+            sequences, each with the name of the int64 argument that holds the sequence starts and,
+            last, the end. ``batched`` then names the arguments with one row per sequence, and
+            dimension 0 of every output counts the tokens of the first ragged argument.
     """
 
     def __init__(
@@ -134,8 +135,8 @@ class CustomOp(Generic[P, R]):
         self.batched = batched
         self.ragged = dict(ragged or {})
         self.signature = inspect.signature(reference)
-        named = {*mutates, *constants, *batched, *self.ragged, *self.ragged.values()}
-        unknown = sorted(named - set(self.signature.parameters))
+        declared_names = {*mutates, *constants, *batched, *self.ragged, *self.ragged.values()}
+        unknown = sorted(declared_names - set(self.signature.parameters))
         if unknown:
             raise RecordError(
                 f"op {name!r} declares {unknown}, which are not its parameters; "
@@ -146,12 +147,12 @@ class CustomOp(Generic[P, R]):
 
     @cached_property
     def cases(self) -> CaseGenerator:
-        """The generator of cases."""
+        """The generator of cases; an import string is loaded on first use."""
         return load_target(self._cases) if isinstance(self._cases, str) else self._cases
 
     @cached_property
     def sample(self) -> CaseSampler | None:
-        """The sampler, or None where kernels are not measured."""
+        """The sampler of arguments; None if kernels of this op are not measured."""
         return load_target(self._sample) if isinstance(self._sample, str) else self._sample
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -162,7 +163,7 @@ class CustomOp(Generic[P, R]):
         return f"CustomOp({self.schema})"
 
     def allowing(self, extra_roundings: int) -> CustomOp[P, R]:
-        """Return the op with a tolerance of so many roundings more, itself where they are 0."""
+        """Return a copy with ``extra_roundings`` more roundings of tolerance; the op for 0."""
         if not extra_roundings:
             return self
         loosened = copy(self)
@@ -174,9 +175,10 @@ class CustomOp(Generic[P, R]):
     def fake(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return fake tensors of the shapes, dtypes and strides that the reference returns.
 
-        Derived by running the reference on fake copies of the arguments, so that it cannot
-        disagree with it. Nothing is computed and nothing is written.
+        The reference runs on fake copies of the arguments, so the result always agrees with the
+        reference. Nothing is computed and nothing is written.
         """
+        # Real tensors are refused, because a reference that creates one would compute.
         with FakeTensorMode(allow_non_fake_inputs=False) as mode:
 
             def to_fake(value: Any) -> Any:
@@ -199,8 +201,8 @@ def custom_op(
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
     """Turn a plain PyTorch function into the definition of the op ``name``.
 
-    ``cases`` and ``sample`` may be import strings, which are loaded when somebody asks: what runs a
-    model needs neither.
+    ``cases`` and ``sample`` may be import strings, which are loaded on first use: running a model
+    needs neither.
     """
 
     def define(reference: Callable[P, R]) -> CustomOp[P, R]:

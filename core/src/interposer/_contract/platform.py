@@ -1,7 +1,7 @@
 """The platform contract.
 
-Required members are abstract. Optional ones are marked ``@optional``: they raise
-``MissingMemberError`` until a platform overrides them, and ``provides`` says which it has.
+Required members are abstract. Optional members are marked ``@optional``: an optional member raises
+``MissingMemberError`` unless a platform overrides it, and ``provides`` tells whether one does.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class NumericsPolicy:
-    """The precision of products, and the seed of draws, for a block of code.
+    """The precision of matmuls, and the random seed, for a block of code.
 
-    torch keeps these as settings of the process. The defaults are what the definition of ``linear``
-    asks for. Source: torch's notes on numerical accuracy (reduced precision reductions,
-    TensorFloat-32) and its ``set_float32_matmul_precision``, which sets every backend of torch.
+    torch has these as settings of the process. The defaults meet the definition of ``linear``.
+    Source: torch's notes on numerical accuracy (reduced precision reductions, TensorFloat-32) and
+    ``set_float32_matmul_precision``, which sets every backend of torch.
 
     Attributes:
-        float32: how products of float32 are computed: ``"highest"`` in float32, ``"high"`` with
-            TensorFloat-32 or as three products of bfloat16, ``"medium"`` as one.
-        reduce_in_16_bits: partial sums of products of 16 bits may be kept in 16 bits; a platform
-            without such a setting keeps them in 32.
-        seed: of all devices' generators; None leaves them.
+        float32: arithmetic of float32 matmuls: ``"highest"`` is float32, ``"high"`` is
+            TensorFloat-32 or three bfloat16 matmuls, ``"medium"`` is one bfloat16 matmul.
+        reduce_in_16_bits: allow 16-bit partial sums in 16-bit matmuls; a platform without such a
+            setting uses 32 bits.
+        seed: for the generators of all devices; None leaves generators unchanged.
 
     Raises: ConfigError: the precision is unknown.
     """
@@ -47,23 +47,25 @@ class NumericsPolicy:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        known = ("highest", "high", "medium")
-        if self.float32 not in known:
-            raise ConfigError(f"float32 is {self.float32!r}, must be one of {', '.join(known)}")
+        precisions = ("highest", "high", "medium")
+        if self.float32 not in precisions:
+            raise ConfigError(
+                f"float32 is {self.float32!r}, must be one of {', '.join(precisions)}"
+            )
 
 
 @contextlib.contextmanager
 def applied(policy: NumericsPolicy, reductions: Sequence[tuple[Any, str]] = ()) -> Iterator[None]:
-    """Hold to ``policy`` within a block, and put back what held before.
+    """Apply ``policy`` within a block, and restore the previous settings afterwards.
 
-    A graph that is captured inside keeps it; generators stay as the block leaves them.
+    A graph that is captured inside keeps the policy. Random generators are not restored.
 
     Args:
-        reductions: where a platform's libraries are told whether sums may be kept in 16 bits, as
-            objects and names of their attributes.
+        reductions: settings of the platform's libraries that allow 16-bit sums, as objects and
+            attribute names.
     """
     precision = torch.get_float32_matmul_precision()
-    allowed = [getattr(owner, name) for owner, name in reductions]
+    previous_reductions = [getattr(owner, name) for owner, name in reductions]
     try:
         torch.set_float32_matmul_precision(policy.float32)
         for owner, name in reductions:
@@ -73,8 +75,8 @@ def applied(policy: NumericsPolicy, reductions: Sequence[tuple[Any, str]] = ()) 
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
-        for (owner, name), before in zip(reductions, allowed, strict=True):
-            setattr(owner, name, before)
+        for (owner, name), previous in zip(reductions, previous_reductions, strict=True):
+            setattr(owner, name, previous)
 
 
 def optional(member: F) -> F:
@@ -84,7 +86,7 @@ def optional(member: F) -> F:
 
 
 class Platform(ABC):
-    """One kind of hardware. Where it can, a default asks ``torch.accelerator``."""
+    """One kind of hardware. Defaults use ``torch.accelerator`` where possible."""
 
     name: ClassVar[str]
     device_type: ClassVar[str]
@@ -92,7 +94,7 @@ class Platform(ABC):
     @classmethod
     @abstractmethod
     def probe(cls) -> Verdict:
-        """Say whether this machine has such a device, without initialising one."""
+        """Tell whether this machine has such a device, without initialising one."""
 
     @abstractmethod
     def devices(self) -> Sequence[Device]:
@@ -100,25 +102,25 @@ class Platform(ABC):
 
     @abstractmethod
     def capability(self, device: str) -> Capability:
-        """Return what ``device`` can do."""
+        """Return the abilities of ``device``."""
 
     @abstractmethod
     def dtypes(self, device: str) -> Sequence[torch.dtype]:
-        """Return the dtypes that models may be run in, the preferred one first."""
+        """Return the dtypes that models can run in, the preferred one first."""
 
     def memory(self, device: str) -> Memory:
         """Return total and free memory of ``device`` in bytes.
 
-        Raises: MissingMemberError: it is not overridden, and ``torch.accelerator`` cannot tell.
+        Raises: MissingMemberError: not overridden, and ``torch.accelerator`` does not know.
         """
         with self._unless_overridden("memory"):
             free, total = torch.accelerator.get_memory_info(device)
         return Memory(total_bytes=total, free_bytes=free)
 
     def synchronize(self, device: str) -> None:
-        """Wait until ``device`` has done all work that was queued on it.
+        """Wait until ``device`` has finished all queued work.
 
-        Raises: MissingMemberError: it is not overridden, and ``torch.accelerator`` cannot.
+        Raises: MissingMemberError: not overridden, and ``torch.accelerator`` cannot wait.
         """
         with self._unless_overridden("synchronize"):
             torch.accelerator.synchronize(device)
@@ -128,38 +130,40 @@ class Platform(ABC):
         torch.manual_seed(seed)
 
     def all_finite(self, tensor: Tensor) -> bool:
-        """Say whether a tensor on one of the devices holds neither NaN nor infinity.
+        """Tell whether a tensor on one of the devices has neither NaN nor infinity.
 
-        Loading asks this of every weight. The default reads the tensor once, by ``torch.aminmax``.
+        The loader checks every weight this way. The default reads the tensor once, by
+        ``torch.aminmax``.
         """
         return are_finite(tensor)
 
     def copy_finite(self, target: Tensor, source: Tensor) -> bool:
-        """Copy ``source`` to ``target`` on one of the devices, and search ``target`` afterwards.
+        """Copy ``source`` to ``target`` on a device, and search ``target`` for NaN and infinity.
 
-        Returns: as ``all_finite``. A platform whose memory is read for the copy can search then.
+        A platform can override this to search while the copy reads the memory.
+
+        Returns: the result of ``all_finite`` for ``target``.
         """
         target.copy_(source)
         return self.all_finite(target)
 
     def numerics(self, policy: NumericsPolicy) -> contextlib.AbstractContextManager[None]:
-        """Return a block in which products are as exact, and draws as repeatable, as it says."""
+        """Return a context in which matmuls and random numbers follow ``policy``."""
         return applied(policy)
 
     @optional
     def stream(self, device: str) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which work is queued on a stream of its own."""
+        """Return a context in which work is queued on a separate stream."""
         raise self._missing("stream")
 
     @optional
     def capture_graph(self, step: Callable[[], object]) -> Callable[[], object]:
-        """Return a replay of ``step``, captured once.
+        """Capture ``step`` once, and return a function that replays it.
 
-        A replay reads the memory that the captured call read, holds to the numbers of Python that
-        it saw, and returns the same tensors each time. What ``step`` sets up when it is called
-        first is not part of it: a platform calls it as often before as its captures need. Graphs
-        may share memory, so they are replayed one after the other, and what one returned is read
-        before the next one runs.
+        A replay reads the same memory as the captured call, uses the same Python numbers, and
+        returns the same tensors each time. One-time setup of ``step`` must not be captured, so a
+        platform first calls ``step`` as often as a capture needs. Graphs may share memory: replay
+        graphs one after the other, and read the result of one before the next one runs.
         """
         raise self._missing("capture_graph")
 
@@ -175,12 +179,12 @@ class Platform(ABC):
 
     @optional
     def peak_memory_bytes(self, device: str) -> int:
-        """Return the most memory that this process has held on ``device``."""
+        """Return the largest amount of memory that this process has used on ``device``."""
         raise self._missing("peak_memory_bytes")
 
     @optional
     def memory_profile(self, device: str) -> contextlib.AbstractContextManager[object]:
-        """Return a block that is told what it takes of ``device``, by torch and by others."""
+        """Return a context that records memory taken on ``device``, by torch and by others."""
         raise self._missing("memory_profile")
 
     @optional
@@ -190,27 +194,27 @@ class Platform(ABC):
 
     @optional
     def cores(self) -> Sequence[Sequence[int]]:
-        """Return the logical processors that this process may use, core by core."""
+        """Return the logical processors that this process may use, grouped by core."""
         raise self._missing("cores")
 
     @optional
     def bind_threads(self, processors: Sequence[int]) -> Verdict:
-        """Run this process's compute threads on ``processors`` only."""
+        """Restrict this process's compute threads to ``processors``."""
         raise self._missing("bind_threads")
 
     @optional
     def num_threads(self) -> int:
-        """Return how many threads compute."""
+        """Return the number of compute threads."""
         raise self._missing("num_threads")
 
     @optional
     def start_method(self) -> str:
-        """Return how processes beside this one are started, as ``multiprocessing`` names it."""
+        """Return the start method of further processes, as ``multiprocessing`` names it."""
         raise self._missing("start_method")
 
     @optional
     def facts(self) -> Mapping[str, str]:
-        """Return what else people should know of this machine, by subject; ``doctor`` shows it."""
+        """Return further facts about this machine, by subject, which ``doctor`` shows."""
         raise self._missing("facts")
 
     @optional
@@ -225,16 +229,18 @@ class Platform(ABC):
 
     @optional
     def default_kernels(self) -> Mapping[str, str]:
-        """Return kernel pins that hold unless the user decides otherwise."""
+        """Return the platform's kernel pins, which the user can override."""
         raise self._missing("default_kernels")
 
     @classmethod
     def provides(cls, member: str) -> Verdict:
-        """Say whether the platform provides an optional member."""
+        """Tell whether the platform provides an optional member."""
         declared = Platform.__dict__.get(member)
         if declared is None or not getattr(declared, "__interposer_optional__", False):
-            known = ", ".join(sorted(cls.optional_members()))
-            return Verdict.refuse(f"{member!r} is not an optional member; those are {known}")
+            optional_names = ", ".join(sorted(cls.optional_members()))
+            return Verdict.refuse(
+                f"{member!r} is not an optional member; those are {optional_names}"
+            )
         if getattr(cls, member) is declared:
             return Verdict.refuse(f"platform {cls.name!r} does not provide {member!r}")
         return Verdict.accept()
@@ -249,6 +255,7 @@ class Platform(ABC):
     def _unless_overridden(self, member: str) -> Iterator[None]:
         try:
             yield
+        # torch.accelerator raises any of these, depending on the build and the backend.
         except (RuntimeError, ValueError, AssertionError) as error:
             raise MissingMemberError(
                 f"Platform {self.name!r} does not override {member!r}, and torch.accelerator "
@@ -263,9 +270,9 @@ class Platform(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A platform with the device that a model goes to, and the choice behind it.
+    """A platform, the device that a model is placed on, and the choice of the platform.
 
-    ``described`` is set where the device stands in a file and not in this machine.
+    ``described`` is set if the device is described by a file and not part of this machine.
     """
 
     platform: Platform
@@ -275,6 +282,6 @@ class Placement:
 
     @property
     def default_kernels(self) -> Mapping[str, str]:
-        """The kernel that the platform prefers for an op, unless the user decides otherwise."""
+        """The platform's preferred kernel by op, which the user can override."""
         platform = self.platform
         return platform.default_kernels() if platform.provides("default_kernels") else {}

@@ -17,18 +17,18 @@ from interposer._contract.layer import Site
 from interposer._contract.verdict import Verdict
 
 Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
-"""A kernel, and what it is called with behind its first argument."""
+"""A kernel, and its operands, which follow the first argument of the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheFormat:
-    """The form in which a checkpoint wants keys and values to be cached.
+    """The form in which a checkpoint requires keys and values to be cached.
 
     Attributes:
-        dtype: of what is stored: the nearest multiples of a scale.
-        head_scales: there is a scale for each kv head, not one for all.
-        scale_names: names of the tensors with the scales of keys and of values, ``[1]`` or
-            ``[K]`` float32, below the module that holds the projections.
+        dtype: of the stored values, which are divided by a scale and rounded.
+        head_scales: one scale per kv head instead of one for all.
+        scale_names: names of the tensors with the scales of keys and of values, ``[1]`` or ``[K]``
+            float32, below the module that holds the projections.
     """
 
     dtype: torch.dtype
@@ -40,11 +40,11 @@ class LinearMethod(ABC):
     """Stores and applies the weights of one linear layer.
 
     Attributes:
-        input_codes: dtype that inputs can be quantized to by one scale before they come, known
-            after ``create_weights``; None where they cannot.
-        takes_codes: they come quantized, by the scale that is the first operand. The layer before
-            sets it, before weights are loaded.
-        parts_agree: ``finalize`` wants numbers of fused layers to be equal, such as input scales.
+        input_codes: dtype to which the previous layer can quantize inputs with one scale, known
+            after ``create_weights``; None if impossible.
+        takes_codes: inputs arrive quantized with the scale that is the first operand. The previous
+            layer sets this flag, before weights are loaded.
+        parts_agree: ``finalize`` requires equal numbers, such as input scales, in all fused layers.
     """
 
     input_codes: torch.dtype | None = None
@@ -57,58 +57,64 @@ class LinearMethod(ABC):
     ) -> None:
         """Register the parameters under the names that checkpoints use.
 
-        Rows of a fused layer lie along dimension 0 of each parameter; ``shard_dim`` of a
-        parameter overrides that. Where its ``parts`` names some of the fused layers, it is of
-        these alone. A parameter whose ``per_part`` is true holds the same share for each of the
-        layers that are fused there, such as one number. ``stored_as`` of a parameter is the full
-        name of the one tensor that it holds, if that is not the layer's with the parameter's; where
-        ``any_form`` is true besides, it is held in whatever shape and dtype it is stored. One whose
-        ``passing`` is true may be the checkpoint's own memory while ``finalize`` reads it, which
-        neither writes to it nor keeps any of it. Where not
-        any number may stand, ``sample`` of a parameter returns some that may, drawn from a
-        generator. A parameter that a checkpoint may leave out has a ``default``: a number, or a
-        function without arguments that returns a tensor of the parameter's shape. It stands where
-        nothing is stored, also for single layers of those that are fused. Where ranks hold shares
-        of a layer, ``num_groups`` is of one whose entries number groups of inputs, and
-        ``states_sizes`` is true of one that holds sizes of the layer, which ``sample`` returns.
+        These attributes of a parameter control loading:
+
+        - ``shard_dim``: dimension along which the rows of fused layers are concatenated; 0 by
+          default.
+        - ``parts``: the fused layers that have the parameter, if not all do.
+        - ``per_part``: if true, each of the layers fused there has an equal part of the parameter,
+          such as one number.
+        - ``stored_as``: full name of the checkpoint's tensor, if different from the layer's name
+          with the parameter's name. With ``any_form`` also true, the tensor keeps its stored shape
+          and dtype.
+        - ``passing``: if true, ``finalize`` may receive the checkpoint's own memory as the
+          parameter, and must neither write to nor keep that memory.
+        - ``sample``: draws valid values from a generator, if not every number is valid.
+        - ``default``: number, or function without arguments that returns a tensor of the
+          parameter's shape, for a parameter that a checkpoint may leave out. The default also
+          applies to single fused layers.
+        - ``num_groups``: if ranks hold shards of the layer, the number of input groups, for a
+          parameter whose entries are indices of groups.
+        - ``states_sizes``: if true, the parameter holds sizes of the layer, which ``sample``
+          returns.
         """
 
     @abstractmethod
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        """Return ``(kernel, operands)`` so that the layer computes ``kernel(x, *operands)``.
+        """Return ``(kernel, operands)``, so that the layer computes ``kernel(x, *operands)``.
 
-        Called as soon as all weights of the layer were loaded; parameters that the operands
-        replace are freed here. It is called again, for a copy of the layer with other weights,
-        whenever these are exchanged: what depends on them belongs to ``layer`` or to the
-        operands, never to the method. Operands of the same form are then written in place.
+        Called as soon as all weights of the layer are loaded; frees parameters that the operands
+        replace. To exchange weights, ``finalize`` is called again on a copy of the layer with the
+        new weights: data that depends on weights must be stored in ``layer`` or in the operands,
+        never in the method. Operands of the same form are then written in place.
 
-        Raises: CheckpointError: a parameter holds what no weight can be computed with.
+        Raises: CheckpointError: a parameter has values from which no weight can be computed.
         """
 
     def dequantized(self, layer: nn.Module) -> Tensor | None:
-        """Return the float64 weight ``[O, I]`` that the loaded parameters stand for.
+        """Return the float64 weight ``[O, I]`` that the loaded parameters represent.
 
-        It defines what the layer computes, so that the conformance suite can compare with it:
-        the product with it, plus the parameter ``bias``. None, unless overridden, leaves the
-        values unchecked. Called before ``finalize``.
+        The conformance suite compares the layer with the matmul with this weight, plus the
+        parameter ``bias``. The default, None, leaves the values unchecked. Called before
+        ``finalize``.
         """
         return None
 
     def dequantized_input(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """Return the float64 input ``[..., I]`` that is multiplied by the weight for ``x``.
+        """Return the float64 input ``[..., I]`` that the layer multiplies for ``x``.
 
-        ``x`` itself, unless overridden by a method that quantizes activations. Called before
-        ``finalize``.
+        Methods that quantize activations override this; the default is ``x`` in float64. Called
+        before ``finalize``.
         """
         return x.double()
 
     def dequantizable(self) -> Verdict:
-        """Say whether the op ``linear`` with the weight of ``dequantized`` may take over.
+        """Tell whether the op ``linear`` with the weight of ``dequantized`` may replace the method.
 
-        It does where the kernel of this method is but the reference of its op: the weight is then
-        dequantized once, on the host, rounded to the model's dtype and held instead of the
-        parameters, which ``finalize`` has checked. Accepted, unless overridden, by a method that
-        has ``dequantized`` and leaves inputs as they are. Called after ``create_weights``.
+        The replacement happens if the chosen kernel of this method is only the op's reference. The
+        weight is then dequantized once, on the host, rounded to the model's dtype, and replaces the
+        parameters that ``finalize`` has checked. The default accepts a method that overrides
+        ``dequantized`` and leaves inputs unchanged. Called after ``create_weights``.
         """
         if type(self).dequantized_input is not LinearMethod.dequantized_input:
             return Verdict.refuse("the method changes inputs before it multiplies them")
@@ -117,17 +123,17 @@ class LinearMethod(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """The static facts of the routed experts of one layer, each a gated perceptron.
+    """The static facts of one layer's routed experts, each a gated MLP.
 
     Attributes:
-        top_k: experts that a token is sent to.
+        top_k: experts per token.
         activation: as the op ``fused_experts`` names it.
         biased: both projections have a bias.
-        alternating: outputs of the first projection are stored in turn: a gate, then what it acts
-            on. Without it all gates come first.
-        inputs_first: plain matrices are stored ``[E, inputs, outputs]``.
-        projections: names of the gates, of what they act on and of the second projection, where
-            checkpoints store plain matrices one by one: ``0.gate_proj.weight`` and so on.
+        alternating: gate and up outputs of the first projection alternate; otherwise all gates come
+            first.
+        inputs_first: unquantized matrices are stored as ``[E, inputs, outputs]``.
+        projections: names of the gate, up and down projections, if checkpoints store the
+            unquantized matrices one by one: ``0.gate_proj.weight`` and so on.
     """
 
     hidden_size: int
@@ -141,7 +147,7 @@ class ExpertsSpec:
     projections: tuple[str, str, str] | None = None
 
     def dims(self) -> dict[str, int | float | str | bool]:
-        """Return what ops of experts state of themselves, by the same names."""
+        """Return the dims that requests for experts' ops state, by the same names."""
         return {
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -153,46 +159,45 @@ class ExpertsSpec:
 
 
 class ExpertsMethod(ABC):
-    """Stores and applies the weights of the routed experts of one layer."""
+    """Stores and applies the weights of one layer's routed experts."""
 
     @abstractmethod
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
         """Register the parameters under the names that checkpoints use.
 
-        Attributes of parameters mean what ``LinearMethod.create_weights`` says, but for those of
-        layers that are fused. Where checkpoints store every matrix by itself, ``expert_parts`` of a
-        parameter ``[E, rows, ...]`` states the names of an expert's matrices that it holds, in
-        order, with the rows of each, and ``expert_tensor`` which of their tensors, if that is not
-        ``weight``. Layers that are added to ``layer`` instead are loaded and finalized apart.
+        Attributes of parameters are as in ``LinearMethod.create_weights``, without the ones for
+        fused layers. If checkpoints store every matrix separately, ``expert_parts`` of a parameter
+        ``[E, rows, ...]`` lists the names of an expert's matrices in the parameter, in order, with
+        the rows of each, and ``expert_tensor`` the name of the tensor, if not ``weight``.
+        Submodules that are added to ``layer`` instead are loaded and finalized separately.
 
-        Raises: ConfigError: experts of these sizes cannot be stored that way.
+        Raises: ConfigError: the method does not support experts of such sizes.
         """
 
     @abstractmethod
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        """Return ``(kernel, operands)``, of which and of a routing the layer makes one call.
+        """Return ``(kernel, operands)``, which the layer calls with a routing.
 
-        ``kernel(x, *operands, weights, expert_ids, activation)``, in the manner of the op
+        The call is ``kernel(x, *operands, weights, expert_ids, activation)``, as for the op
         ``fused_experts``. Everything else is as in ``LinearMethod.finalize``.
 
-        Raises: CheckpointError: a parameter holds what no weight can be computed with.
+        Raises: CheckpointError: a parameter has values from which no weight can be computed.
         """
 
     def dequantized(self, layer: nn.Module) -> tuple[Tensor, Tensor] | None:
         """Return the float64 matrices ``[E, 2 I, H]``, gates first, and ``[E, H, I]``.
 
-        They define what the layer computes together with the parameters ``gate_up_proj_bias`` and
-        ``down_proj_bias``, if it has them, as they are stored. None, unless overridden, leaves the
-        values unchecked. Called before ``finalize``.
+        With the parameters ``gate_up_proj_bias`` and ``down_proj_bias``, if present, as stored,
+        these matrices define the layer's result. The default, None, leaves the values unchecked.
+        Called before ``finalize``.
         """
         return None
 
 
 class EmbeddingMethod(ABC):
-    """Stores a table of token embeddings, looks it up and, if it is tied, multiplies by it.
+    """Stores a table of token embeddings for lookups and, for a tied head, for matmuls.
 
-    A head that shares the table has no weight of its own: what is multiplied by is what is looked
-    up, in whatever form it is held.
+    A head that shares the table has no other weight: lookup and matmul read the same stored form.
     """
 
     @abstractmethod
@@ -201,34 +206,34 @@ class EmbeddingMethod(ABC):
     ) -> None:
         """Register the parameters under the names that checkpoints use.
 
-        Attributes of parameters mean what ``LinearMethod.create_weights`` says, but for those of
-        layers that are fused.
+        Attributes of parameters are as in ``LinearMethod.create_weights``, without the ones for
+        fused layers.
 
         Args:
-            head: the site of the head that shares the table, None where there is none.
-        Raises: ConfigError: a table of these sizes cannot be stored that way.
+            head: the site of the head that shares the table, None without one.
+        Raises: ConfigError: the method does not support tables of such sizes.
         """
 
     @abstractmethod
     def finalize(self, layer: nn.Module) -> tuple[Call, Call | None]:
-        """Return ``(kernel, operands)`` of the lookup, and those of the product for a head.
+        """Return ``(kernel, operands)`` of the lookup, and of the matmul for a head.
 
-        ``kernel(token_ids, *operands)`` returns rows ``[T, H]`` in the model's dtype, each the
-        nearest to what is stored; ``kernel(hidden, *operands)`` the logits ``[T, V]``. Everything
-        else is as in ``LinearMethod.finalize``.
+        ``kernel(token_ids, *operands)`` returns rows ``[T, H]``, the stored values rounded to the
+        model's dtype; ``kernel(hidden, *operands)`` returns the logits ``[T, V]``. Everything else
+        is as in ``LinearMethod.finalize``.
 
-        Raises: CheckpointError: a parameter holds what no weight can be computed with.
+        Raises: CheckpointError: a parameter has values from which no weight can be computed.
         """
 
     def dequantized(self, layer: nn.Module) -> Tensor | None:
-        """Return the float64 table ``[V, H]`` that the loaded parameters stand for, if known.
+        """Return the float64 table ``[V, H]`` that the loaded parameters represent, if known.
 
         Called before ``finalize``.
         """
         return None
 
     def dequantizable(self) -> Verdict:
-        """Say whether the table of ``dequantized`` may be held instead, for a head that shares it.
+        """Tell whether the table of ``dequantized`` may replace the parameters, for a tied head.
 
         As in ``LinearMethod.dequantizable``.
         """
@@ -236,56 +241,63 @@ class EmbeddingMethod(ABC):
 
 
 class QuantizationScheme(ABC):
-    """Reads a checkpoint's ``quantization_config`` and assigns methods to layers."""
+    """Parses a checkpoint's ``quantization_config`` and assigns methods to layers."""
 
     method: ClassVar[str]
 
     @classmethod
     @abstractmethod
     def parse(cls, settings: Mapping[str, Any]) -> QuantizationScheme:
-        """Return the scheme that ``quantization_config`` describes.
+        """Parse the content of ``quantization_config``.
 
         Raises: ConfigError: a setting is unknown, contradictory or not supported.
         """
 
     @abstractmethod
     def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return the method for the linear layer at ``prefix``, or None to leave it plain.
+        """Return the method for the linear layer at ``prefix``, or None for no quantization.
 
         Args:
-            parts: names of the checkpoint's layers that are fused there, such as
-                ``("q_proj", "k_proj", "v_proj")``; one name where nothing is fused.
+            parts: names of the checkpoint's layers that are fused there, such as ``("q_proj",
+                "k_proj", "v_proj")``; one name if nothing is fused.
         """
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the routed experts at ``prefix``; None: they are plain."""
+        """Return the method for the routed experts at ``prefix``; None if unquantized."""
         return None
 
     def restored(
         self, tensors: Iterator[tuple[str, Tensor]], places: Container[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield a checkpoint's tensors, weights for codes whose scales no method has places for."""
+        """Yield a checkpoint's tensors; dequantize tensors with scales that no method can store.
+
+        Args:
+            tensors: the checkpoint's tensors by name.
+            places: names of the parameters that the methods registered.
+        """
         return tensors
 
     def head_method(self, prefix: str) -> LinearMethod | None:
-        """Return the method for the head at ``prefix``, whose weight is its own; None: plain.
+        """Return the method for an untied head at ``prefix``; None if unquantized.
 
-        A head that shares the table of the embedding is asked for by ``embedding_method``.
+        For a head that shares the embedding's table, ``embedding_method`` is called instead.
         """
         return None
 
     def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
-        """Return the method for the table of embeddings at ``prefix``; None: it is plain.
+        """Return the method for the embedding table at ``prefix``; None if unquantized.
 
         Args:
-            head: prefix of the head that shares the table, None where there is none.
+            head: prefix of the head that shares the table, None without one.
         """
         return None
 
     def cache_format(self, prefix: str) -> CacheFormat | None:
-        """Return how the attention at ``prefix`` stores keys and values; None: as they are."""
+        """Return the cache format of the attention at ``prefix``; None if unquantized."""
         return None
 
 
-def _states_weight(stated: bool) -> Verdict:
-    return Verdict.accept() if stated else Verdict.refuse("the method has no 'dequantized'")
+def _states_weight(has_dequantized: bool) -> Verdict:
+    return (
+        Verdict.accept() if has_dequantized else Verdict.refuse("the method has no 'dequantized'")
+    )

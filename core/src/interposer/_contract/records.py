@@ -1,7 +1,7 @@
 """The declarative records that a plugin returns.
 
-Everything heavy is named by an import string, ``"package.module:attribute"``, and loaded only
-when it was chosen. This module imports neither torch nor any plugin.
+Every heavy object is named by an import string, ``"package.module:attribute"``, and loaded only
+after the record was chosen. This module imports neither torch nor any plugin.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 """The collectives that a communicator may have, and the names of its methods."""
 
 FUSED_COLLECTIVES = ("all_reduce_add_rms_norm",)
-"""Methods that do a collective and the op behind it; where there is none, one follows the other."""
+"""Methods that fuse a collective and the op that follows it; optional in every communicator."""
 
 NAMES = ("name", "op", "layer_id", "method", "suffix")
-"""The fields that hold names; none may be empty."""
+"""The fields that hold names, which must not be empty."""
 
 TARGETS = ("target", "predicate", "prepare", "restore", "confirm", "cases", "examples")
-"""The fields that hold import strings; all but the first may be empty."""
+"""The fields that hold import strings; only the first must not be empty."""
 
 
 class _Checked:
-    """A record that is refused where it is made, if it cannot mean anything."""
+    """Base of records that are checked at construction."""
 
+    # Without it, the slots of subclasses would not save any memory.
     __slots__ = ()
 
     def __post_init__(self) -> None:
@@ -46,13 +47,13 @@ class _Checked:
 
 @dataclass(frozen=True, slots=True)
 class OpEntry(_Checked):
-    """Names a ``CustomOp``: ``target`` is the op object, defined beside its reference.
+    """A ``CustomOp``: ``target`` is the op object, defined next to the reference.
 
     Attributes:
-        properties: what the reference promises, a subset of ``PROPERTIES``.
-        emulation: how the reference does without the arithmetic that the op is meant for, such as
-            ``"dequantizes, then multiplies floats"``. It is told where the reference is chosen,
-            and a configuration can refuse it.
+        properties: promises of the reference, a subset of ``PROPERTIES``.
+        emulation: the reference's substitute for the arithmetic that the op is meant for, such as
+            ``"dequantizes, then multiplies floats"``. Reports show the text if the reference is
+            chosen, and a configuration can refuse emulation.
     """
 
     name: str
@@ -67,31 +68,32 @@ class Kernel:
 
     Attributes:
         op: name of the op that is implemented.
-        name: ``<op>_<technique>``, unique among the kernels of one distribution; not
-            ``reference``, which is the op's own definition.
+        name: ``<op>_<technique>``, unique among the kernels of one distribution; not ``reference``,
+            which is the op's own definition.
         target: import string of a function with the op's signature.
-        platform: name of the platform that it runs on; empty runs on any.
-        requires: what can be judged without importing the kernel.
-        predicate: import string of ``(Request) -> Verdict`` for what cannot be declared.
+        platform: name of the platform that the kernel runs on; empty means any platform.
+        requires: the requirements that can be judged without importing the kernel.
+        predicate: import string of ``(Request) -> Verdict`` for requirements that ``requires``
+            cannot declare.
         prepare: import string of a function that takes the op's constant tensors by name and
-            returns what the kernel wants instead, once, after the weights were loaded.
-        restore: import string of the inverse of ``prepare``: it takes what that returned and, as
-            ``into``, empty tensors by name, and fills those with the constants, bit for bit; the
-            weight can always be asked for.
-        score: the higher wins among accepted kernels; the reference has 0.
+            returns the prepared constants by name; called once, after the weights were loaded.
+        restore: import string of the inverse of ``prepare``: takes the prepared constants and, as
+            ``into``, empty tensors by name, to be filled with the original constants, bit for bit.
+        score: among the accepted kernels the highest score wins; the reference has 0.
         properties: promises, a subset of ``PROPERTIES``.
-        form: name of what ``prepare`` returns, where kernels of several ops of one distribution
-            hold one copy of it for the same tensors; without it a kernel holds a copy of its own.
-        confirm: import string of ``(Request) -> Verdict``, asked in this process where the kernel
-            would be chosen, and not of a device that is only described: for what takes long to find
-            out, such as whether a library that compiles itself can be imported.
-        extra_roundings: to the dtype of results on the way, beyond those that the op's tolerance
-            allows: of what the kernel stores in fewer bits than the op defines. Whoever compares it
-            with the reference allows as many more.
-        proven_on: architectures on which it was compared with the reference; empty is none, and
-            None, which says nothing, counts as all. What is not proven goes behind what is.
-        layout: version of what ``prepare`` returns, where that is tensors whose bytes mean the same
-            in every process on devices of one capability: a file may hold them. 0 is any other.
+        form: name of the prepared form, if kernels of several ops of one distribution share one
+            prepared copy of the same tensors; without ``form`` every kernel holds a separate copy.
+        confirm: import string of ``(Request) -> Verdict``, called in this process when the kernel
+            would be chosen, and never for a device that is only described. Meant for slow checks,
+            such as the import of a library that compiles code.
+        extra_roundings: roundings of intermediate results to the dtype, beyond the op's tolerance,
+            for a kernel that stores fewer bits than the op defines. Comparisons with the reference
+            allow as many more.
+        proven_on: architectures on which the kernel was compared with the reference. Empty means
+            none; None, which states nothing, counts as all. Unproven kernels rank after proven
+            kernels.
+        layout: version of the prepared form, if a file can store the prepared tensors because the
+            bytes mean the same in every process on devices of one capability; otherwise 0.
     """
 
     op: str
@@ -113,9 +115,10 @@ class Kernel:
     def __post_init__(self) -> None:
         _check(self)
         for label in ("form", "restore", "layout"):
-            if (held := getattr(self, label)) and not self.prepare:
+            # All three describe the result of ``prepare``.
+            if (value := getattr(self, label)) and not self.prepare:
                 raise RecordError(
-                    f"{self.name!r} has the {label} {held!r}, but prepares nothing. "
+                    f"{self.name!r} has the {label} {value!r}, but prepares nothing. "
                     f"Try: leave out the {label}"
                 )
         if self.name == "reference":
@@ -124,11 +127,11 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class LayerEntry(_Checked):
-    """A class for a layer id: the standard one, or a replacement that subclasses it.
+    """A class for a layer id: the standard layer, or a subclass that replaces it.
 
-    ``cases`` of a standard layer is the import string of a ``LayerCaseGenerator``, on whose cases
-    the conformance suite compares replacements with it. ``properties`` are promises of the layer's
-    own code; what the kernels that it binds promise, they say themselves.
+    ``cases`` of a standard layer is the import string of a ``LayerCaseGenerator``; the conformance
+    suite compares replacements with the standard layer on these cases. ``properties`` are promises
+    of the layer's own code; bound kernels have separate promises.
     """
 
     layer_id: str
@@ -144,13 +147,13 @@ class LayerEntry(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class AttentionEntry(_Checked):
-    """An ``AttentionBackend`` class; its ``accepts`` judges the specification.
+    """An ``AttentionBackend`` class; ``accepts`` judges the specification.
 
-    ``predicate`` is an import string of ``(AttentionSpec, Capability) -> Verdict`` that answers
-    in place of ``accepts``, so that the backend's own module is not imported to judge it.
+    ``predicate`` is an import string of ``(AttentionSpec, Capability) -> Verdict`` that replaces
+    ``accepts``, so that the backend's module is not imported to judge a specification.
 
-    ``page_sizes`` are numbers of tokens in a page that an engine may choose among, the preferred
-    one first; empty leaves the number to the engine. ``proven_on`` is that of ``Kernel``.
+    ``page_sizes`` are page sizes in tokens from which an engine can choose, the preferred one
+    first; empty leaves the size to the engine. ``proven_on`` is explained in ``Kernel``.
     """
 
     name: str
@@ -168,12 +171,12 @@ class AttentionEntry(_Checked):
 class SchemeEntry(_Checked):
     """A ``QuantizationScheme`` class for one ``quant_method`` of checkpoints.
 
-    ``examples`` is the import string of a function without parameters that returns settings of
-    checkpoints by label, on which the conformance suite tries the scheme. They must quantize
-    ``model.layers.0.self_attn.q_proj``, a linear layer of 512 inputs, or else the experts
-    ``model.layers.0.mlp.experts``, of 128 inputs and 64 inside.
+    ``examples`` is the import string of a function without parameters that returns checkpoint
+    settings by label, on which the conformance suite tests the scheme. The settings must quantize
+    ``model.layers.0.self_attn.q_proj``, a linear layer with 512 inputs, or the experts
+    ``model.layers.0.mlp.experts``, with hidden size 128 and intermediate size 64.
 
-    ``instead_of`` are methods that nobody reads, for which this one is recommended.
+    ``instead_of`` are methods without any scheme, for which error texts recommend this one.
     """
 
     method: str
@@ -188,11 +191,11 @@ class SchemeEntry(_Checked):
 class ModelEntry(_Checked):
     """A ``ModelFamily`` class for the ``architectures`` that config.json names.
 
-    ``reads`` are the fields of config.json that it computes with, which explanations show.
+    ``reads`` are the fields of config.json that the family uses, for explanations.
 
-    ``examples`` is the import string of a function without parameters that returns the content of
-    config.json by label, of models with few weights. The conformance suite compares the family on
-    them with the class of transformers that has the architecture's name.
+    ``examples`` is the import string of a function without parameters that returns contents of
+    config.json by label, each of a model with few weights. The conformance suite compares the
+    family on these models with the transformers class that has the architecture's name.
     """
 
     architectures: tuple[str, ...]
@@ -222,15 +225,15 @@ class CheckpointEntry:
 
 @dataclass(frozen=True, slots=True)
 class PlatformEntry:
-    """A ``Platform`` class; its ``probe`` says whether this machine has such a device.
+    """A ``Platform`` class; ``probe`` tells whether this machine has such a device.
 
-    ``driver_files`` are absolute paths whose content changes when the driver does: verdicts and
-    measurements are kept per driver. An ``explicit`` platform is taken only where it is named, and
-    not even probed before: nobody wants a simulator because nothing better accepts the machine.
+    ``driver_files`` are absolute paths of files that change with the driver: verdicts and
+    measurements are stored per driver. An ``explicit`` platform is used, and probed, only if named
+    by the user; a simulator is the typical case.
 
-    ``runs`` are names of other platforms whose kernels, layers and attention backends run here too.
-    All else that these require is judged by this platform's own devices. It is not followed
-    further, to what those platforms state in turn; they need not be installed.
+    ``runs`` are names of other platforms whose kernels, layers and attention backends run on this
+    platform too. Further requirements are judged by this platform's devices. The relation is not
+    transitive, and the other platforms need not be installed.
     """
 
     name: str
@@ -245,21 +248,21 @@ class PlatformEntry:
         runs = f"{self.name!r} runs"
         if not isinstance(self.runs, tuple):
             raise RecordError(f"{runs} {self.runs!r}, which is no tuple. Try: runs=('cpu',)")
-        for other in self.runs:
-            if not (isinstance(other, str) and other):
-                raise RecordError(f"{runs} {other!r}, which is not the name of a platform")
-            if other == self.name:
+        for platform in self.runs:
+            if not (isinstance(platform, str) and platform):
+                raise RecordError(f"{runs} {platform!r}, which is not the name of a platform")
+            if platform == self.name:
                 mend = "leave it out; what names a platform runs there anyway"
-                raise RecordError(f"{runs} {other!r}, which is itself. Try: {mend}")
+                raise RecordError(f"{runs} {platform!r}, which is itself. Try: {mend}")
 
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorEntry(_Checked):
-    """A ``Communicator`` class for the collectives that it names; all but fused ones by default.
+    """A ``Communicator`` class for the listed collectives; all but fused ones by default.
 
-    Its requests state ``ranks``, ``hosts`` and ``platforms`` as numbers of different ones, and
-    ``bytes`` of one rank, so that ``requires`` can say for which sizes and topologies it is.
-    ``predicate`` and ``confirm`` are those of ``Kernel``, and so is ``proven_on``.
+    Requests for a collective state ``ranks`` (number of ranks), ``hosts`` and ``platforms``
+    (numbers of distinct ones) and ``bytes`` (of one rank), so that ``requires`` can limit sizes and
+    topologies. ``predicate``, ``confirm`` and ``proven_on`` are explained in ``Kernel``.
     """
 
     name: str
@@ -278,8 +281,8 @@ class CommunicatorEntry(_Checked):
 class DeviceEntry(_Checked):
     """A description of a device of ``platform``: a JSON file inside the plugin's package.
 
-    ``resource`` is ``"package:path/inside.json"``, see
-    ``interposer_testing.described.DeviceDescription``.
+    ``resource`` is ``"package:path/inside.json"``;
+    ``interposer_testing.described.DeviceDescription`` documents the format.
     """
 
     name: str
@@ -291,7 +294,7 @@ class DeviceEntry(_Checked):
 class TuningEntry(_Checked):
     """A table measured on the devices whose name matches the glob ``device``.
 
-    ``resource`` is ``"package:path/inside.json"``, see ``Table``.
+    ``resource`` is ``"package:path/inside.json"``; ``Table`` documents the format.
     """
 
     name: str
@@ -315,7 +318,7 @@ Record = (
 
 
 def identity(record: Record) -> tuple[str, str, str]:
-    """Return kind, subject and name, which no two records of one distribution share."""
+    """Return kind, subject and name, which are unique among the records of one distribution."""
     subject = ""
     match record:
         case Kernel():
@@ -330,9 +333,9 @@ def identity(record: Record) -> tuple[str, str, str]:
 
 
 def load_target(target: str) -> Any:
-    """Return what an import string names.
+    """Import the object that an import string names.
 
-    Raises: RecordError: the module lacks the attribute. An ImportError of the module passes.
+    Raises: RecordError: the module lacks the attribute. An ImportError of the module is passed on.
     """
     module_name, _, attribute = target.partition(":")
     module = import_module(module_name)
@@ -346,24 +349,25 @@ def load_target(target: str) -> Any:
 
 
 def resource_path(resource: str) -> Path:
-    """Return the file that ``"package:path/inside.json"`` names, without importing the package.
+    """Find the file of ``"package:path/inside.json"`` without importing the package.
 
-    Raises: RecordError: there is no such package or file.
+    Raises: RecordError: the package or the file does not exist.
     """
     package, _, inside = resource.partition(":")
     # The top level alone: find_spec would import the parents of a dotted name.
-    top, *rest = package.split(".")
+    top, *subfolders = package.split(".")
     spec = find_spec(top)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(folder, *rest, inside)
+        path = Path(folder, *subfolders, inside)
         if path.is_file():
             return path
     raise RecordError(f"{resource!r} points nowhere: the package {package!r} has no such file")
 
 
 def _check(record: Record) -> None:
-    """Refuse what cannot mean anything; exact types are checked with the plugin."""
+    """Raise RecordError for a meaningless field; exact types are checked with the plugin."""
     for label in (*NAMES, "device"):
+        # A record without this field passes, because the default is a valid name.
         value = getattr(record, label, "absent")
         if not (isinstance(value, str) and value):
             raise RecordError(f"{record!r} has the {label} {value!r}, which is not a name")
@@ -372,8 +376,10 @@ def _check(record: Record) -> None:
         raise RecordError(f"{record.name!r} has the score {score!r}, which is not a number")
     unknown = sorted(getattr(record, "properties", frozenset()) - PROPERTIES)
     if unknown:
-        known = ", ".join(sorted(PROPERTIES))
-        raise RecordError(f"{record.name!r} has unknown properties {unknown}; known: {known}")
+        known_properties = ", ".join(sorted(PROPERTIES))
+        raise RecordError(
+            f"{record.name!r} has unknown properties {unknown}; known: {known_properties}"
+        )
     if isinstance(record, DeviceEntry | TuningEntry):
         package, _, inside = record.resource.partition(":")
         if not all(part.isidentifier() for part in package.split(".")) or not inside:

@@ -15,7 +15,7 @@ AttentionType = Literal["decoder", "encoder", "encoder_only", "encoder_decoder",
 
 
 class Detail(Hashable, Protocol):
-    """A typed request, which can be told to another process."""
+    """A typed request that can be sent to another process."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -26,19 +26,19 @@ _UNKNOWN = Capability(architecture="unknown")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question to the selection mechanism.
+    """One question to the selection.
 
     Attributes:
-        kind: of what is asked for.
-        name: the op, layer id, attention type, quantization method, architecture, suffix of
-            files or collective; empty for platforms.
-        platform: name of the platform to run on; empty when platforms themselves are chosen.
-        capability: of the device to run on.
-        dtype: torch name without ``torch.``, or empty where it does not matter.
+        kind: the kind of thing that is requested.
+        name: the op, layer id, attention type, quantization method, architecture, file suffix or
+            collective; empty for platforms.
+        platform: name of the platform to run on; empty in a request for a platform.
+        capability: capability of the device to run on.
+        dtype: torch name without ``torch.``, or empty if the dtype does not matter.
         dims: static dimensions and options by name.
-        detail: the typed request behind it where there is one, such as an ``AttentionSpec``.
-        prefix: dotted place in the model; does not take part in equality, so that layers that
-            ask for the same thing share one answer.
+        detail: the typed request, such as an ``AttentionSpec``, if this kind has one.
+        prefix: dotted path in the model; ignored by comparisons, so that layers with equal requests
+            share one answer.
     """
 
     kind: Kind
@@ -52,12 +52,13 @@ class Request:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for requests of one device that must get equal answers, wherever they stand."""
+        """A key that is equal for all requests of one device that must get equal answers."""
+        # The capability is left out: a resolver has one device.
         dims = tuple(sorted(self.dims.items()))
         return (self.kind, self.name, self.platform, self.dtype, dims, self.detail)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for another process; the prefix is left out."""
+        """Return plain values for another process, without the prefix."""
         return {
             "kind": self.kind,
             "name": self.name,
@@ -70,8 +71,10 @@ class Request:
 
     def __str__(self) -> str:
         parts = [part for part in (self.dtype, self.platform) if part]
-        # What a request does not want is the ordinary case, and goes without saying.
-        said = ((name, value) for name, value in sorted(self.dims.items()) if value is not False)
-        parts += [f"{name}={value}" for name, value in said]
-        named = f"{self.kind} {self.name!r}" if self.name else self.kind
-        return named + (f" [{' '.join(parts)}]" if parts else "")
+        # Options that are off are the ordinary case, and would only lengthen the text.
+        shown_dims = (
+            (name, value) for name, value in sorted(self.dims.items()) if value is not False
+        )
+        parts += [f"{name}={value}" for name, value in shown_dims]
+        subject = f"{self.kind} {self.name!r}" if self.name else self.kind
+        return subject + (f" [{' '.join(parts)}]" if parts else "")

@@ -16,19 +16,19 @@ _FLOATS = """
     float64 float32 bfloat16 float16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz
     float8_e8m0fnu float4_e2m1fn_x2 complex128 complex64 complex32
 """
-_WHOLE = "bool int64 int32 int16 int8 uint64 uint32 uint16 uint8"
-_NARROW = " ".join(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8))
+_INTEGERS = "bool int64 int32 int16 int8 uint64 uint32 uint16 uint8"
+_SUB_BYTE_INTEGERS = " ".join(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8))
 _PACKED = "bits1x8 bits2x4 bits4x2 bits8 bits16 qint8 quint8 qint32 quint4x2 quint2x4"
 
-DTYPES = frozenset(f"{_FLOATS} {_WHOLE} {_NARROW} {_PACKED}".split())
-"""The names that torch's dtypes go by, without ``torch.``; torch is not imported to know them."""
+DTYPES = frozenset(f"{_FLOATS} {_INTEGERS} {_SUB_BYTE_INTEGERS} {_PACKED}".split())
+"""The names of torch's dtypes without ``torch.``, listed here so that torch is not imported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """The values that one dimension or option may take.
+    """The allowed values of one dimension or option.
 
-    Raises: RecordError: no value could be accepted.
+    Raises: RecordError: the limits exclude every value.
     """
 
     at_least: int | None = None
@@ -37,7 +37,7 @@ class Dim:
     one_of: tuple[int | float | str | bool, ...] = ()
 
     def __post_init__(self) -> None:
-        # Whether they are numbers at all is checked with the record.
+        # The validation of the record checks the types, so wrong types pass here.
         low, high, step = self.at_least, self.at_most, self.multiple_of
         if isinstance(low, int) and isinstance(high, int) and low > high:
             raise RecordError(f"Dim has at_least={low} above at_most={high}, which nothing meets")
@@ -45,7 +45,7 @@ class Dim:
             raise RecordError(f"Dim has multiple_of={step}, must be 1 or more")
 
     def judge(self, name: str, value: int | float | str | bool) -> Verdict:
-        """Say whether ``value`` is allowed for the dimension called ``name``."""
+        """Accept ``value`` for the dimension called ``name``, or refuse with the violated limit."""
         if self.one_of and value not in self.one_of:
             return Verdict.refuse(f"{name} is {value!r}, must be one of {list(self.one_of)}")
         if self.at_least is None and self.at_most is None and self.multiple_of is None:
@@ -63,15 +63,15 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Requires:
-    """The needs of a candidate: of the device and of the request.
+    """The requirements of a candidate: on the device and on the request.
 
     Attributes:
-        features: capability features that must all be there.
+        features: capability features that must all be present.
         architectures: accepted architecture strings; empty accepts any.
         dtypes: accepted dtypes by torch name without ``torch.``; empty accepts any.
-        dims: constraints by dimension name; a dimension that the request does not state refuses.
+        dims: constraints by dimension name; a request that does not state the dimension is refused.
 
-    Raises: RecordError: a dtype is none of torch's.
+    Raises: RecordError: a dtype does not exist in torch.
     """
 
     features: frozenset[str] = frozenset()
@@ -89,11 +89,11 @@ class Requires:
                 )
 
     def judge(self, request: Request) -> Verdict:
-        """Say whether ``request`` meets everything that is required, or what it lacks first."""
+        """Accept ``request``, or refuse with the first unmet requirement."""
         capability = request.capability
         if self.architectures and capability.architecture not in self.architectures:
-            wanted = ", ".join(sorted(self.architectures))
-            return Verdict.refuse(f"needs {wanted}, the device is {capability.architecture}")
+            architectures = ", ".join(sorted(self.architectures))
+            return Verdict.refuse(f"needs {architectures}, the device is {capability.architecture}")
         missing = sorted(self.features - capability.features)
         if missing:
             return Verdict.refuse(f"needs {', '.join(missing)}, which the device lacks")

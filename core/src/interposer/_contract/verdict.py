@@ -1,4 +1,4 @@
-"""Answers of everything that may refuse: a verdict with a reason, never a bare bool."""
+"""The answer of every check that may refuse: a verdict with a reason, never a bare bool."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Accepted or refused; a refusal always has a reason.
+    """Acceptance or refusal; a refusal always has a reason.
 
-    ``traceback`` is set where the candidate's own code raised instead of answering.
+    ``traceback`` is set if the candidate's own code raised instead of answering.
     """
 
     accepted: bool
@@ -25,18 +25,18 @@ class Verdict:
 
     @classmethod
     def accept(cls, reason: str = "") -> Verdict:
-        """Return a positive verdict."""
+        """Return a verdict that accepts."""
         return cls(True, reason)
 
     @classmethod
     def refuse(cls, reason: str, traceback: str = "") -> Verdict:
-        """Return a negative verdict with its reason."""
+        """Return a verdict that refuses, with the reason."""
         return cls(False, reason, traceback)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One candidate that was not chosen, who provides it, and why it was refused."""
+    """One candidate that was not chosen, with provider and reason."""
 
     candidate: str
     provider: str

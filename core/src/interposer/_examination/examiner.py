@@ -1,4 +1,4 @@
-"""Examines code of distributions once and remembers the verdict, in memory and on disk."""
+"""Examination of distributions' code; each verdict is remembered in memory and on disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from interposer_sandbox import (
 _log = logging.getLogger("interposer")
 
 _KIND = "verdicts"
-# Fake tensors import torch's compiler.
+# The comparison uses fake tensors, which import torch's compiler.
 _FOR_KERNELS = (COMPARISON, "torch._dynamo")
 _NESTED = (
     "a plugin asked for other plugins while it was examined. "
@@ -43,7 +43,7 @@ _MEND = "Config(isolation='off') runs plugins without examining them in another 
 
 SANDBOX = Sandbox(
     HOST,
-    lambda: _log.info("Examining plugins in another process; it is remembered what was found."),
+    lambda: _log.info("Examining plugins in another process; the verdicts are remembered."),
 )
 _remembered: dict[str, Finding] = {}
 _warned: set[str] = set()
@@ -51,59 +51,62 @@ _lock = ForkSafeLock()
 
 
 class VerdictWarning(UserWarning):
-    """A remembered verdict cannot be read or kept."""
+    """A remembered verdict cannot be read or stored."""
 
 
 def examine(dist: Distribution, task: Task, config: Config, *, driver: str = "") -> Finding:
-    """Return the finding on a task for code of ``dist``, made now or remembered.
+    """Return the finding of a task for code of ``dist``, made now or remembered.
 
-    With ``config.isolation`` it is made in another process, where each stage may take
-    ``config.probe_seconds``. A remembered refusal counts only while its cause can persist: not
-    that of a limit which is now higher, or of a missing module which is now there. Whoever took
-    too long gets a second chance in the next process, as the machine may have been busy. The
-    facts say so with ``times_late`` if it took too long twice in a row, and with ``unavailable``
-    where no process could examine anything.
+    With ``config.isolation`` the task runs in another process, where each stage may take
+    ``config.probe_seconds``. A remembered refusal is only reused while the cause can persist, so
+    not after a time limit was raised or a missing module was installed. Code that exceeded the
+    limit is examined once more by the next process, because the machine may have been busy. The
+    finding's facts contain ``times_late`` if the limit was exceeded twice in a row, and
+    ``unavailable`` if no process could examine the code.
 
     Args:
-        driver: what tells apart the drivers that the code may meet.
+        driver: identifies the drivers that the code may use.
     """
     SANDBOX.release()
     key = _key(dist, task, config, driver)
-    known = json.dumps([key, config.cache_dir], sort_keys=True)
-    finding = _remembered.get(known)
+    memory_key = json.dumps([key, config.cache_dir], sort_keys=True)
+    finding = _remembered.get(memory_key)
     if finding is not None and finding.stands(config.probe_seconds):
         return finding
-    with _lock.held:  # threads that ask for the same thing wait for one answer
-        finding = _remembered.get(known)
+    # Checked again below, because another thread may have finished meanwhile.
+    with _lock.held:  # concurrent threads share one examination
+        finding = _remembered.get(memory_key)
         if finding is not None and finding.stands(config.probe_seconds):
             return finding
         store = default_store(config)
         finding = _read(store, key)
-        stands = finding is not None and finding.stands(config.probe_seconds)
-        if finding is not None and stands and not _has_a_chance(finding, config):
-            _remembered[known] = finding
+        is_valid = finding is not None and finding.stands(config.probe_seconds)
+        if finding is not None and is_valid and not _may_retry(finding, config):
+            _remembered[memory_key] = finding
             return finding
         start = time.time_ns()
-        finding, lasts = _examined(task, config)
+        finding, is_lasting = _examine_now(task, config)
         span = (start, time.time_ns())
-        if stands and "limit_seconds" in finding.facts:
+        if is_valid and "limit_seconds" in finding.facts:
             finding = replace(finding, facts={**finding.facts, "times_late": 2})
-        if lasts:
-            _remembered[known] = finding
+        if is_lasting:
+            _remembered[memory_key] = finding
+            # A process that was killed from outside says nothing about the code, so it is not
+            # stored.
             if not finding.facts.get("passing"):
                 _write(store, key, finding)
         return replace(finding, span=span)
 
 
 def forget_verdicts() -> None:
-    """Forget what this process remembers; what is on disk stays."""
+    """Forget the verdicts in this process's memory, but not on disk."""
     with _lock.held:
         _remembered.clear()
         _warned.clear()
 
 
-def _examined(task: Task, config: Config) -> tuple[Finding, bool]:
-    """Return a finding, and whether it says something about the code and not only this moment."""
+def _examine_now(task: Task, config: Config) -> tuple[Finding, bool]:
+    """Return a finding, and False if only a temporary condition caused it."""
     if config.isolation == "off":
         return perform(task), True
     try:
@@ -115,14 +118,14 @@ def _examined(task: Task, config: Config) -> tuple[Finding, bool]:
         return Finding.refuse(reason, unavailable=True), False
     except NestedError:
         return Finding.refuse(f"cannot be examined: {_NESTED}"), False
-    except SandboxError as error:  # without the other process it would end this one
+    except SandboxError as error:  # do not fall back to this process, which the code could kill
         return Finding.refuse(f"cannot be examined: {error}"), False
 
 
-def _has_a_chance(finding: Finding, config: Config) -> bool:
-    """Say whether code that took too long once may try again: not with less time than then."""
-    late = not finding and finding.facts.get("limit_seconds") == config.probe_seconds
-    return late and "times_late" not in finding.facts
+def _may_retry(finding: Finding, config: Config) -> bool:
+    """Tell whether code that exceeded this limit only once may be examined again."""
+    is_late = not finding and finding.facts.get("limit_seconds") == config.probe_seconds
+    return is_late and "times_late" not in finding.facts
 
 
 def _key(dist: Distribution, task: Task, config: Config, driver: str) -> dict[str, Any]:
@@ -141,10 +144,12 @@ def _key(dist: Distribution, task: Task, config: Config, driver: str) -> dict[st
 @cache
 def _surroundings() -> Mapping[str, str]:
     try:
-        own = read_distribution(importlib_metadata.distribution("interposer")).fingerprint
-    except importlib_metadata.PackageNotFoundError:  # a folder was only put on the path
-        own = digest(Path(__file__).parents[1].rglob("*.py"))
-    return {"interposer": own, **surroundings()}
+        fingerprint = read_distribution(importlib_metadata.distribution("interposer")).fingerprint
+    except (
+        importlib_metadata.PackageNotFoundError
+    ):  # the source folder is on the path, not installed
+        fingerprint = digest(Path(__file__).parents[1].rglob("*.py"))
+    return {"interposer": fingerprint, **surroundings()}
 
 
 def _read(store: Store, key: Mapping[str, Any]) -> Finding | None:

@@ -1,4 +1,4 @@
-"""The tasks of an examination, step by step; the same in a fork and in this process."""
+"""The tasks of an examination, stage by stage, run in a fork or in this process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from interposer_sandbox import (
     run_here,
 )
 
-# The conformance kit stands above the core, so it is named here and imported when it is needed.
+# The conformance kit depends on the core, so the core names it and imports it only on use.
 COMPARISON = "interposer_testing._canary"
 
 HOST = Host(
@@ -44,7 +44,7 @@ HOST = Host(
         members=("CustomOp.reference",),
     ),
     modules=(__name__,),
-    # What most platforms and layers import; where the process has it, no fork imports it again.
+    # Imports of most platforms and layers. Imported once before forking, so that no fork needs to.
     slow_modules=(
         *("torch", "torch.utils._device", "interposer._contract.attention"),
         *("interposer._contract.layer", "interposer._contract.platform"),
@@ -56,15 +56,15 @@ Arguments = Mapping[str, Any]
 
 
 def perform(task: Task) -> Finding:
-    """Do a task in this process and return what was found.
+    """Run a task in this process and return the finding.
 
-    What the code under examination raises becomes a refusal; a crash or a hang does not.
+    An exception in the examined code becomes a refusal; a crash or a hang affects this process.
     """
     return run_here(FUNCTIONS[task.name], task.arguments)
 
 
 def load_value(value: str) -> Any:
-    """Return what the value of an entry point names, ``"module"`` or ``"module:attribute"``."""
+    """Import the object of an entry point's value, ``"module"`` or ``"module:attribute"``."""
     module, _, attributes = value.partition("[")[0].partition(":")
     imported = import_module(module.strip())
     return attrgetter(attributes.strip())(imported) if attributes.strip() else imported
@@ -73,14 +73,14 @@ def load_value(value: str) -> Any:
 def check_plugin(
     plugin: object, name: str, value: str = "", *, reporter: Reporter | None = None
 ) -> tuple[tuple[Record, ...], list[str]]:
-    """Return the records of an imported plugin, and what is wrong with it.
+    """Return the records and the faults of an imported plugin.
 
-    Checked are the API version, the hooks, what ``interposer_records`` does and returns, and the
-    records, without importing what they name. Records are returned only if nothing is wrong.
-    What its code raises is passed on.
+    Checks the API version, the hooks, the behaviour and result of ``interposer_records``, and the
+    records, without importing targets. Records are returned only if there is no fault. Exceptions
+    in the plugin's code are passed on.
 
     Args:
-        value: of its entry point; empty for a plugin that was given in code.
+        value: of the entry point; empty for a plugin registered in code.
     """
     reporter = reporter or Reporter()
     reporter.begin("reading INTERPOSER_API")
@@ -94,6 +94,7 @@ def check_plugin(
     if faults:
         return (), [f"its hooks are not valid: {'; '.join(faults)}"]
     reporter.begin("calling interposer_records")
+    # The records may come from a generator, so the watch covers reading all of them.
     with _watch(value, reporter) as side_effects:
         records = declared_records(manager, name)
     if side_effects.effects:
@@ -104,7 +105,7 @@ def check_plugin(
 
 
 def examine_plugin(arguments: Arguments, reporter: Reporter) -> Finding:
-    """Import a plugin, take its records and check them and what they name."""
+    """Import a plugin, and check the plugin's records and targets."""
     value, name = str(arguments["value"]), str(arguments["name"])
     stage = f"importing {value.partition(':')[0].strip()}"
     plugin = reporter.run(stage, _watch(value, reporter), load_value, value)
@@ -114,6 +115,7 @@ def examine_plugin(arguments: Arguments, reporter: Reporter) -> Finding:
     platforms = [record for record in records if isinstance(record, PlatformEntry)]
     reporter.note(platforms=[{"name": entry.name, "score": entry.score} for entry in platforms])
     reporter.unmute()
+    # Classes may import torch and other libraries, which have side effects of their own.
     watch = _watch(value, reporter, light=False)
     faults = reporter.run(
         "checking its classes", watch, check_classes, records, load_target, reporter.begin
@@ -128,7 +130,7 @@ def examine_targets(arguments: Arguments, reporter: Reporter) -> Finding:
 
 
 def examine_platform(arguments: Arguments, reporter: Reporter) -> Finding:
-    """Probe with a platform, and list its devices if it is there."""
+    """Call a platform's probe, and list the devices if the probe accepts."""
     target = str(arguments["target"])
     (platform,) = _load([target], reporter)
     watch = _watch(target, reporter, light=False)
@@ -136,37 +138,39 @@ def examine_platform(arguments: Arguments, reporter: Reporter) -> Finding:
         reporter.begin(f"listing the devices of {target}")
         try:
             platform().devices()
-        except foreign_errors():  # it is met again, and told of, by whoever chooses it
+        except foreign_errors():  # raised and reported again when the platform is used
             pass
     return Finding.accept()
 
 
 def examine_predicate(arguments: Arguments, reporter: Reporter) -> Finding:
-    """Ask once, so that what never comes back is found; the answer itself is not kept."""
+    """Call a predicate once to detect a hang; the verdict is not stored."""
     target, member = str(arguments["target"]), str(arguments["member"])
     (loaded,) = _load([target], reporter)
-    asked = getattr(loaded, member) if member else loaded
+    predicate = getattr(loaded, member) if member else loaded
     request = read_request(arguments["request"])
-    given = (request,) if request.detail is None else (request.detail, request.capability)
+    predicate_arguments = (
+        (request,) if request.detail is None else (request.detail, request.capability)
+    )
     watch = _watch(target, reporter, light=False, calls=True)
-    _verdict(reporter, f"asking {target}", watch, asked, *given)
+    _verdict(reporter, f"asking {target}", watch, predicate, *predicate_arguments)
     return Finding.accept()
 
 
 def examine_model(arguments: Arguments, reporter: Reporter) -> Finding:
-    """Parse a config once, so that what never comes back is found."""
+    """Parse a config once to detect a hang."""
     target = str(arguments["target"])
     (family,) = _load([target], reporter)
     reporter.begin(f"parsing a config.json by {target}")
     try:
         family.parse(arguments["config"], "config.json")
-    except foreign_errors():  # it is met again, and told of, by whoever chooses it
+    except foreign_errors():  # raised and reported again when the family is used
         pass
     return Finding.accept()
 
 
 def examine_kernel(arguments: Arguments, reporter: Reporter) -> Finding:
-    """Compare a kernel with the reference of its op on cases that it takes."""
+    """Compare a kernel with the reference of its op on the cases that the kernel accepts."""
     reporter.unmute()
     target = str(arguments["target"])
     reporter.begin(f"loading the op {arguments['op']}")
@@ -179,11 +183,11 @@ def examine_kernel(arguments: Arguments, reporter: Reporter) -> Finding:
             "Try: pip install interposer-testing, or Config(canary='off')",
             missing=error.name or "",
         )
-    # Before the kernel is there, which may change what reading the record relies on.
+    # Read the record before loading the kernel, whose code might tamper with the record.
     takes = _acceptance(arguments, reporter)
     function, *prepare = _load([target, *filter(None, [arguments.get("prepare")])], reporter)
     with _watch(target, reporter, light=False, calls=True) as side_effects:
-        compared = compare(
+        comparison = compare(
             op,
             function,
             prepare[0] if prepare else None,
@@ -193,28 +197,27 @@ def examine_kernel(arguments: Arguments, reporter: Reporter) -> Finding:
             device=arguments["device"],
             takes=takes,
             begin=reporter.begin,
-            fenced=reporter.alone,  # it is no harm to anybody else if that ends the process
+            fenced=reporter.alone,  # in a fork, a fenced memory access may end the process
         )
-    if compared.faults:
-        reason = f"departs from the reference of {op.name!r}: {'; '.join(compared.faults)}"
-        return Finding.refuse(reason, compared.traceback)
+    if comparison.faults:
+        reason = f"departs from the reference of {op.name!r}: {'; '.join(comparison.faults)}"
+        return Finding.refuse(reason, comparison.traceback)
     if side_effects.effects:
         return Finding.refuse(f"running {target} {', '.join(side_effects.effects)}")
-    if not compared.num_cases:
+    if not comparison.num_cases:
         return Finding.accept(f"no case of {op.name!r} is one that it takes")
-    num_cases = compared.num_cases
+    num_cases = comparison.num_cases
     return Finding.accept(f"agrees with the reference of {op.name!r} on {num_cases} case(s)")
 
 
 def _acceptance(arguments: Arguments, reporter: Reporter) -> Callable[[Arguments], bool]:
-    """Return a judge of a case's dims, by the requirements and predicate of the kernel's record.
+    """Return a function that judges a case's dims by the kernel's requirements and predicate.
 
-    Without a record only the dims of the request itself are known to be accepted, whatever a case
-    states besides.
+    Without a record, only cases that contain the request's dims are accepted.
     """
     if not arguments.get("plugin"):
-        stated = dict(arguments["dims"])
-        return lambda dims: stated.items() <= dims.items()
+        request_dims = dict(arguments["dims"])
+        return lambda dims: request_dims.items() <= dims.items()
     record = _record(arguments, reporter)
     predicate = load_target(record.predicate) if record.predicate else None
     capability = Capability.from_json(arguments["capability"])
@@ -223,11 +226,11 @@ def _acceptance(arguments: Arguments, reporter: Reporter) -> Callable[[Arguments
     )
 
     def takes(dims: Arguments) -> bool:
-        asked = replace(request, dims=dims)
-        verdict = record.requires.judge(asked)
+        case_request = replace(request, dims=dims)
+        verdict = record.requires.judge(case_request)
         if verdict and predicate is not None:
             reporter.begin(f"asking {record.predicate}")
-            verdict = predicate(asked)
+            verdict = predicate(case_request)
         return bool(verdict)
 
     return takes
@@ -245,10 +248,10 @@ def _record(arguments: Arguments, reporter: Reporter) -> Kernel:
 
 
 def read_request(value: Mapping[str, Any]) -> Request:
-    """Return the request that ``Request.to_json`` was called on."""
+    """Restore a request from the values of ``Request.to_json``."""
     capability, detail = Capability.from_json(value["capability"]), value["detail"]
     if detail is not None:
-        # Imported here, as it needs torch, which few requests do.
+        # Imported here because the module imports torch, which few requests need.
         from interposer._contract.attention import AttentionSpec
 
         detail = AttentionSpec.from_json(detail)
@@ -256,11 +259,11 @@ def read_request(value: Mapping[str, Any]) -> Request:
 
 
 def _load(targets: Iterable[str], reporter: Reporter) -> list[Any]:
-    """Return what import strings name, each loaded as a stage of its own."""
-    reporter.unmute()  # a plugin's module alone has no reason to print
+    """Load the objects of import strings, one stage per object."""
+    reporter.unmute()  # printing is forbidden only while the plugin's own module is imported
     loaded = []
     for target in targets:
-        if is_loaded(target):  # a watch sees nothing, and takes longer than to look it up
+        if is_loaded(target):  # nothing is executed, so a watch would only cost time
             loaded.append(load_target(target))
             continue
         watch = _watch(target, reporter, light=False)
@@ -271,19 +274,19 @@ def _load(targets: Iterable[str], reporter: Reporter) -> list[Any]:
 def _watch(
     value: str, reporter: Reporter, *, light: bool = True, calls: bool = False
 ) -> SideEffects:
-    """Return the watch over code of what an import string or an entry point names."""
+    """Create the watch over the code of an import string or an entry point."""
     package = value.partition(":")[0].partition(".")[0].strip()
     return SideEffects(HOST, light=light, alone=reporter.alone, package=package, calls=calls)
 
 
 def _verdict(
-    reporter: Reporter, stage: str, watch: SideEffects, action: Callable[..., Any], *given: Any
+    reporter: Reporter, stage: str, watch: SideEffects, action: Callable[..., Any], *arguments: Any
 ) -> Verdict:
-    """Return the verdict of a stage.
+    """Run a stage and return the verdict.
 
-    Raises: RefusedError: it did something beside its work, or returned something else.
+    Raises: RefusedError: the stage had side effects, or returned something else than a verdict.
     """
-    returned = reporter.run(stage, watch, action, *given)
+    returned = reporter.run(stage, watch, action, *arguments)
     if isinstance(returned, Verdict):
         return returned
     raise RefusedError(f"{stage} returned {returned!r:.100}, not a Verdict")

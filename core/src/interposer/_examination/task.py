@@ -11,22 +11,22 @@ TaskName = Literal["plugin", "target", "platform", "predicate", "model", "kernel
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to find out about a distribution's code.
+    """One question about a distribution's code.
 
     Attributes:
-        name: what is done.
+        name: the kind of examination.
 
             - ``plugin`` imports ``value``, ``"package.plugin"`` or ``"package.plugin:attribute"``,
               of the entry point ``name``, takes its records and checks them. The finding's facts
-              hold the ``platforms`` that it declares, each with ``name`` and ``score``.
+              hold the declared ``platforms``, each with ``name`` and ``score``.
             - ``target`` loads every import string in ``targets``.
-            - ``platform`` loads the class ``target``, probes with it and lists its devices.
-            - ``predicate`` asks ``target``, or its attribute ``member``, about ``request``.
-            - ``model`` has the family ``target`` parse the content of config.json, ``config``.
+            - ``platform`` loads the class ``target``, calls its probe and lists its devices.
+            - ``predicate`` calls ``target``, or its attribute ``member``, with ``request``.
+            - ``model`` lets the family ``target`` parse ``config``, the content of config.json.
             - ``kernel`` compares ``target``, with ``prepare``, to the reference of ``op`` for
               ``dtype`` and ``dims`` on ``device``. ``plugin`` and ``kernel`` name the record
-              whose requirements choose the cases; ``platform`` and ``capability`` are what those
-              are judged for.
+              whose requirements choose the cases, which are judged for ``platform`` and
+              ``capability``.
         arguments: JSON values by name.
     """
 

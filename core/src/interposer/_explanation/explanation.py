@@ -1,4 +1,4 @@
-"""Explanations of choices: the policy, the reason, and why everything else was refused."""
+"""Explanations of choices: the policy, the reason, and the refusal of every other candidate."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from interposer._plugins.registry import Registry, current_registry
 from interposer._selection.placement import Planned, place, planned
 
 VERSION = 1
-"""Of what ``Explanation.to_dict`` returns."""
+"""The version of the format of ``Explanation.to_dict``."""
 
-_MOST_NAMED = 8
-# The conformance kit stands above the core, so it is named here and imported when it is needed.
+_MAX_NAMES = 8
+# The conformance kit depends on the core, so the core names it and imports it only on use.
 _DESCRIBED = "interposer_testing.described:described_placement"
 
 
 class Explainable(Protocol):
-    """An object that was built through a resolver and still holds it."""
+    """An object that was built through a resolver and still holds the resolver."""
 
     @property
     def resolver(self) -> Binder:
@@ -49,7 +49,7 @@ class Explainable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One entry of the policy: a field, its key if it is a mapping, and where it is from."""
+    """One entry of the policy: a field, the key in a mapping, and the source of the value."""
 
     field: str
     key: str
@@ -66,11 +66,11 @@ class Explanation:
 
     Attributes:
         policy: every setting that is not left to the selection.
-        subjects: all that there is to choose from, where no model is explained.
-        failures: kernels that failed while they ran, and were replaced.
-        notes: what else is to be said.
-        unasked: all that there is to choose from, where a model is explained.
-        full: the text holds every place, requirement and traceback.
+        subjects: everything that can be chosen, if no model is explained.
+        failures: kernels that failed at run time and were replaced.
+        notes: further facts.
+        unasked: everything that can be chosen, if a model is explained.
+        full: the text includes every place, requirement and traceback.
     """
 
     device: Device
@@ -83,34 +83,38 @@ class Explanation:
     full: bool = False
 
     def why(self, name: str) -> Explanation:
-        """Return what concerns one op, layer, attention type, scheme, architecture or collective.
+        """Return the part about one op, layer, attention type, scheme, architecture or collective.
 
-        ``"platform"`` and ``"attention"`` stand for themselves.
+        ``"platform"`` selects the platform, and ``"attention"`` all attention types.
 
-        Raises: ConfigError: nothing of that name is known, or it is that of a candidate.
+        Raises: ConfigError: the name is unknown, or is the name of a candidate.
         """
         rows = tuple(row for row in self.rows if name in _names(row.choice.request))
-        known = (*self.subjects, *self.unasked)
-        subjects = () if rows else tuple(s for s in known if name in _names(s))
+        known_subjects = (*self.subjects, *self.unasked)
+        subjects = () if rows else tuple(s for s in known_subjects if name in _names(s))
         if not (rows or subjects):
             names = {n for row in self.rows for n in _names(row.choice.request)}
-            names.update(n for subject in known for n in _names(subject))
+            names.update(n for subject in known_subjects for n in _names(subject))
             raise self._unknown(name, names)
         candidates = {r.candidate for row in rows for r in row.choice.refusals}
         candidates.update(row.choice.chosen.name for row in rows)
-        unasked = subjects and not self.subjects
+        is_unrequested = subjects and not self.subjects
         return replace(
             self,
             rows=rows,
             subjects=subjects,
+            # Settings without a key, and for all names, affect this subject too.
             policy=tuple(s for s in self.policy if s.key.partition("@")[0] in (name, "*", "")),
             failures=tuple(f for f in self.failures if f.candidate in candidates),
-            notes=(*self.notes, f"the model does not ask for {name!r}") if unasked else self.notes,
+            notes=(*self.notes, f"the model does not ask for {name!r}")
+            if is_unrequested
+            else self.notes,
             full=True,
         )
 
     def _unknown(self, name: str, names: Iterable[str]) -> ConfigError:
-        """Return what to say of a name that ``why`` does not take."""
+        """Build the error for a name that ``why`` does not accept."""
+        # The name may be that of a candidate; then name the subjects that it serves.
         serves = {
             _names(subject)[0]
             for subject in (*self.subjects, *self.unasked)
@@ -122,17 +126,17 @@ class Explanation:
             and name in (row.choice.chosen.name, *(r.candidate for r in row.choice.refusals))
         }
         if serves:
-            first, *others = sorted(serves)
-            more = f" and {len(others)} more" if others else ""
+            first, *other_subjects = sorted(serves)
+            more = f" and {len(other_subjects)} more" if other_subjects else ""
             return ConfigError(f"{name!r} is a candidate for {first!r}{more}. Try: --why {first}")
         nearest = nearest_first(name, names)
-        left = len(nearest) - _MOST_NAMED
-        hint = f"... and {left} more: interposer explain" if left > 0 else ""
+        num_omitted = len(nearest) - _MAX_NAMES
+        hint = f"... and {num_omitted} more: interposer explain" if num_omitted > 0 else ""
         kind = "op, layer id, attention type, scheme or architecture"
-        return UnknownNameError(kind, name, nearest[:_MOST_NAMED], hint)
+        return UnknownNameError(kind, name, nearest[:_MAX_NAMES], hint)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and dictionaries, the same facts as the text."""
+        """Return the content of the text as plain lists and dictionaries."""
         return {
             "version": VERSION,
             "device": {
@@ -185,26 +189,27 @@ def explain(
     tensor_parallel: int | None = None,
     expert_parallel: Any = None,
 ) -> Explanation:
-    """Return every distinct choice for a model, or all that there is to choose from.
+    """Explain every distinct choice for a model, or list everything that can be chosen.
 
     Args:
-        model: what was built through a resolver; or a model directory, for which every choice is
-            made but no weight is read; or None.
-        device: a described device to choose for, by name or as a file, in place of this
-            machine's; what was built is planned anew.
-        config: policy above all other sources; what was built has had its own.
+        model: an object that was built through a resolver; or a model directory, for which every
+            choice is made but no weight is read; or None.
+        device: a described device to choose for, by name or as a file, instead of this machine's; a
+            built model is planned anew.
+        config: policy that precedes all other sources; a built model has its own.
         dtype: to compute in, for a directory; ``"auto"`` takes the checkpoint's.
-        quantization: the method by which plain weights of a directory are to be quantized while
-            they load, or its settings; what was built has had its own.
-        tensor_parallel: the number of processes that are to compute a directory's model together,
-            which need not be there.
-        expert_parallel: how experts are to be placed on them, as the planner takes it.
+        quantization: the method for quantizing a directory's unquantized weights at load time, or
+            the settings of a method; a built model has its own.
+        tensor_parallel: the number of processes that compute a directory's model together, without
+            starting any.
+        expert_parallel: the expert parallelism, in the form that the planner takes.
     Raises:
-        ConfigError: anything but ``model`` and ``device`` is given for what is built, one of the
-            last three without a model, nothing can plan ``model``, or, without one, a rule
-            names what nobody has.
-        NoCandidateError: nothing can serve a part of the model, or no platform can be used.
-        UnknownNameError: ``device`` is neither known nor a file.
+        ConfigError: arguments other than ``model`` and ``device`` are given for a built model, one
+            of the last three is given without a model, no plugin can plan ``model``, or, without a
+            model, a rule names an unknown thing.
+        NoCandidateError: every candidate for a part of the model was refused, or no platform can be
+            used.
+        UnknownNameError: ``device`` is neither a known name nor a file.
         StorageError: the file describes no device.
     """
     if not isinstance(device, str | os.PathLike | None):
@@ -212,13 +217,13 @@ def explain(
             f"device is of the type {type(device).__name__}, must be the name or the file of a "
             "described device. Try: explain(model, device='graviton4')"
         )
-    built = model is not None and not isinstance(model, str | os.PathLike)
-    if built and not hasattr(model, "resolver"):
+    is_built = model is not None and not isinstance(model, str | os.PathLike)
+    if is_built and not hasattr(model, "resolver"):
         raise ConfigError(
             f"model is of the type {type(model).__name__}, must be a model directory or what was "
             "built through a resolver. Try: explain(path)"
         )
-    if built and device is None:
+    if is_built and device is None:
         if config is not None:
             raise ConfigError(
                 "explain() takes no config for what is built already: it has had its own. "
@@ -235,9 +240,9 @@ def explain(
                     f"explain() takes no {name}_parallel for what is built already. "
                     f"Try: explain(path, {name}_parallel=...)"
                 )
-        return _made(cast(Explainable, model))
-    over = {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel}
-    for name, value in {"quantization": quantization, **over}.items() if model is None else ():
+        return _explain_built(cast(Explainable, model))
+    parallel = {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel}
+    for name, value in {"quantization": quantization, **parallel}.items() if model is None else ():
         if value is not None:
             raise ConfigError(
                 f"{name}={value!r} is about a model, and none is given. "
@@ -247,15 +252,16 @@ def explain(
     placement = None if device is None else _described(registry, device)
     if model is not None:
         subject = cast("str | Planned", model)
-        return _made(planned(subject, config, dtype, placement, quantization, **over))
+        return _explain_built(planned(subject, config, dtype, placement, quantization, **parallel))
+    # A model checks rules while it is planned; without one, nothing else would.
     registry.check_rules(effective_config(config))
-    found = placement or place(config)
+    target = placement or place(config)
     return Explanation(
-        found.device,
-        (Row(found.choice, ("",)),),
-        inventory(registry, found.device),
-        settings(effective_config(config), found),
-        notes=_notes(found),
+        target.device,
+        (Row(target.choice, ("",)),),
+        inventory(registry, target.device),
+        settings(effective_config(config), target),
+        notes=_notes(target),
     )
 
 
@@ -270,7 +276,7 @@ def _described(registry: Registry, device: str | os.PathLike[str]) -> Placement:
     return cast(Placement, placement)
 
 
-def _made(model: Explainable) -> Explanation:
+def _explain_built(model: Explainable) -> Explanation:
     resolver = model.resolver
     placement: Placement | None = getattr(model, "placement", None)
     rows = (Row(choice, tuple(prefixes)) for choice, prefixes in resolver.choices.values())
@@ -290,23 +296,23 @@ def _made(model: Explainable) -> Explanation:
 
 
 def _notes(placement: Placement | None) -> tuple[str, ...]:
-    """Say of a described device that it is one, where its choice may not be shown."""
+    """Return a note for a described device, because the choice of platform may not be shown."""
     return (placement.choice.why,) if placement is not None and placement.described else ()
 
 
 def _step_notes(
     model: Explainable, name: str, text: str, words: tuple[str, str]
 ) -> tuple[str, ...]:
-    """Say whether something is done with the steps of a model, where that is a question."""
+    """Return a note whether steps are captured or compiled, if the model can tell."""
     verdict: Verdict | None = getattr(model, name, None)
     if verdict is None:
         return ()
-    said = text.format(words[not verdict])
-    return (f"{said}: {verdict.reason}" if verdict.reason else said,)
+    statement = text.format(words[not verdict])
+    return (f"{statement}: {verdict.reason}" if verdict.reason else statement,)
 
 
 def _names(subject: Subject | Request) -> tuple[str, ...]:
-    """Return what ``why`` takes for a subject; one of attention serves all types."""
+    """Return the names by which ``why`` selects a subject; for attention, all types."""
     if subject.kind == "attention" and isinstance(subject, Subject):
         return "attention", *get_args(AttentionType)
     if subject.kind == "attention":
@@ -348,30 +354,32 @@ def _option_dict(option: Option) -> dict[str, Any]:
 
 
 def settings(config: Config, placement: Placement | None = None) -> tuple[Setting, ...]:
-    """Return what ``config`` sets, in the order of its fields.
+    """Return the settings of ``config``, in the order of the fields.
 
-    What no source of the moment says was an argument, or is a default of the platform.
+    A setting that none of the current sources has was an argument, or is a platform default.
     """
     sources = config_sources()
-    found = []
+    result = []
     for name in Config.model_fields:
         if name in config.model_fields_set:
             value = getattr(config, name)
             entries = value if isinstance(value, Mapping) else {"": value}
             for key, entry in entries.items():
+                # Sources are listed from the strongest, so the first match is the origin.
                 origins = (s.name for s in sources if _set_by(s.config, name, key) == entry)
-                found.append(Setting(name, key, _text(entry), next(origins, "argument")))
+                result.append(Setting(name, key, _text(entry), next(origins, "argument")))
         if name == "kernels" and placement is not None:
             source = f"platform {placement.platform.name}"
             for op, kernel in placement.default_kernels.items():
                 rule = config.kernels.get(op)
                 if rule is None or not (rule.pin or rule.prefer):
-                    found.append(Setting(name, op, _text(Rule(prefer=(kernel,))), source))
-    return tuple(found)
+                    result.append(Setting(name, op, _text(Rule(prefer=(kernel,))), source))
+    return tuple(result)
 
 
 def _set_by(config: Config, name: str, key: str) -> Any:
-    """Return what ``config`` itself sets, or this function, which equals nothing."""
+    """Return the value that ``config`` itself sets, or this function, which equals no value."""
+    # None may be a value, so the function itself marks an unset field.
     if name not in config.model_fields_set:
         return _set_by
     value = getattr(config, name)

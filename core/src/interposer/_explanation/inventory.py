@@ -1,4 +1,4 @@
-"""The candidates for everything that a model could ask for; candidates and choices as text."""
+"""Candidates for everything that a model can request; candidates and choices as text."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from interposer._plugins.registry import Registry
 from interposer._selection.figures import duration
 
 KINDS: tuple[Kind, ...] = ("kernel", "attention", "layer", "scheme", "model", "communicator")
-_DEMANDING = (Kernel, LayerEntry, AttentionEntry, CommunicatorEntry)
+_RECORDS_WITH_REQUIREMENTS = (Kernel, LayerEntry, AttentionEntry, CommunicatorEntry)
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A candidate, and whether the device would do, whatever the dtype and the dimensions."""
+    """A candidate, and whether the device suits it for some dtype and dims."""
 
     candidate: Candidate
     verdict: Verdict
 
     @property
     def platform(self) -> str:
-        """The platform that it runs on, or an empty string for any."""
+        """The platform that the candidate runs on, or an empty string for any."""
         return getattr(self.candidate.record, "platform", "")
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """An op, layer id, scheme, architecture, collective or attention, with its candidates."""
+    """An op, layer id, scheme, architecture, collective or attention, with all candidates."""
 
     kind: Kind
     name: str
@@ -49,7 +49,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """A kernel that is never chosen, as nobody defines its op."""
+    """A kernel that is never chosen, because no plugin defines the op."""
 
     plugin: Plugin
     kernel: Kernel
@@ -57,7 +57,7 @@ class Stray:
 
     @property
     def said(self) -> str:
-        """The fault, and the next action."""
+        """The fault and the next action, as text."""
         return (
             f"Kernel {self.kernel.name!r} of {self.plugin.distribution} {self.plugin.version} "
             f"is for {self.reason}. Try: correct it, or install what defines the op"
@@ -65,36 +65,36 @@ class Stray:
 
 
 def inventory(registry: Registry, device: Device) -> tuple[Subject, ...]:
-    """Return everything that a model can ask for, with its candidates, the highest score first."""
-    found = []
+    """Return everything that a model can request, with candidates by descending score."""
+    all_subjects = []
     for kind in KINDS:
         for name in registry.subjects(kind):
             candidates = sorted(
                 registry.candidates(kind, name), key=lambda c: (-c.score, c.provider, c.name)
             )
             options = (Option(c, _judge(registry, c, kind, name, device)) for c in candidates)
-            found.append(Subject(kind, name, tuple(options)))
+            all_subjects.append(Subject(kind, name, tuple(options)))
         if kind == "kernel":
-            found += _stray_subjects(registry)
-    return tuple(found)
+            all_subjects += _stray_subjects(registry)
+    return tuple(all_subjects)
 
 
 def strays(registry: Registry) -> list[Stray]:
-    """Return the kernels that are for ops which nobody defines."""
-    found = []
+    """Return the kernels for ops that no plugin defines."""
+    result = []
     for plugin, kernel in registry.records(Kernel):
         if kernel.op not in registry.ops:
             nearest = nearest_first(kernel.op, registry.ops)[:1]
             hint = f"; nearest: {nearest[0]!r}" if nearest else ""
             reason = f"the op {kernel.op!r}, which nobody defines{hint}"
-            found.append(Stray(plugin, kernel, reason))
-    return found
+            result.append(Stray(plugin, kernel, reason))
+    return result
 
 
 def requirements(candidate: Candidate) -> list[str]:
-    """Return what a candidate declares to need, one sentence part each."""
+    """Return the declared requirements of a candidate, one sentence part each."""
     record = candidate.record
-    if not isinstance(record, _DEMANDING):
+    if not isinstance(record, _RECORDS_WITH_REQUIREMENTS):
         return []
     needs = [f"platform {record.platform}"] if record.platform else []
     requires = record.requires
@@ -109,9 +109,9 @@ def requirements(candidate: Candidate) -> list[str]:
 
 
 def reads(candidate: Candidate) -> list[str]:
-    """Return a line with the fields of config.json that a model family computes with."""
-    named = getattr(candidate.record, "reads", ())
-    return [f"reads {', '.join(named)}"] if named else []
+    """Return a line with the fields of config.json that a model family uses."""
+    field_names = getattr(candidate.record, "reads", ())
+    return [f"reads {', '.join(field_names)}"] if field_names else []
 
 
 def _stray_subjects(registry: Registry) -> Iterator[Subject]:
@@ -139,8 +139,9 @@ def _judge(
     registry: Registry, candidate: Candidate, kind: Kind, name: str, device: Device
 ) -> Verdict:
     record = candidate.record
-    if not isinstance(record, _DEMANDING):
+    if not isinstance(record, _RECORDS_WITH_REQUIREMENTS):
         return Verdict.accept()
+    # Without dtypes and dims, which no request has fixed yet.
     requires = Requires(record.requires.features, record.requires.architectures)
     request = Request(kind, name, device.platform, device.capability)
     verdict = judge_requirements(replace(record, requires=requires), request, registry.runs)
@@ -173,16 +174,16 @@ class Row:
 
 
 def row_lines(row: Row, full: bool) -> list[str]:
-    """Return the block of one choice: what was chosen and why, and what was not."""
+    """Return the text of one choice: the chosen candidate, the reason, and the refusals."""
     choice = row.choice
-    first, *others = (prefix or "(model)" for prefix in row.prefixes)
+    first, *other_places = (prefix or "(model)" for prefix in row.prefixes)
     if choice.request.kind == "platform":
-        lines = [str(choice.request)]  # it is for all places
-    elif full and others:
-        lines = [f"{choice.request}, at", *(f"  {place}" for place in (first, *others))]
+        lines = [str(choice.request)]  # a platform applies to all places
+    elif full and other_places:
+        lines = [f"{choice.request}, at", *(f"  {place}" for place in (first, *other_places))]
     else:
-        more = f" and {len(others)} more" if others else ""
-        lines = [f"{choice.request}, at {first}{more}"]
+        suffix = f" and {len(other_places)} more" if other_places else ""
+        lines = [f"{choice.request}, at {first}{suffix}"]
     lines.append(f"  -> {choice.chosen.name} ({choice.chosen.origin}): {choice.why}")
     if choice.seconds:
         lines.append(f"     measured: {', '.join(figures(choice))}")
@@ -192,7 +193,7 @@ def row_lines(row: Row, full: bool) -> list[str]:
 
 
 def refused_lines(refusals: Iterable[Refusal], full: bool, start: str) -> Iterator[str]:
-    """Yield a line for every refusal, in full with its traceback."""
+    """Yield a line for every refusal; ``full`` adds tracebacks."""
     for refusal in refusals:
         yield f"{start}{refusal}"
         if full:
@@ -200,29 +201,29 @@ def refused_lines(refusals: Iterable[Refusal], full: bool, start: str) -> Iterat
 
 
 def subject_lines(subject: Subject, full: bool) -> list[str]:
-    """Return the block of one subject: its candidates, and whether the device would do."""
+    """Return the text of one subject: each candidate, and whether it fits the device."""
     lines = [str(subject)]
     for option in subject.options:
         candidate = option.candidate
         where = f" on {option.platform}" if option.platform else ""
-        what = f"{candidate.name} ({candidate.origin}): score {candidate.score:g}{where}"
-        lines.append(f"  {what}, {answer(option)}")
+        summary = f"{candidate.name} ({candidate.origin}): score {candidate.score:g}{where}"
+        lines.append(f"  {summary}, {answer(option)}")
         if full:
             lines.append(f"      target: {getattr(candidate.record, 'target', '')}")
             lines += [f"      needs {need}" for need in requirements(candidate)]
-            lines += [f"      {read}" for read in reads(candidate)]
+            lines += [f"      {line}" for line in reads(candidate)]
             if candidate.properties:
                 lines.append(f"      promises {', '.join(sorted(candidate.properties))}")
     return lines
 
 
 def answer(option: Option) -> str:
-    """Return whether the device would do for a candidate."""
-    said = f": {option.verdict.reason}" if option.verdict.reason else ""
-    return ("fits the device" if option.verdict else "refused") + said
+    """Say whether the device meets the requirements of a candidate."""
+    reason = f": {option.verdict.reason}" if option.verdict.reason else ""
+    return ("fits the device" if option.verdict else "refused") + reason
 
 
 def figures(choice: Choice) -> list[str]:
-    """Return what the candidates took, the fastest first."""
+    """Return the run times of the candidates as text, the fastest first."""
     fastest_first = sorted(choice.seconds.items(), key=lambda item: (item[1], item[0]))
     return [f"{name} {duration(seconds, digits=3)}" for name, seconds in fastest_first]

@@ -1,4 +1,4 @@
-"""The code of plugins: tried and loaded, and asked whether candidates accept requests."""
+"""The code of plugins: trial, loading, and verdicts on requests."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from interposer_sandbox import Finding
 
 Accepts = Callable[[Request], Verdict]
 Judged = Kernel | LayerEntry | AttentionEntry | CommunicatorEntry
-"""The records that say for which platform and requests they are."""
+"""The records that declare a platform and requirements."""
 Runs = Callable[[str], Collection[str]]
-"""Returns which platforms a record may be for to run on the named one; empty is for any."""
+"""Returns the platforms whose records run on the named one; an empty name means any."""
 
 
 class Code:
     """Code that is loaded without a trial."""
 
     def load(self, target: str) -> Any:
-        """Return the object of an import string."""
+        """Load the object of an import string."""
         return load_target(target)
 
     def trial(self, _task: Task) -> Verdict:
-        """Say whether this process may run what a task runs."""
+        """Tell whether this process may run the code of a task."""
         return Verdict.accept()
 
 
@@ -48,7 +48,7 @@ class PluginCode(Code):
     """The code of one plugin: tried in the sandbox, then loaded once.
 
     Args:
-        driver: what tells apart the drivers that the code may meet.
+        driver: identifies the drivers that the code may use.
     """
 
     def __init__(self, plugins: Plugins, plugin: Plugin, config: Config, driver: str) -> None:
@@ -62,16 +62,18 @@ class PluginCode(Code):
         self._tried: set[object] = set()
 
     def load(self, target: str) -> Any:
-        """Return the object of an import string.
+        """Load the object of an import string.
 
-        Raises: PluginError: it cannot be imported, or must not be.
+        Raises: PluginError: the object cannot be imported, or must not be.
         """
         if target in self._loaded:
             return self._loaded[target]
         cause: BaseException | None = None
-        # Who was probed, asked or compared was loaded first.
-        tried = target in self._tried
-        verdict = Verdict.accept() if tried else self.trial(Task("target", {"targets": [target]}))
+        # Every other task loads its target first, so a tried target needs no trial of its own.
+        is_tried = target in self._tried
+        verdict = (
+            Verdict.accept() if is_tried else self.trial(Task("target", {"targets": [target]}))
+        )
         if verdict:
             try:
                 return self._loaded.setdefault(target, load_target(target))
@@ -86,7 +88,7 @@ class PluginCode(Code):
         ) from cause
 
     def trial(self, task: Task) -> Verdict:
-        """Say whether this process may run what a task runs."""
+        """Tell whether this process may run the code of a task."""
         source = self.plugin.source
         if source.installed is None:
             return Verdict.accept()
@@ -95,33 +97,36 @@ class PluginCode(Code):
         return self.examine(task)
 
     def _is_sound(self, task: Task) -> bool:
-        """Say whether a part of the SDK can be loaded, all that lies in one package at once.
+        """Tell whether a part of the SDK can be loaded; one examination covers a whole package.
 
-        Its modules are many and small. What is not sound together is examined one by one.
+        The SDK's modules are many and small. If the joint examination fails, each module is
+        examined separately.
         """
         (target,) = task.arguments.get("targets") or [task.arguments["target"]]
         package = _package(target)
         if package not in self._sound:
             targets = {r.target for r in self.plugin.records if hasattr(r, "target")} | {target}
-            beside = sorted(other for other in targets if _package(other) == package)
-            if self.examine(Task("target", {"targets": beside})):
+            package_targets = sorted(
+                candidate for candidate in targets if _package(candidate) == package
+            )
+            if self.examine(Task("target", {"targets": package_targets})):
                 self._sound.add(package)
         return package in self._sound
 
     def examine(self, task: Task) -> Verdict:
-        """Return what an examination found, now or before."""
+        """Examine the code of a task, or return the remembered verdict."""
         installed = self.plugin.source.installed
         if installed is None:
             return _verdict(perform(task))
-        asked = str(task.arguments.get("target"))
-        if task.name == "predicate" and asked in self._hanging:
-            return self._hanging[asked]
+        target = str(task.arguments.get("target"))
+        if task.name == "predicate" and target in self._hanging:
+            return self._hanging[target]
         finding = examine(installed, task, self._config, driver=self._driver)
-        self._plugins.tell_probed(self.plugin.name, task, finding)
+        self._plugins.observe_examination(self.plugin.name, task, finding)
         if self.plugin.source.standard and "unavailable" in finding.facts:
-            return Verdict.accept()  # the SDK works where nothing can be examined
+            return Verdict.accept()  # parts of the SDK run even if no process can examine them
         if task.name == "predicate" and "limit_seconds" in finding.facts:
-            self._hanging[asked] = _verdict(finding)  # it is not waited for at every request
+            self._hanging[target] = _verdict(finding)  # do not wait again at every request
         if finding:
             self._tried.add(task.arguments.get("target"))
         return _verdict(finding)
@@ -140,12 +145,13 @@ def _runs_itself(platform: str) -> Collection[str]:
 
 
 def acceptance_of(record: Record, code: Code | None = None, runs: Runs = _runs_itself) -> Accepts:
-    """Return how a record accepts requests; without ``code``, its plugin's is trusted.
+    """Return the function by which a record judges requests; trusted without ``code``.
 
-    Code that raises refuses, with its traceback.
+    An exception in the plugin's code becomes a refusal with the traceback.
 
     Args:
-        runs: see ``Registry.runs``; by default a platform runs what is for it or for any.
+        runs: see ``Registry.runs``; by default a platform runs records for itself and for any
+            platform.
     """
     code = code or Code()
     match record:
@@ -157,23 +163,25 @@ def acceptance_of(record: Record, code: Code | None = None, runs: Runs = _runs_i
 
 
 def judge_requirements(record: Judged, request: Request, runs: Runs) -> Verdict:
-    """Say whether ``request`` is for the record's platform and meets its requirements.
+    """Judge ``request`` by the platform and the requirements of the record.
 
-    A platform that runs what the record is for will do. The reason of an acceptance says so.
+    A platform that runs the record's platform is accepted too, and the reason then says so.
     """
-    own, asked = record.platform, request.platform
-    if own not in runs(asked):
-        return Verdict.refuse(f"runs on {own}, the request is for {asked}")
+    record_platform, request_platform = record.platform, request.platform
+    if record_platform not in runs(request_platform):
+        return Verdict.refuse(f"runs on {record_platform}, the request is for {request_platform}")
     verdict = record.requires.judge(request)
-    if verdict and own not in ("", asked):
-        return Verdict.accept(f"for {own}, whose kernels {asked} runs by its own statement")
+    if verdict and record_platform not in ("", request_platform):
+        return Verdict.accept(
+            f"for {record_platform}, whose kernels {request_platform} runs by its own statement"
+        )
     return verdict
 
 
 class _Acceptance:
-    """Acceptance by platform, requirements and the record's own code, in that order.
+    """Judges a request by platform, requirements and the record's own code, in that order.
 
-    The last answer is kept: a request is judged for its measurements and for the choice.
+    The last verdict is kept, because a request is judged both for measurements and for the choice.
     """
 
     def __init__(self, record: Judged, code: Code, runs: Runs) -> None:
@@ -184,6 +192,7 @@ class _Acceptance:
 
     def __call__(self, request: Request) -> Verdict:
         last = self._last
+        # Compared by identity, because a predicate may read the prefix, which equality ignores.
         if last is None or last[0] is not request:
             last = self._last = (request, _guarded(self._judge, request))
         return last[1]
@@ -191,37 +200,45 @@ class _Acceptance:
     def _judge(self, request: Request) -> Verdict:
         record = self._record
         target, member = record.predicate, ""
+        # Without a predicate, the class itself judges, which imports its module.
         if not target and isinstance(record, AttentionEntry):
             target, member = record.target, "accepts"
         verdict = judge_requirements(record, request, self._runs)
-        lent = verdict.reason
+        platform_reason = verdict.reason
         if verdict and target:
             arguments = {"target": target, "member": member, "request": request.to_json()}
             verdict = self._code.trial(Task("predicate", arguments))
             if verdict:
-                found = self._code.load(target)
-                asked = getattr(found, member) if member else found
-                plain = request.detail is None
-                verdict = asked(request) if plain else asked(request.detail, request.capability)
-                if lent and isinstance(verdict, Verdict) and verdict.accepted:
-                    verdict = Verdict.accept("; ".join(filter(None, (lent, verdict.reason))))
+                target_object = self._code.load(target)
+                predicate = getattr(target_object, member) if member else target_object
+                is_plain = request.detail is None
+                verdict = (
+                    predicate(request)
+                    if is_plain
+                    else predicate(request.detail, request.capability)
+                )
+                if platform_reason and isinstance(verdict, Verdict) and verdict.accepted:
+                    verdict = Verdict.accept(
+                        "; ".join(filter(None, (platform_reason, verdict.reason)))
+                    )
         return verdict
 
 
 def _probe(target: str, code: Code, _request: Request) -> Verdict:
     verdict = code.trial(Task("platform", {"target": target}))
     if not verdict:
-        # A probe that never came back failed, which is not the same as to find nothing.
+        # A refused trial is a failure, unlike a probe that finds no device. A failure has a
+        # traceback, so that it cannot cause a silent fallback to another platform.
         return Verdict.refuse(verdict.reason, verdict.traceback or verdict.reason)
-    found: Verdict = code.load(target).probe()
-    return found
+    verdict_of_probe: Verdict = code.load(target).probe()
+    return verdict_of_probe
 
 
 def _guarded(accepts: Accepts, request: Request) -> Verdict:
     """Turn an exception of plugin code into a refusal that keeps the traceback."""
     try:
         verdict = accepts(request)
-        if type(verdict) is not Verdict:  # what a subclass says of itself may be anything
+        if type(verdict) is not Verdict:  # a subclass could override anything
             raise TypeError(f"{verdict!r:.100} is not a Verdict")
     except PluginError as error:
         return Verdict.refuse(error.reason, error.trace or traced(error))

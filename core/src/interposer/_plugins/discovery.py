@@ -1,4 +1,4 @@
-"""Finds the installed plugins; what cannot be trusted or does not work is quarantined."""
+"""Discovery of the installed plugins; untrusted or broken plugins are quarantined."""
 
 from __future__ import annotations
 
@@ -31,28 +31,29 @@ _MOST_PLUGINS = 100
 
 
 def discover(config: Config | None = None) -> Plugins:
-    """Return every installed plugin that the policy lets in, broken ones quarantined.
+    """Load every installed plugin that the policy allows; broken plugins are quarantined.
 
-    Code is imported here only after a child process has done so without harm, or after a
-    remembered verdict that it did.
+    Code is imported here only after a child process has imported the same code without harm, now or
+    earlier with a remembered verdict.
 
     Raises:
         UnknownNameError: the allow list names a distribution that is not installed.
-        LockError: ``config.locked``, and the installed plugins are not the locked ones.
+        LockError: ``config.locked``, and the installed plugins differ from the lock file.
     """
     config = config or Config()
     start = time.time_ns()
     plugins = Plugins()
-    found, broken = _installed()
-    wanted = _wanted(plugins, [*found, *broken], config)
-    for source in wanted:
+    usable, broken = _find_sources()
+    allowed_sources = _filter_sources(plugins, [*usable, *broken], config)
+    for source in allowed_sources:
         if source in broken:
             plugins.quarantine(source, broken[source], "reinstall it, or uninstall it")
-    wanted = [source for source in wanted if source not in broken]
+    allowed_sources = [source for source in allowed_sources if source not in broken]
     if config.locked:
-        check_lock(config, _distributions(wanted))
+        check_lock(config, _distributions(allowed_sources))
     sound = []
-    for source in _unrivalled(plugins, wanted):
+    # Names are compared before any code runs, so that a plugin cannot replace another.
+    for source in _resolve_name_conflicts(plugins, allowed_sources):
         verdict = _check_metadata(source)
         if verdict:
             sound.append(source)
@@ -70,16 +71,16 @@ def discover(config: Config | None = None) -> Plugins:
     findings = {name: examine(dist, task, config) for name, (dist, task) in tasks.items()}
     for source in sound:
         finding = findings.get(source.name)
-        # The SDK works where nothing can be examined.
-        alone = source.standard and finding is not None and "unavailable" in finding.facts
-        if finding is None or finding or alone:
+        # Parts of the SDK are loaded even if no process can examine them.
+        is_unexaminable = source.standard and finding is not None and "unavailable" in finding.facts
+        if finding is None or finding or is_unexaminable:
             _load(plugins, source)
         else:
-            _refuse(plugins, source, finding)
-    _settle_ops(plugins)
+            _quarantine_refused(plugins, source, finding)
+    _resolve_op_conflicts(plugins)
     plugins.settle()
     for name, (_, task) in tasks.items():
-        plugins.tell_probed(name, task, findings[name])
+        plugins.observe_examination(name, task, findings[name])
     plugins.observe(
         "interposer_finished",
         activity="discovery",
@@ -93,71 +94,82 @@ def discover(config: Config | None = None) -> Plugins:
 
 def installed_distributions() -> list[Distribution]:
     """Return the distributions that provide plugins, by name."""
-    return _distributions(_installed()[0])
+    return _distributions(_find_sources()[0])
 
 
 def entry_points(group: str) -> list[importlib_metadata.EntryPoint]:
-    """Return the entry points of a group, in no order; what cannot be used announces none."""
-    found: list[importlib_metadata.EntryPoint] = []
-    seen: set[str] = set()
+    """Return the entry points of a group, unordered; unusable distributions have none."""
+    points: list[importlib_metadata.EntryPoint] = []
+    names: set[str] = set()
     for distribution in importlib_metadata.distributions():
         folder = _folder(distribution)
-        if folder not in seen:  # of two of one name the first on the path counts
-            seen.add(folder)
-            found += _entries(distribution, group)[0]
-    return found
+        if folder not in names:  # the first distribution of a name on the path counts
+            names.add(folder)
+            points += _read_entry_points(distribution, group)[0]
+    return points
 
 
-def _installed() -> tuple[list[Source], dict[Source, str]]:
-    """Return all entry points, and what cannot be used of the distributions with the reasons.
+def _find_sources() -> tuple[list[Source], dict[Source, str]]:
+    """Return the source of every entry point, and the unusable sources with reasons.
 
-    The order does not depend on that of the installation. Of two distributions of one name the
-    first on the path counts, as for imports; the other is told of.
+    The order is independent of the order of installation. Of two distributions of one name, the
+    first on the path counts, as for imports; the other is reported as unusable.
     """
     sources: dict[tuple[str, ...], Source] = {}
     broken = {}
-    seen: dict[str, Metadata] = {}
-    for found in importlib_metadata.distributions():
-        first = seen.setdefault(_folder(found), found)
-        entries, fault = _entries(found)
+    first_by_folder: dict[str, Metadata] = {}
+    for metadata in importlib_metadata.distributions():
+        first = first_by_folder.setdefault(_folder(metadata), metadata)
+        entries, fault = _read_entry_points(metadata)
         if not entries and not fault:
             continue
-        distribution = read_distribution(found)
-        if first is not found:
-            fault = "" if _is_beside(first, found) else _rivalry(first, distribution)
+        distribution = read_distribution(metadata)
+        if first is not metadata:
+            fault = (
+                ""
+                if _is_same_installation(first, metadata)
+                else _describe_duplicate(first, distribution)
+            )
             entries = []
         if fault:
             broken[_source(distribution)] = fault
         for entry in entries:
             place = (entry.name, distribution.name, distribution.location, entry.value)
             sources[place] = _source(distribution, entry.name, entry.value)
+    # Sorted, because the order of distributions on the path is arbitrary.
     return [sources[place] for place in sorted(sources)], broken
 
 
-def _entries(found: Any, group: str = hookspecs.GROUP) -> tuple[list[Any], str]:
-    """Return the entry points of a group, or none of them and what is wrong with the file."""
-    entries, fault = announced(found, group)
+def _read_entry_points(metadata: Any, group: str = hookspecs.GROUP) -> tuple[list[Any], str]:
+    """Return the entry points of a group, or none and the fault of the file."""
+    entries, fault = announced(metadata, group)
     if len(entries) > _MOST_PLUGINS:
         return [], f"it announces {len(entries):,} plugins; {_MOST_PLUGINS} are allowed"
     return entries, fault
 
 
-def _is_beside(first: Metadata, other: Metadata) -> bool:
-    """Say whether the path leads to one folder twice, or into source code that can be edited.
+def _is_same_installation(first: Metadata, second: Metadata) -> bool:
+    """Tell whether the path has one folder twice, or the source code of an editable install.
 
-    Build tools leave metadata there besides those of the installation.
+    Build tools leave metadata in such source code next to the metadata of the installation.
     """
-    one, two = metadata_folder(first).resolve(), metadata_folder(other).resolve()
-    editable = two.suffix == ".egg-info" and read_distribution(first).editable
-    return one == two or (editable and Path(read_distribution(first).location) == two.parent)
+    first_folder, second_folder = (
+        metadata_folder(first).resolve(),
+        metadata_folder(second).resolve(),
+    )
+    editable = second_folder.suffix == ".egg-info" and read_distribution(first).editable
+    return first_folder == second_folder or (
+        editable and Path(read_distribution(first).location) == second_folder.parent
+    )
 
 
-def _rivalry(first: Metadata, other: Distribution) -> str:
-    """Return the reason not to use a distribution whose name another has already."""
-    used = read_distribution(first)
+def _describe_duplicate(first: Metadata, duplicate: Distribution) -> str:
+    """Describe the conflict of a distribution with an earlier one of the same name."""
+    first_facts = read_distribution(first)
     return (
-        f"there are two distributions of the name {other.name!r} on the path: {used.version} in "
-        f"{used.location}, which is used, and {other.version} in {other.location}"
+        f"there are two distributions of the name {duplicate.name!r} on the path: "
+        f"{first_facts.version} in {first_facts.location}, which is used, and "
+        f"{duplicate.version} in {duplicate.location}"
     )
 
 
@@ -166,60 +178,63 @@ def _source(distribution: Distribution, name: str = "", value: str = "") -> Sour
     return Source(name or provider, provider, distribution.version, distribution, value)
 
 
-def _folder(found: Metadata) -> str:
-    """Return the normalized name of a distribution, taken from its metadata folder."""
+def _folder(metadata: Metadata) -> str:
+    """Return the normalized name of a distribution, taken from the metadata folder."""
     # Reading the name from the metadata takes ten times as long.
-    return canonicalize_name(metadata_folder(found).stem.partition("-")[0])
+    return canonicalize_name(metadata_folder(metadata).stem.partition("-")[0])
 
 
 def _distributions(sources: Iterable[Source]) -> list[Distribution]:
-    every = (source.installed for source in sources)
-    found = {(d.name, d.location): d for d in every if d is not None}
-    return [found[key] for key in sorted(found)]
+    distributions = (source.installed for source in sources)
+    by_key = {(d.name, d.location): d for d in distributions if d is not None}
+    return [by_key[key] for key in sorted(by_key)]
 
 
-def _wanted(plugins: Plugins, sources: list[Source], config: Config) -> list[Source]:
-    """Return the sources that the policy lets in; the others are noted as skipped."""
+def _filter_sources(plugins: Plugins, sources: list[Source], config: Config) -> list[Source]:
+    """Return the sources that the policy allows; record the others as skipped."""
     disabled = {str(canonicalize_name(name)) for name in config.disable}
     names = {
         source: {*map(canonicalize_name, (source.name, source.distribution))} for source in sources
     }
-    _warn_of_unknown(disabled, {name for some in names.values() for name in some})
+    _warn_of_unknown(disabled, {name for source_names in names.values() for name in source_names})
     verdicts = allowed(config, _distributions(sources))
-    wanted = []
+    allowed_sources = []
     for source in sources:
         verdict = verdicts[source.distribution]
         if not disabled.isdisjoint(names[source]):
             verdict = Verdict.refuse("disabled by the configuration")
         if verdict:
-            wanted.append(source)
+            allowed_sources.append(source)
         else:
             plugins.skipped.append(Skipped(source.name, source.distribution, verdict.reason))
-    return wanted
+    return allowed_sources
 
 
-def _warn_of_unknown(disabled: set[str], known: Iterable[str]) -> None:
-    """Warn only: one policy may serve machines that have different plugins installed."""
-    for name in sorted(disabled.difference(known)):
-        listed = ", ".join(repr(k) for k in nearest_first(name, known)) or "(none)"
+def _warn_of_unknown(disabled: set[str], installed_names: Iterable[str]) -> None:
+    """Only warn, because one policy may serve machines with different plugins."""
+    for name in sorted(disabled.difference(installed_names)):
+        listed = ", ".join(repr(k) for k in nearest_first(name, installed_names)) or "(none)"
         text = f"The configuration disables {name!r}, which is not installed. Installed: {listed}."
         warn(text, PluginWarning)
 
 
-def _unrivalled(plugins: Plugins, sources: list[Source]) -> list[Source]:
-    """Return the sources whose name is theirs alone; a part of the SDK keeps its name anyway."""
-    kept = []
+def _resolve_name_conflicts(plugins: Plugins, sources: list[Source]) -> list[Source]:
+    """Return the sources with a unique name, and quarantine the others.
+
+    If two plugins claim a name, a part of the SDK keeps the name.
+    """
+    unique_sources = []
     for source in sources:
-        rivals = [other for other in sources if other.name == source.name]
-        if _keeps(source, rivals):
-            kept.append(source)
+        rivals = [rival for rival in sources if rival.name == source.name]
+        if _keeps_claim(source, rivals):
+            unique_sources.append(source)
         else:
             plugins.conflict(source, rivals)
-    return kept
+    return unique_sources
 
 
-def _keeps(source: Source, rivals: Sequence[Source]) -> bool:
-    """Say whether ``source`` has no rivals, or is alone among them a part of the SDK."""
+def _keeps_claim(source: Source, rivals: Sequence[Source]) -> bool:
+    """Tell whether ``source`` has no rivals, or is the only part of the SDK among the rivals."""
     return len(rivals) == 1 or [rival for rival in rivals if rival.standard] == [source]
 
 
@@ -237,7 +252,7 @@ def _check_metadata(source: Source) -> Verdict:
     return verdict
 
 
-def _refuse(plugins: Plugins, source: Source, finding: Finding) -> None:
+def _quarantine_refused(plugins: Plugins, source: Source, finding: Finding) -> None:
     platforms = tuple((p["name"], p["score"]) for p in finding.facts.get("platforms", ()))
     mend = (
         f"mend or uninstall it, or disable it: {source.disabling}; "
@@ -247,7 +262,7 @@ def _refuse(plugins: Plugins, source: Source, finding: Finding) -> None:
 
 
 def _load(plugins: Plugins, source: Source) -> None:
-    """Import a plugin that was found to be harmless, and take its records."""
+    """Import a plugin that passed the examination, and take the records."""
     try:
         plugin = load_value(source.value)
     except foreign_errors() as error:
@@ -263,11 +278,11 @@ def _load(plugins: Plugins, source: Source) -> None:
         plugins.quarantine(source, verdict.reason)
 
 
-def _settle_ops(plugins: Plugins) -> None:
+def _resolve_op_conflicts(plugins: Plugins) -> None:
     """Quarantine the plugins that define an op which another distribution defines too.
 
-    Kernels are checked against the definition, so nobody may exchange it. A part of the SDK keeps
-    its ops; of other plugins none does, as no order among them would be right.
+    Kernels are checked against the definition, so no other plugin may replace a definition. A part
+    of the SDK keeps an op; other rivals are all quarantined, because no order would be right.
     """
     owners: dict[str, list[Source]] = {}
     for plugin in plugins.loaded:
@@ -277,6 +292,6 @@ def _settle_ops(plugins: Plugins) -> None:
     for op, sources in sorted(owners.items()):
         claims = " and by ".join(sorted(source.origin for source in sources))
         for plugin in [p for p in plugins.loaded if p.source in sources]:
-            if not _keeps(plugin.source, sources):
+            if not _keeps_claim(plugin.source, sources):
                 mend = f"disable one of them: INTERPOSER_DISABLE={plugin.distribution}"
                 plugins.withdraw(plugin, f"op {op!r} is defined by {claims}", mend)

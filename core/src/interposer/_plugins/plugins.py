@@ -1,4 +1,4 @@
-"""The plugins that are in use, those that are not and why, and the observers among them."""
+"""The plugins of one discovery: in use, failed or skipped; and the observers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from interposer_sandbox import Finding
 
 
 class PluginWarning(UserWarning):
-    """A plugin cannot be used; the text says which and why."""
+    """A plugin cannot be used; the text names the plugin and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Source:
     """The origin of a plugin.
 
     Attributes:
-        name: of the entry point, or what it was registered by.
-        installed: facts of the distribution; None for a plugin that was given in code.
-        value: what the entry point names, as in ``"acme.plugin"``.
+        name: of the entry point, or the name given to ``register``.
+        installed: facts of the distribution; None for a plugin that was registered in code.
+        value: the object that the entry point names, as in ``"acme.plugin"``.
     """
 
     name: str
@@ -53,25 +53,25 @@ class Source:
 
     @property
     def origin(self) -> str:
-        """Distribution and version, for people."""
+        """Distribution and version, for display."""
         return f"{self.distribution} {self.version}"
 
     @property
     def disabling(self) -> str:
-        """The setting that disables the plugin, as a shell takes it."""
-        # A name that is none is not repeated; that of a distribution is always one.
+        """The setting that disables the plugin, in shell syntax."""
+        # An invalid plugin name must not reach a shell; a distribution's name is always valid.
         name = self.name if is_name(self.name) else self.distribution
         return f"INTERPOSER_DISABLE={shlex.quote(name)}"
 
     @property
     def standard(self) -> bool:
-        """True for a part of the SDK itself."""
+        """True for a part of the SDK."""
         return self.installed is not None and self.installed.standard
 
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """A usable plugin with what it declares, and the other hooks that it implements."""
+    """A usable plugin with records and the names of other hooks."""
 
     source: Source
     records: tuple[Record, ...]
@@ -79,12 +79,12 @@ class Plugin:
 
     @property
     def name(self) -> str:
-        """The name of its entry point, or the one that it was registered by."""
+        """The name of its entry point, or the name given to ``register``."""
         return self.source.name
 
     @property
     def distribution(self) -> str:
-        """The name of the distribution that provides it."""
+        """The name of the distribution that provides the plugin."""
         return self.source.distribution
 
     @property
@@ -93,15 +93,15 @@ class Plugin:
         return self.source.version
 
     def summary(self) -> dict[str, int]:
-        """Return how many records of each kind the plugin declares."""
+        """Return the number of records of each kind."""
         return dict(Counter(type(record).__name__ for record in self.records))
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A quarantined plugin: the error, and the traceback if its own code raised.
+    """A quarantined plugin: the error, and the traceback if the plugin's code raised.
 
-    ``platforms`` are names and scores of the platforms that it is known to declare.
+    ``platforms`` are names and scores of the platforms that the plugin is known to declare.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A plugin that the policy leaves out, and by which rule."""
+    """A plugin that the policy excludes, and the deciding rule."""
 
     name: str
     distribution: str
@@ -123,11 +123,13 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Findings on kernels that were made while they were used.
+    """Failures of kernels that were detected while the kernels were used.
 
     Attributes:
-        failures: reasons by qualified name of those that failed at run time; no longer chosen.
-        departures: refusals by qualified name and dtype of those that departed from the reference.
+        failures: reasons by qualified name, for kernels that failed at run time and are no longer
+            chosen.
+        departures: refusals by qualified name and dtype, for kernels that differ from the
+            reference.
     """
 
     failures: dict[str, str] = field(default_factory=dict)
@@ -135,10 +137,10 @@ class Blame:
 
 
 class Plugins:
-    """All plugins of one discovery, those given in code, and the observers among them.
+    """All plugins of one discovery and all registered in code, including observers.
 
     Attributes:
-        blame: of kernels of installed plugins; it outlives what is added in code.
+        blame: failures of installed plugins' kernels, shared with copies of this collection.
     """
 
     def __init__(self) -> None:
@@ -153,49 +155,57 @@ class Plugins:
 
     @classmethod
     def of(cls, *plugins: Any) -> Plugins:
-        """Return the given modules or objects as plugins, without what is installed.
+        """Collect the given modules or objects as plugins, without installed ones.
 
-        Each goes by its ``__name__`` or the name of its class. One that fails is quarantined; its
-        targets are taken as they are. ``interposer.register`` is the strict way.
+        The name of a plugin is the object's ``__name__`` or class name. A plugin that fails is
+        quarantined. Targets are not checked; ``interposer.register`` checks strictly.
         """
-        made = cls()
+        collection = cls()
         sources = [(in_code(plugin), plugin) for plugin in plugins]
         claims = Counter(source.name for source, _ in sources)
+        # Sorted, so that the result does not depend on the order of the arguments.
         for source, plugin in sorted(sources, key=lambda pair: pair[0].name):
             if claims[source.name] > 1:
-                made.conflict(source, [s for s, _ in sources if s.name == source.name])
+                collection.conflict(source, [s for s, _ in sources if s.name == source.name])
             else:
-                made.add(source, plugin)
-        made.settle()
-        return made
+                collection.add(source, plugin)
+        collection.settle()
+        return collection
 
     def with_added(self, added: Iterable[tuple[Source, Any, tuple[Record, ...]]]) -> Plugins:
-        """Return these plugins and ``added`` ones, whose records are known to be sound.
+        """Return a copy with the ``added`` plugins, whose records were checked before.
 
         Raises: PluginConflictError: a name is taken.
         """
-        made = Plugins()
-        made.blame = self.blame
-        made.loaded, made.failed, made.skipped = [*self.loaded], [*self.failed], [*self.skipped]
-        made._settled = True
-        made._sources = dict(self._sources)
+        combined = Plugins()
+        combined.blame = self.blame
+        combined.loaded, combined.failed, combined.skipped = (
+            [*self.loaded],
+            [*self.failed],
+            [*self.skipped],
+        )
+        combined._settled = True
+        combined._sources = dict(self._sources)
         for name, module in self._manager.list_name_plugin():
-            made._manager.register(module, name=name)
+            combined._manager.register(module, name=name)
         for source, plugin, records in added:
-            conflict = made._conflict(source, records)
+            conflict = combined._conflict(source, records)
             if conflict:
                 mend = "register another: interposer.register(plugin, name=...)"
                 raise PluginConflictError(source.name, source.origin, conflict, mend)
-            made._manager.register(plugin, name=source.name)
-            made._sources[source.name] = source
-            made.loaded.append(Plugin(source, records, hook_names(plugin)))
-        return made
+            combined._manager.register(plugin, name=source.name)
+            combined._sources[source.name] = source
+            combined.loaded.append(Plugin(source, records, hook_names(plugin)))
+        return combined
 
     def _conflict(self, source: Source, records: tuple[Record, ...]) -> str:
-        """Return what a plugin that is given in code claims though it is taken, or nothing."""
+        """Describe a name or op of a plugin in code that is already taken, or return ""."""
         names = dict.fromkeys(STANDARD, "the SDK")
-        for other in self._sources.values():
-            names |= {other.name: other.origin, other.distribution: other.origin}
+        for loaded_source in self._sources.values():
+            names |= {
+                loaded_source.name: loaded_source.origin,
+                loaded_source.distribution: loaded_source.origin,
+            }
         if source.name in names:
             return f"the name {source.name!r} is taken by {names[source.name]}"
         ops = {
@@ -210,7 +220,7 @@ class Plugins:
         return ""
 
     def add(self, source: Source, plugin: Any) -> None:
-        """Take the records of an imported plugin, or quarantine it."""
+        """Take the records of an imported plugin, or quarantine the plugin."""
         self._sources[source.name] = source
         cause: BaseException | None = None
         records: list[Any] = []
@@ -232,32 +242,34 @@ class Plugins:
             self.loaded.append(Plugin(source, tuple(records), hook_names(plugin)))
 
     def _check(self, source: Source, records: list[Any]) -> str:
-        """Return what is wrong with records; whoever examined the plugin may have got others."""
+        """Describe faults in records, which may differ from the examined records."""
         neighbours = [p for p in self.loaded if p.distribution == source.distribution]
         declared = [record for plugin in neighbours for record in plugin.records]
+        # Identities must be unique within a distribution, not only within a plugin.
         faults = check_facts(records) or check_facts([*declared, *records])
         return f"interposer_records {'; '.join(faults)}" if faults else ""
 
     def settle(self) -> None:
-        """Tell the observers, now that all are there, of the plugins that failed so far."""
+        """Notify the observers of earlier failures, now that every plugin is loaded."""
         self._settled = True
         for failure in [*self.failed]:
-            self._tell(failure)
+            self._notify_failure(failure)
 
     def observe(self, hook: str, **facts: Any) -> None:
-        """Tell every observer; one that raises is quarantined and never breaks the caller.
+        """Call every observer; an observer that raises is quarantined and never breaks the caller.
 
-        Each is told copies: what it is told is also what others go by. One that changes its copy,
-        though that is frozen, is quarantined as well.
+        Observers receive copies, because the originals remain in use. An observer that changes a
+        (frozen) copy is quarantined as well.
         """
+        # A copy of the list, because a quarantine below unregisters plugins.
         for implementation in list(getattr(self._manager.hook, hook).get_hookimpls()):
             name = implementation.plugin_name
             if not self._manager.has_plugin(name):
-                continue  # another hook of it failed while this one was told
-            told = {k: _copied(facts[k]) for k in implementation.argnames}
+                continue  # quarantined since the list was made
+            arguments = {k: _copied(facts[k]) for k in implementation.argnames}
             try:
-                implementation.function(**told)
-                changed = [k for k, fact in told.items() if fact != facts[k]]
+                implementation.function(**arguments)
+                changed = [k for k, fact in arguments.items() if fact != facts[k]]
             except foreign_errors() as error:
                 self._disown(name, f"its observer {hook} raised {described(error)}", error)
                 continue
@@ -265,8 +277,8 @@ class Plugins:
                 reason = f"its observer {hook} changes the {changed[0]} that it is told of"
                 self._disown(name, reason)
 
-    def tell_probed(self, plugin: str, task: Task, finding: Finding) -> None:
-        """Tell the observers of an examination, if it was made just now."""
+    def observe_examination(self, plugin: str, task: Task, finding: Finding) -> None:
+        """Notify the observers of an examination, unless the finding was remembered."""
         if finding.span is None:
             return
         self.observe(
@@ -281,17 +293,18 @@ class Plugins:
     def first_result(
         self, hook: str, needed: Collection[str] = (), **facts: Any
     ) -> tuple[Any, str]:
-        """Return the first answer to ``hook`` that is not None, and the plugin that gave it.
+        """Return the first answer to ``hook`` that is not None, with the plugin's name.
 
-        Parts of the SDK are asked last, the others in the order of their names. An error of the
-        SDK's own kinds speaks of the question and is passed on; what else a plugin raises
-        quarantines it, and the next is asked. Who does not take all facts that are ``needed``
-        would answer another question, and is passed over.
+        Plugins are called in the order of names, parts of the SDK last. An error of interposer's
+        own kinds counts as an answer and is passed on. Any other exception quarantines the plugin,
+        and the next one is called. A hook that does not take every fact in ``needed`` is skipped,
+        because the answer would be to another question.
         """
+        # Copied, because another thread may quarantine a plugin meanwhile.
         standard = {name for name, source in [*self._sources.items()] if source.standard}
-        found = getattr(self._manager.hook, hook).get_hookimpls()
+        implementations = getattr(self._manager.hook, hook).get_hookimpls()
         for implementation in sorted(
-            found, key=lambda hook: (hook.plugin_name in standard, hook.plugin_name)
+            implementations, key=lambda hook: (hook.plugin_name in standard, hook.plugin_name)
         ):
             name = implementation.plugin_name
             if not set(needed) <= set(implementation.argnames):
@@ -308,23 +321,23 @@ class Plugins:
         return None, ""
 
     def refusals(self) -> list[Refusal]:
-        """Return the quarantined plugins as refusals, for whoever misses what they provide."""
+        """Return the quarantined plugins as refusals, for errors about missing candidates."""
         return [
             Refusal(f.name, f"{f.distribution} {f.version}", f.error.reason, f.traceback)
             for f in self.failed
         ]
 
     def omissions(self) -> list[Refusal]:
-        """Return the plugins that the policy leaves out as refusals."""
+        """Return the plugins that the policy excludes as refusals."""
         return [Refusal(s.name, s.distribution, s.reason) for s in self.skipped]
 
     def withdraw(self, plugin: Plugin, reason: str, mend: str = "") -> None:
-        """Quarantine a loaded plugin after all."""
+        """Quarantine a plugin that is already loaded."""
         self.loaded.remove(plugin)
         self._disown(plugin.name, reason, mend=mend)
 
     def conflict(self, source: Source, rivals: Iterable[Source]) -> None:
-        """Quarantine a plugin whose name is claimed more than once."""
+        """Quarantine a plugin with a name that is claimed more than once."""
         claims = ", ".join(sorted(rival.origin for rival in rivals))
         reason = f"the name {source.name!r} is claimed by {claims}"
         mend = f"uninstall one, or disable one: INTERPOSER_DISABLE={source.distribution}"
@@ -340,7 +353,7 @@ class Plugins:
         trace: str = "",
         platforms: tuple[tuple[str, float], ...] = (),
     ) -> None:
-        """File ``source`` as failed, warn of it and tell the observers."""
+        """Record ``source`` as failed, warn, and notify the observers."""
         mend = mend or f"mend or uninstall it, or disable it: {source.disabling}"
         if cause is not None:
             trace = traced(cause)
@@ -349,9 +362,9 @@ class Plugins:
     def _disown(
         self, name: str, reason: str, cause: BaseException | None = None, mend: str = ""
     ) -> None:
-        """Quarantine a plugin and stop calling its hooks; records that were taken stay."""
+        """Quarantine a plugin and stop calling the plugin's hooks; records stay."""
         source = self._sources.pop(name, None)
-        if source is not None:  # else another thread has just done so
+        if source is not None:  # otherwise another thread did the same
             if self._manager.has_plugin(name):
                 self._manager.unregister(name=name)
             self.quarantine(source, reason, mend, cause=cause)
@@ -367,9 +380,9 @@ class Plugins:
         self.failed.append(failure)
         warn(str(error), PluginWarning)
         if self._settled:
-            self._tell(failure)
+            self._notify_failure(failure)
 
-    def _tell(self, failure: Failure) -> None:
+    def _notify_failure(self, failure: Failure) -> None:
         self.observe(
             "interposer_failed",
             plugin=failure.name,
@@ -379,7 +392,7 @@ class Plugins:
 
 
 def _copied(fact: Any) -> Any:
-    # An error is equal to nothing but itself.
+    # A copied exception would never be equal to the original.
     return fact if isinstance(fact, BaseException) else copy.deepcopy(fact)
 
 

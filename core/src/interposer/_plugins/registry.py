@@ -1,4 +1,4 @@
-"""The records of all usable plugins, as candidates; plugins that are added in code."""
+"""The registry: records of all usable plugins as candidates, and plugins registered in code."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ _KINDS: dict[type[Record], Kind] = {
     PlatformEntry: "platform",
     CommunicatorEntry: "communicator",
 }
-# What discovery and examination depend on; everything else of a Config is for the selection.
+# The fields that affect discovery and examination; the other fields only affect the selection.
 _EXAMINING = ("disable", "plugins", "locked", "isolation", "probe_seconds", "cache_dir")
 
 
 class Registry:
-    """Candidates by kind and subject; built once from the plugins of one discovery.
+    """Candidates by kind and subject, built once from the plugins of one discovery.
 
     Attributes:
-        config: how foreign code is examined before it is loaded.
-        ops: by name.
-        definers: the plugins that define them, by the name of the op.
+        config: settings for the examination of foreign code.
+        ops: records of ops by name.
+        definers: the plugin that defines each op, by the op's name.
     """
 
     def __init__(self, plugins: Plugins, config: Config | None = None) -> None:
@@ -81,8 +81,10 @@ class Registry:
         self.definers: dict[str, Plugin] = {entry.name: plugin for plugin, entry in entries}
         self._runs: dict[str, frozenset[str]] = {}
         for _, entry in self.records(PlatformEntry):
-            stated = frozenset(entry.runs)
-            self._runs[entry.name] = self._runs.get(entry.name, stated) & stated
+            declared_runs = frozenset(entry.runs)
+            # Several plugins may declare one platform name; only relations that all declare are
+            # safe.
+            self._runs[entry.name] = self._runs.get(entry.name, declared_runs) & declared_runs
         self._drivers: dict[str, str] = {}
         self._own_blame = Blame()
         self._code: dict[tuple[str, tuple[str, str, str]], PluginCode] = {}
@@ -96,7 +98,7 @@ class Registry:
                 self._file(record, code)
 
     def records(self, kind: type[R]) -> list[tuple[Plugin, R]]:
-        """Return all records of one class with the plugins that declare them."""
+        """Return all records of one class with the declaring plugins."""
         return [
             (plugin, record)
             for plugin in self.plugins.loaded
@@ -105,16 +107,16 @@ class Registry:
         ]
 
     def candidates(self, kind: Kind, subject: str = "") -> list[Candidate]:
-        """Return every candidate for a subject, which platforms and attention backends have not.
+        """Return every candidate for a subject; platforms and attention backends have no subject.
 
         Raises: UnknownNameError: no installed plugin knows the subject.
         """
-        known = self.subjects(kind)
-        if subject and subject not in known:
+        subjects = self.subjects(kind)
+        if subject and subject not in subjects:
             hint = "Is the plugin for it installed? `interposer doctor` says what is."
-            if kind == "scheme" and (instead := self._instead(subject)):
+            if kind == "scheme" and (instead := self._recommended_methods(subject)):
                 hint = f"It is not read. Try: a checkpoint of the same model in {instead}"
-            raise UnknownNameError(_SUBJECTS[kind], subject, known, self._hint(hint))
+            raise UnknownNameError(_SUBJECTS[kind], subject, subjects, self._hint(hint))
         return self._candidates[kind].get(subject, [])
 
     def subjects(self, kind: Kind) -> list[str]:
@@ -122,25 +124,26 @@ class Registry:
         return sorted(self.ops if kind == "kernel" else self._candidates[kind])
 
     def runs(self, platform: str) -> frozenset[str]:
-        """Return which platforms a record may be for to run on ``platform``.
+        """Return every platform with records that run on ``platform``.
 
-        That one, those that all entries of its name state, and none, which is an empty string.
+        The result contains ``platform``, the platforms that all entries of this name declare in
+        ``runs``, and the empty string, for records without a platform.
         """
         return self._runs.get(platform, frozenset()) | {"", platform}
 
     def load(self, candidate: Candidate, target: str) -> Any:
-        """Return the object of ``target``, an import string of the candidate's record.
+        """Load the object of ``target``, an import string of the candidate's record.
 
-        Raises: PluginError: it cannot be imported, or must not be.
+        Raises: PluginError: the object cannot be imported, or must not be.
         """
         return self._code_of(candidate).load(target)
 
     def examine(self, candidate: Candidate, task: Task) -> Verdict:
-        """Return what an examination of a candidate's code found, remembered where it can be."""
+        """Examine a candidate's code, or return the remembered verdict."""
         return self._code_of(candidate).examine(task)
 
     def trial(self, candidate: Candidate, task: Task) -> Verdict:
-        """Say whether this process may run a task of a candidate; the SDK's own parts may."""
+        """Tell whether this process may run a task of a candidate; parts of the SDK may."""
         return self._code_of(candidate).trial(task)
 
     def owner(self, candidate: Candidate) -> Plugin:
@@ -148,12 +151,12 @@ class Registry:
         return self._code_of(candidate).plugin
 
     def blame(self, candidate: Candidate) -> Blame:
-        """Return the notes on a candidate's kernels that were made while they were used."""
+        """Return the mutable record of failures that covers a candidate's kernels."""
         installed = self.owner(candidate).source.installed
         return self._own_blame if installed is None else self.plugins.blame
 
     def driver(self, platform: str) -> str:
-        """Return what tells the drivers of a platform apart; empty where it declares none."""
+        """Return a digest of a platform's driver files; empty if none are declared."""
         if platform not in self._drivers:
             entries = (r for _, r in self.records(PlatformEntry) if r.name == platform)
             files = {Path(file) for record in entries for file in record.driver_files}
@@ -161,18 +164,18 @@ class Registry:
         return self._drivers[platform]
 
     def check_rules(self, config: Config) -> None:
-        """Raise UnknownNameError for a rule on an op, layer id or type that nobody knows.
+        """Raise UnknownNameError for a rule about an unknown op, layer id or type.
 
-        So does a preferred or forbidden name that no candidate has; a glob may match nothing.
+        A preferred or forbidden name without any candidate raises too; a glob may match nothing.
         """
         for kind, field in FIELDS.items():
-            known = get_args(AttentionType) if kind == "attention" else self.subjects(kind)
+            subjects = get_args(AttentionType) if kind == "attention" else self.subjects(kind)
             rules: dict[str, Rule] = getattr(config, field)
             for key, rule in rules.items():
                 name, where = key.partition("@")[0], f"in Config.{field}"
-                if name != "*" and name not in known:
-                    raise UnknownNameError(_SUBJECTS[kind], name, known, self._hint(), where)
-                _check_values(rule, self._named(kind, name), f"{where}[{key!r}]")
+                if name != "*" and name not in subjects:
+                    raise UnknownNameError(_SUBJECTS[kind], name, subjects, self._hint(), where)
+                _check_values(rule, self._candidates_for(kind, name), f"{where}[{key!r}]")
 
     def _code_of(self, candidate: Candidate) -> PluginCode:
         return self._code[candidate.provider, identity(candidate.record)]
@@ -194,28 +197,29 @@ class Registry:
             acceptance_of(record, code, self.runs),
         )
         named_by = getattr(record, "architectures", None) or getattr(record, "collectives", None)
-        for named in dict.fromkeys(named_by or (subject,)):
-            self._candidates[kind].setdefault(named, []).append(candidate)
+        for subject_name in dict.fromkeys(named_by or (subject,)):
+            self._candidates[kind].setdefault(subject_name, []).append(candidate)
 
     def _drivers_of(self, plugin: Plugin) -> str:
-        """Return what tells apart the drivers that a plugin's code may meet."""
+        """Return the driver digests of the platforms that a plugin's records name."""
         platforms = {getattr(record, "platform", "") for record in plugin.records}
         platforms |= {r.name for r in plugin.records if isinstance(r, PlatformEntry)}
         return " ".join(filter(None, map(self.driver, sorted(platforms))))
 
-    def _instead(self, method: str) -> str:
-        """Return the quantization methods that are recommended instead of one nobody reads."""
+    def _recommended_methods(self, method: str) -> str:
+        """Return the methods that records recommend instead of an unsupported one."""
         records = (record for _, record in self.records(SchemeEntry))
         return " or ".join(sorted({repr(r.method) for r in records if method in r.instead_of}))
 
-    def _named(self, kind: Kind, subject: str) -> list[Candidate]:
-        everyone = self._candidates[kind]
+    def _candidates_for(self, kind: Kind, subject: str) -> list[Candidate]:
+        by_subject = self._candidates[kind]
+        # Every attention backend is a candidate for every attention type.
         if kind == "attention" or subject == "*":
-            return [candidate for some in everyone.values() for candidate in some]
-        return everyone.get(subject, [])
+            return [candidate for candidates in by_subject.values() for candidate in candidates]
+        return by_subject.get(subject, [])
 
     def _hint(self, hint: str = "") -> str:
-        """Add the plugins that failed, one of which may be what is missing."""
+        """Append the failed plugins, one of which may provide the missing name."""
         failed = [f"  {f.name} ({f.distribution}): {f.error.reason}" for f in self.plugins.failed]
         if failed:
             failed.insert(0, "Plugins that failed, one of which may be what is missing:")
@@ -224,10 +228,10 @@ class Registry:
 
 @dataclass(eq=False, repr=False)
 class Registration:
-    """A plugin that was added in code, until it is removed.
+    """A plugin that was registered in code and can be removed.
 
-    As a context manager it removes the plugin at the end of the block. What was built with it
-    keeps working; what is built afterwards knows nothing of it.
+    Used as a context manager, it removes the plugin at the end of the block. Objects built with the
+    plugin keep working; later objects are built without the plugin.
     """
 
     source: Source
@@ -235,10 +239,12 @@ class Registration:
     records: tuple[Record, ...]
 
     def remove(self) -> None:
-        """Take the plugin out again; doing so twice does nothing."""
+        """Remove the plugin; a second call does nothing."""
         global _registered
         with _lock.held:
-            _registered = tuple(other for other in _registered if other is not self)
+            _registered = tuple(
+                registration for registration in _registered if registration is not self
+            )
         _forget_registries()
 
     def __enter__(self) -> Registration:
@@ -257,15 +263,15 @@ _caches: list[cached[Any, Any]] = []
 
 
 def register(plugin: Any, name: str = "") -> Registration:
-    """Add a module or object with hooks as a plugin of this process, beside the installed ones.
+    """Register a module or object with hooks as a plugin of this process.
 
-    It is checked like an installed one, by its hooks, records, targets and classes, and it goes
-    by ``name``, or else by its ``__name__`` or the name of its class.
+    Hooks, records, targets and classes are checked as for installed plugins. The plugin's name is
+    ``name``, or else the object's ``__name__`` or class name.
 
     Raises:
-        PluginError: it cannot be used; the text says why.
-        PluginConflictError: the name is taken by another that was added in code. One that an
-            installed plugin has raises where the plugins are used next.
+        PluginError: the plugin cannot be used; the text says why.
+        PluginConflictError: another plugin registered in code has the name. A conflict with an
+            installed plugin raises at the next use of the plugins.
     """
     source = in_code(plugin, name)
     mend = "correct it and register it again"
@@ -280,25 +286,27 @@ def register(plugin: Any, name: str = "") -> Registration:
     registration = Registration(source, plugin, records)
     global _registered
     with _lock.held:
-        _with_added(Plugins(), (*_registered, registration))  # whoever comes second is told
+        # Raises on a conflict with another plugin in code. Conflicts with installed plugins are
+        # found at the next use, because registration discovers nothing.
+        _with_added(Plugins(), (*_registered, registration))
         _registered = (*_registered, registration)
     return registration
 
 
 def per_registry(function: Callable[P, T]) -> cached[P, T]:
-    """Return ``function`` of a registry with results kept until registries are dropped."""
+    """Cache the results of a function of a registry until registries are dropped."""
     _caches.append(cached(function))
     return _caches[-1]
 
 
 def current_registry(config: Config | None = None) -> Registry:
-    """Return the registry for the configuration in force; asking again is cheap.
+    """Return the registry for the effective configuration; repeated calls are cheap.
 
     Raises:
         PluginError: the configuration is strict and a plugin is quarantined.
-        PluginConflictError: a plugin that was added in code has the name of an installed one.
+        PluginConflictError: a plugin registered in code has the name of an installed one.
         UnknownNameError: the allow list names a distribution that is not installed.
-        LockError: the configuration is locked, and other plugins are installed.
+        LockError: the configuration is locked, and the installed plugins differ.
     """
     config = effective_config(config)
     registry = _registry(tuple(getattr(config, name) for name in _EXAMINING), _registered)
@@ -308,16 +316,16 @@ def current_registry(config: Config | None = None) -> Registry:
 
 
 def forget_discovery() -> None:
-    """Discover and examine all plugins anew where they are used next."""
+    """Discover and examine all plugins again at the next use."""
     forget_verdicts()
     _discovered.forget()
     _forget_registries()
 
 
 def _forget_registries() -> None:
-    """Drop what was built from the plugins, but not the discovery itself."""
-    for kept in _caches:
-        kept.forget()
+    """Drop the objects built from the plugins, but not the discovery itself."""
+    for cache in _caches:
+        cache.forget()
 
 
 @per_registry

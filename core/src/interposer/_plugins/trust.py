@@ -28,24 +28,26 @@ _MOST_NAMED = 5
 
 
 def allowed(config: Config, distributions: Iterable[Distribution]) -> dict[str, Verdict]:
-    """Return, by name, whether ``Config.plugins`` lets each distribution provide plugins.
+    """Return, by name, whether ``Config.plugins`` allows each distribution to provide plugins.
 
-    The parts of the SDK itself are always let in.
+    Parts of the SDK are always allowed.
 
-    Raises: UnknownNameError: the allow list names a distribution that is not among them.
+    Raises: UnknownNameError: the allow list names a distribution that is not in ``distributions``.
     """
-    known = {distribution.name for distribution in distributions}
+    installed_names = {distribution.name for distribution in distributions}
     if config.plugins is None:
-        return dict.fromkeys(known, Verdict.accept())
+        return dict.fromkeys(installed_names, Verdict.accept())
     listed = {str(canonicalize_name(name)) for name in config.plugins}
-    unknown = sorted(listed - known - STANDARD)
+    unknown = sorted(listed - installed_names - STANDARD)
     if unknown:
         hint = "Try: install it, or take it off the list."
-        raise UnknownNameError("distribution", unknown[0], known, hint, "in Config.plugins")
+        raise UnknownNameError(
+            "distribution", unknown[0], installed_names, hint, "in Config.plugins"
+        )
     reason = "the allow list lacks it" if listed else "the configuration allows no plugins"
     return {
         name: Verdict.accept() if name in listed | STANDARD else Verdict.refuse(reason)
-        for name in known
+        for name in installed_names
     }
 
 
@@ -56,10 +58,10 @@ def _canonical(name: str) -> str:
 
 
 class LockedDistribution(Exact):
-    """One distribution as it was locked.
+    """One distribution as locked.
 
-    ``record_hash`` is ``Distribution.fingerprint``. An editable installation changes with every
-    edit, so it is locked as ``"editable"``: by name and version only.
+    ``record_hash`` is ``Distribution.fingerprint``. Editable installations change with every edit,
+    so the hash is ``"editable"``: by name and version only.
     """
 
     name: Annotated[str, Field(min_length=1), AfterValidator(_canonical)]
@@ -76,9 +78,10 @@ def _distinct(distributions: tuple[LockedDistribution, ...]) -> tuple[LockedDist
 
 
 class Lock(Exact):
-    """The distributions whose plugins may be used, with their exact content.
+    """The distributions with allowed plugins, each with a hash of the content.
 
-    The file is pretty JSON with a checksum over the rest, sorted by name, made to be committed.
+    The file is formatted JSON, sorted by name, with a checksum over the other fields, and is meant
+    to be committed.
     """
 
     version: Literal[1] = 1
@@ -86,30 +89,34 @@ class Lock(Exact):
 
     @classmethod
     def of(cls, distributions: Iterable[Distribution]) -> Lock:
-        """Return the lock of what is installed.
+        """Lock the installed distributions.
 
-        Raises: LockError: the metadata of one is unusable, its files were altered, or another
-            has its name.
+        Raises: LockError: a distribution has unusable metadata, altered files, or the same name as
+            another.
         """
-        found = sorted(dict.fromkeys(distributions), key=lambda d: d.name)
-        for each in found:
-            if each.problem:
+        installed = sorted(dict.fromkeys(distributions), key=lambda d: d.name)
+        for distribution in installed:
+            if distribution.problem:
                 raise LockError(
-                    f"What is installed in {each.location} cannot be locked: {each.problem}.\n"
+                    f"What is installed in {distribution.location} cannot be locked: "
+                    f"{distribution.problem}.\n"
                     "Try: uninstall it, then interposer lock"
                 )
-        problems = [*_twins(found), *(problem for each in found for problem in _alterations(each))]
+        problems = [
+            *_duplicates(installed),
+            *(problem for distribution in installed for problem in _alterations(distribution)),
+        ]
         if problems:
             raise _lock_error("What is installed cannot be locked.", problems)
         entries = (
             LockedDistribution(name=d.name, version=d.version, record_hash=_locked_hash(d))
-            for d in found
+            for d in installed
         )
         return cls(distributions=tuple(entries))
 
     @classmethod
     def read(cls, path: Path) -> Lock:
-        """Return the lock in a file.
+        """Read a lock file.
 
         Raises: LockError: the file is missing, was edited by hand, or is no lock file.
         """
@@ -119,6 +126,7 @@ class Lock(Exact):
             fields: Any = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(fields, dict):
                 raise LockError(_unusable(path, "is not a JSON object"))
+            # The checksum covers every other field.
             if fields.pop("checksum", None) != checksum(fields):
                 raise LockError(_unusable(path, "was changed: content and checksum differ"))
             return cls.model_validate_json(json.dumps(fields))
@@ -132,9 +140,9 @@ class Lock(Exact):
             raise LockError(_unusable(path, f"cannot be read: {error}")) from error
 
     def write(self, path: Path) -> None:
-        """Replace the file in one step.
+        """Replace the lock file atomically.
 
-        Raises: LockError: it cannot be written.
+        Raises: LockError: the file cannot be written.
         """
         fields = self.model_dump(mode="json")
         fields["distributions"].sort(key=itemgetter("name"))
@@ -145,22 +153,22 @@ class Lock(Exact):
             raise LockError(str(error)) from error
 
     def check(self, distributions: Iterable[Distribution]) -> None:
-        """Return if ``distributions`` are the locked ones with their files as installed.
+        """Check that ``distributions`` are the locked ones, with unaltered files.
 
-        What is locked may be left out by the policy, but must be installed.
+        A locked distribution may be excluded by the policy, but must be installed.
 
-        Raises: LockError: they differ; the text names every difference.
+        Raises: LockError: the text names every difference.
         """
         locked = {entry.name: entry for entry in self.distributions}
-        present = sorted(dict.fromkeys(distributions), key=lambda d: (d.name, d.version))
+        installed = sorted(dict.fromkeys(distributions), key=lambda d: (d.name, d.version))
         problems: list[_Problem] = []
-        for found in present:
-            difference = _difference(found, locked.get(found.name))
-            problems += [_Problem(difference)] if difference else _alterations(found)
-        problems += _twins(present)
+        for distribution in installed:
+            difference = _difference(distribution, locked.get(distribution.name))
+            problems += [_Problem(difference)] if difference else _alterations(distribution)
+        problems += _duplicates(installed)
         problems += [
             _Problem(f"{name} {locked[name].version} is locked, but not installed")
-            for name in sorted(locked.keys() - {d.name for d in present})
+            for name in sorted(locked.keys() - {d.name for d in installed})
             if installed_version(name) is None
         ]
         if problems:
@@ -168,26 +176,26 @@ class Lock(Exact):
 
 
 def lock_path(config: Config) -> Path:
-    """Return where the lock file is: beside the project file, else in the working directory."""
+    """Return the path of the lock file: next to the project file, or in the working directory."""
     files = [Path(source.path) for source in config_sources() if source.name == "project file"]
     return (files[0].parent if files else Path.cwd()) / _FILE
 
 
 def check_lock(config: Config, distributions: Iterable[Distribution]) -> None:
-    """Return if ``distributions`` are those of the lock file.
+    """Check that ``distributions`` are those of the lock file.
 
-    Raises: LockError: they are not, or there is no usable lock file.
+    Raises: LockError: the distributions differ, or there is no usable lock file.
     """
     Lock.read(lock_path(config)).check(distributions)
 
 
-def _locked_hash(found: Distribution) -> str:
-    return _EDITABLE if found.editable else found.fingerprint
+def _locked_hash(distribution: Distribution) -> str:
+    return _EDITABLE if distribution.editable else distribution.fingerprint
 
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """A line of what is wrong; ``mend`` is what helps against this one alone."""
+    """One line of an error text; ``mend`` is the remedy for this problem alone."""
 
     line: str
     mend: str = ""
@@ -195,45 +203,48 @@ class _Problem:
 
 def _lock_error(head: str, problems: Iterable[_Problem]) -> LockError:
     mends = dict.fromkeys(problem.mend for problem in problems)
-    # What cannot be locked as it is must not be offered to be.
-    other = "install what is locked"
+    # Suggest `interposer lock` only if no problem needs a remedy first.
+    default_mend = "install what is locked"
     if [*mends] == [""]:
-        other += ", or lock what is installed: interposer lock"
+        default_mend += ", or lock what is installed: interposer lock"
     lines = "\n  ".join([head, *(problem.line for problem in problems)])
-    return LockError(f"{lines}\nTry: {'; '.join(mend or other for mend in mends)}")
+    return LockError(f"{lines}\nTry: {'; '.join(mend or default_mend for mend in mends)}")
 
 
-def _twins(distributions: Iterable[Distribution]) -> Iterator[_Problem]:
+def _duplicates(distributions: Iterable[Distribution]) -> Iterator[_Problem]:
     places: dict[str, list[str]] = {}
-    for found in distributions:
-        places.setdefault(found.name, []).append(found.location)
+    for distribution in distributions:
+        places.setdefault(distribution.name, []).append(distribution.location)
     for name, locations in sorted(places.items()):
         if len(locations) > 1:
             line = f"{name} is installed {len(locations)} times: in {' and in '.join(locations)}"
             yield _Problem(line, f"uninstall {name} until one is left")
 
 
-def _alterations(found: Distribution) -> Iterator[_Problem]:
-    altered = found.altered_files()
+def _alterations(distribution: Distribution) -> Iterator[_Problem]:
+    altered = distribution.altered_files()
     if altered:
-        more = len(altered) - _MOST_NAMED
-        named = ", ".join(altered[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-        line = f"{found.name} {found.version} was altered after it was installed: {named}"
-        yield _Problem(line, f"reinstall it: pip install --force-reinstall {found.name}")
+        num_more = len(altered) - _MOST_NAMED
+        listed_files = ", ".join(altered[:_MOST_NAMED])
+        listed_files += f" and {num_more} more" if num_more > 0 else ""
+        name = f"{distribution.name} {distribution.version}"
+        line = f"{name} was altered after it was installed: {listed_files}"
+        yield _Problem(line, f"reinstall it: pip install --force-reinstall {distribution.name}")
 
 
-def _difference(found: Distribution, locked: LockedDistribution | None) -> str:
-    """Return how the metadata differs from what was locked, or nothing."""
-    name = f"{found.name} {found.version}"
+def _difference(distribution: Distribution, locked: LockedDistribution | None) -> str:
+    """Describe how the metadata differs from the locked one, or return ""."""
+    name = f"{distribution.name} {distribution.version}"
     if locked is None:
         return f"{name} is installed, but not locked"
-    if found.version != locked.version:
-        return f"{found.name} is locked at {locked.version}, installed is {found.version}"
-    if found.editable and locked.record_hash != _EDITABLE:
+    if distribution.version != locked.version:
+        versions = f"locked at {locked.version}, installed is {distribution.version}"
+        return f"{distribution.name} is {versions}"
+    if distribution.editable and locked.record_hash != _EDITABLE:
         return f"{name} is editable, what was locked is not"
-    if not found.editable and locked.record_hash == _EDITABLE:
+    if not distribution.editable and locked.record_hash == _EDITABLE:
         return f"{name} was locked as editable and no longer is"
-    if _locked_hash(found) != locked.record_hash:
+    if _locked_hash(distribution) != locked.record_hash:
         return f"{name} has other files than when it was locked"
     return ""
 

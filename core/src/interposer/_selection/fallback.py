@@ -1,7 +1,7 @@
-"""A bound kernel that is replaced when it fails, for those who ask for it by policy.
+"""A bound kernel that is replaced when it fails, if the policy asks for that.
 
 Without ``Config(fallback=True)`` no such object exists: the bound attribute is the kernel's own
-function, and what it raises reaches the caller.
+function, and the kernel's exceptions reach the caller.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Replace(Protocol):
     def __call__(
         self, failed: Candidate, reason: str, trace: str
     ) -> tuple[Callable[..., Any], Candidate]:
-        """Return what to call from now on; raises NoCandidateError if nothing is left."""
+        """Return the next function to call; raises NoCandidateError if every candidate failed."""
 
 
 class Fallback:
-    """Calls a functional kernel; when it raises, the next candidate takes over for good.
+    """Calls a functional kernel; after an exception, the next candidate replaces it for good.
 
-    Arguments that the reference refuses too are the caller's fault: the error is passed on and
-    nothing is quarantined. A kernel that returns wrong numbers is not noticed here, see the
-    canary. Under ``torch.compile(fullgraph=True)`` a kernel that fails cannot be replaced.
+    If the reference refuses the arguments too, the caller made the mistake: the error is passed on
+    and nothing is quarantined. Wrong numbers are not detected here, but by the canary. Under
+    ``torch.compile(fullgraph=True)`` a failing kernel cannot be replaced.
 
     Attributes:
         function: the kernel that is called at present.
@@ -50,7 +50,7 @@ class Fallback:
         self._lock = Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the kernel returns, or the one that replaces it."""
+        """Call the kernel; after a failure, call the replacement."""
         function = self.function
         try:
             return function(*args, **kwargs)
@@ -62,13 +62,16 @@ class Fallback:
             except foreign_errors():
                 raise error from None
             self._take_over(function, error)
+        # The replacement may fail too. The recursion ends, because every failure excludes a
+        # candidate and the reference is never replaced.
         return self(*args, **kwargs)
 
+    # Traced code cannot replace a kernel, so the compiler must not look inside.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _take_over(self, failed: Callable[..., Any], error: BaseException) -> None:
         with self._lock:
             if self.function is not failed:
-                return  # another thread came first
+                return  # another thread already replaced it
             reason = f"failed at run time: {described(error)}"
             trace = traced(error)
             self.function, self._candidate = self._replace(self._candidate, reason, trace)

@@ -1,4 +1,4 @@
-"""Measured figures: what candidates took for requests on a device, as data that can be shipped."""
+"""Measured run times of candidates on a device, as data that can be shipped."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 def this_host() -> str:
-    """Return the name under which this host's measurements are kept."""
+    """Return the name under which this host's measurements are stored."""
     return platform.node() or "unknown"
 
 
 class Key(Exact):
-    """A request, and the device that it was measured on; equal keys get one figure.
+    """A request, and the device on which it was measured; equal keys share one measurement.
 
     Attributes:
         device: the device's name, such as the model of a processor.
@@ -48,13 +48,13 @@ class Key(Exact):
 
 
 class Figures(Exact):
-    """The times of one candidate.
+    """The run times of one candidate.
 
     Attributes:
-        version: of the distribution that provides it.
+        version: of the distribution that provides the candidate.
         seconds: geometric mean of the medians at each number of tokens.
-        low: the same of the lower quartiles.
-        high: the same of the upper quartiles.
+        low: geometric mean of the lower quartiles.
+        high: geometric mean of the upper quartiles.
         per_tokens: the median by number of tokens, written as decimal text.
     """
 
@@ -70,10 +70,10 @@ class Figures(Exact):
 
 
 class Measurement(Exact):
-    """The value that is kept for a key.
+    """The stored value for a key.
 
     Attributes:
-        driver: what tells the driver apart, empty where the platform names no files of one.
+        driver: identifies the driver; empty if the platform names no driver files.
         failed: version and reason by candidate that could not be measured.
     """
 
@@ -86,7 +86,7 @@ class Measurement(Exact):
 
 
 class Entry(Exact):
-    """One key with what was measured for it."""
+    """One key with its measurement."""
 
     key: Key
     value: Measurement
@@ -94,12 +94,12 @@ class Entry(Exact):
     @property
     def fastest(self) -> str:
         """The qualified name of the fastest candidate; empty if all failed."""
-        found = self.value.candidates
-        return min(found, key=lambda name: (found[name].seconds, name), default="")
+        candidates = self.value.candidates
+        return min(candidates, key=lambda name: (candidates[name].seconds, name), default="")
 
     @classmethod
     def stored(cls, key: Mapping[str, JSON], value: JSON) -> Entry | str:
-        """Return what a store holds under ``KIND`` as an entry, or why it is none."""
+        """Parse a value that a store holds under ``KIND``; return the reason if it is invalid."""
         try:
             return cls.model_validate_json(json.dumps({"key": dict(key), "value": value}))
         except ValidationError as error:
@@ -113,9 +113,9 @@ class _File(Exact):
 
 
 def read_entries(path: str | Path) -> tuple[Entry, ...]:
-    """Return the entries of a file that ``interposer tune --export`` wrote.
+    """Read the entries of a file that ``interposer tune --export`` wrote.
 
-    Raises: StorageError: it cannot be read, or is no intact table.
+    Raises: StorageError: the file cannot be read, or is no intact table.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -135,18 +135,18 @@ def read_entries(path: str | Path) -> tuple[Entry, ...]:
 
 
 def plain(key: Key) -> dict[str, JSON]:
-    """Return ``key`` as it stands in the store."""
+    """Convert ``key`` to the plain values that the store uses."""
     facts: dict[str, JSON] = key.model_dump(mode="json")
     return facts
 
 
 def address(key: Key) -> str:
-    """Return a text that is equal for keys that differ in the host at most."""
+    """Return a checksum that is equal for keys that differ only in the host."""
     return checksum({**plain(key), "host": ""})
 
 
 def duration(seconds: float, digits: int = 4) -> str:
-    """Return a time with its unit, as ``"1.234 ms"``."""
+    """Format a time with a unit, as ``"1.234 ms"``."""
     units = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
     unit, size = next((pair for pair in units if seconds >= pair[1]), ("ns", 1e-9))
     return f"{seconds / size:.{digits}g} {unit}"

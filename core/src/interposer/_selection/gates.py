@@ -1,4 +1,4 @@
-"""Gates: the last, costly examinations of a candidate that would win, see ``select``."""
+"""Gates: the last, costly checks of a candidate that would win, see ``select``."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class HasNotFailed(_OfRegistry):
     """Refuses a kernel that failed at run time before."""
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Accept unless a failure is noted."""
+        """Accept unless a failure is recorded."""
         failure = self._registry.blame(candidate).failures.get(candidate.qualified_name)
         return _ACCEPTED if failure is None else Verdict.refuse(failure)
 
 
 class Confirms(_OfRegistry):
-    """Asks the function that a kernel's record names as ``confirm``."""
+    """Calls the function that a kernel's record names as ``confirm``."""
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Return its answer; a record without one is accepted."""
+        """Return the function's verdict; a record without ``confirm`` is accepted."""
         target = getattr(candidate.record, "confirm", "")
         if not target:
             return _ACCEPTED
@@ -59,13 +59,13 @@ class Confirms(_OfRegistry):
 
 
 class AgreesWithReference:
-    """The canary: compares a kernel with the reference when it is first bound for a dtype.
+    """The canary: compares a kernel with the reference before the first binding for a dtype.
 
-    A kernel runs on cases of its op in the examining process, so that one that crashes or hangs
-    costs a refusal. The part of the SDK that defines the op and the distribution that provides the
-    platform in force are trusted unless the policy says ``all``: the one says what is right, and
-    whoever drives the device is in the process anyway. A kernel that is not proven on the device is
-    not trusted, whoever provides it.
+    The kernel runs on cases of the op in the examining process, so that a crash or hang only
+    refuses the kernel. Two providers are trusted unless the policy says ``all``: the part of the
+    SDK that defines the op, and therefore the correct result, and the distribution of the current
+    platform, which runs in this process anyway. A kernel that is not proven on the device is always
+    compared, even from a trusted provider.
     """
 
     def __init__(
@@ -81,21 +81,22 @@ class AgreesWithReference:
         self._trusted = trusted
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Compare, or return what is remembered: a departure refuses for the dtype, any dims."""
+        """Compare, or return the remembered refusal, which covers the dtype with any dims."""
         record, provider = candidate.record, candidate.provider
         if not isinstance(record, Kernel) or self._scope == "off":
             return _ACCEPTED
         definer = self._registry.definers[record.op].source
-        defines = definer.standard and definer.distribution == provider
-        trusted = provider in self._trusted or defines
-        proven = candidate.is_proven_on(request.capability.architecture)
-        if self._scope == "third_party" and trusted and proven:
+        is_definer = definer.standard and definer.distribution == provider
+        is_trusted = provider in self._trusted or is_definer
+        is_proven = candidate.is_proven_on(request.capability.architecture)
+        if self._scope == "third_party" and is_trusted and is_proven:
             return _ACCEPTED
-        known = self._registry.blame(candidate).departures
+        departures = self._registry.blame(candidate).departures
         key = (candidate.qualified_name, request.dtype)
-        if key in known:
-            return known[key]
-        if sum(name.startswith(f"{provider}/") for name, _ in known) >= _STRIKES:
+        if key in departures:
+            return departures[key]
+        # After several wrong kernels of a provider, its other kernels are not compared.
+        if sum(name.startswith(f"{provider}/") for name, _ in departures) >= _STRIKES:
             return Verdict.refuse(
                 f"{_STRIKES} kernels of {provider} departed from their reference, "
                 "so that its others are not tried"
@@ -103,7 +104,7 @@ class AgreesWithReference:
         task = Task("kernel", self._arguments(candidate, record, request, definer))
         verdict = self._registry.examine(candidate, task)
         if not verdict:
-            known[key] = verdict
+            departures[key] = verdict
         return verdict
 
     def _arguments(
@@ -111,7 +112,7 @@ class AgreesWithReference:
     ) -> dict[str, Any]:
         return {
             "op": self._registry.ops[record.op].target,
-            # It changes with the code that defines the op.
+            # Changes with the code that defines the op, so that a stored verdict becomes invalid.
             "definition": source.installed.fingerprint if source.installed else source.origin,
             "target": record.target,
             "prepare": record.prepare,
@@ -127,10 +128,10 @@ class AgreesWithReference:
 
 
 class BecomesAnOp:
-    """Refuses a kernel that torch.compile can neither trace nor be given as an op."""
+    """Refuses a kernel that torch.compile can neither trace nor treat as an opaque op."""
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Accept what is traceable, and what takes the arguments that the op's fake kernel does."""
+        """Accept a traceable kernel, and one with the same arguments as the op's fake kernel."""
         prepares = getattr(candidate.record, "prepare", "")
         if not prepares or "traceable" in candidate.properties:
             return _ACCEPTED
@@ -141,24 +142,24 @@ class BecomesAnOp:
 
 
 class TakesStoredConstants:
-    """Refuses a kernel that wants constants prepared, which a running model no longer has."""
+    """Refuses a kernel that needs prepared constants: a running model lacks the originals."""
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Accept what takes the constants as they are in the checkpoint."""
+        """Accept a kernel that takes the constants as stored in the checkpoint."""
         if getattr(candidate.record, "prepare", ""):
             return Verdict.refuse("wants prepared constants, which a running model lacks")
         return _ACCEPTED
 
 
 Form = tuple[str, str]
-"""The provider and the name of the form in which a kernel holds its constants."""
+"""The provider and the name of a kernel's prepared form of the constants."""
 
 
 def form_of(candidate: Candidate) -> Form:
-    """Return the form in which a kernel holds its constants.
+    """Return the form in which a kernel holds the constants.
 
-    Kernels without preparation hold them as stored, whoever provides them; one that prepares and
-    names no form has one of its own.
+    Kernels without preparation share the stored form, also across providers. A kernel with a
+    preparation and without a declared form has a unique form.
     """
     if not getattr(candidate.record, "prepare", ""):
         return ("", "")
@@ -166,14 +167,14 @@ def form_of(candidate: Candidate) -> Form:
 
 
 class IsReadByLookup:
-    """Accepts an lm_head whose form of the shared weight some embedding lookup reads."""
+    """Accepts an lm_head kernel if some lookup kernel reads the same form of the weight."""
 
     def __init__(self, forms: Collection[Form], lookup: str) -> None:
         self._forms = forms
         self._lookup = lookup
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Refuse a form that would be held beside the one that lookups read."""
+        """Refuse a form that would need a second copy for the lookup."""
         if form_of(candidate) in self._forms:
             return _ACCEPTED
         return Verdict.refuse(
@@ -183,7 +184,7 @@ class IsReadByLookup:
 
 
 class ReadsFormOf:
-    """Accepts an embedding lookup that reads the shared weight as the chosen lm_head holds it."""
+    """Accepts a lookup kernel that reads the form of the shared weight that lm_head holds."""
 
     def __init__(self, product: Choice) -> None:
         self._product = product.chosen
@@ -199,21 +200,21 @@ class ReadsFormOf:
 
 
 class Loads(_OfRegistry, ABC):
-    """The last gate: loads what a record names, once, and holds it for whoever binds it.
+    """The last gate: loads the object that a record names, once, and keeps it for binding.
 
     Attributes:
-        loaded: what was loaded last.
+        loaded: the last loaded object.
     """
 
     loaded: Any = None
 
     @abstractmethod
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Load and accept."""
+        """Load the object and accept."""
 
 
 class LoadsKernel(Loads):
-    """Loads a kernel's function, preparation and restoration; if only described, the reference."""
+    """Loads a kernel's function, preparation and restoration; the reference if only described."""
 
     def __init__(self, registry: Registry, op: CustomOp[..., Any], described: bool) -> None:
         super().__init__(registry)
@@ -221,19 +222,21 @@ class LoadsKernel(Loads):
         self._described = described
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Hold all three, None where there is none."""
+        """Load the three functions, None for a missing one."""
         record = candidate.record
         if self._described or not isinstance(record, Kernel):
             self.loaded = (self._op.reference, None, None)
             return _ACCEPTED
-        load, others = self._registry.load, (record.prepare, record.restore)
-        held = (load(candidate, target) if target else None for target in others)
-        self.loaded = (load(candidate, record.target), *held)
+        load, constant_targets = self._registry.load, (record.prepare, record.restore)
+        constant_functions = (
+            load(candidate, target) if target else None for target in constant_targets
+        )
+        self.loaded = (load(candidate, record.target), *constant_functions)
         return _ACCEPTED
 
 
 class LoadsLayer(Loads):
-    """Loads the class that replaces a standard layer, which it has to fit."""
+    """Loads the class that replaces a standard layer, and checks compatibility."""
 
     def __init__(self, registry: Registry, standard: type[PluggableLayer], divided: bool) -> None:
         super().__init__(registry)
@@ -241,7 +244,7 @@ class LoadsLayer(Loads):
         self._divided = divided and standard.reduces
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Hold the class."""
+        """Load the class; refuse one that does not declare a required sum over ranks."""
         assert isinstance(candidate.record, LayerEntry)
         self.loaded = self._registry.load(candidate, candidate.record.target)
         check_replacement(self._standard, self.loaded, candidate.qualified_name)
@@ -251,7 +254,7 @@ class LoadsLayer(Loads):
 
 
 class LoadsBackend(Loads):
-    """Builds an attention backend for a spec, once for all layers that share it."""
+    """Builds an attention backend for a spec, once for all layers with an equal spec."""
 
     def __init__(
         self,
@@ -266,14 +269,14 @@ class LoadsBackend(Loads):
         self._built = built
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Hold the backend."""
+        """Build the backend, or reuse the one of an equal spec."""
         assert isinstance(candidate.record, AttentionEntry)
         key = (candidate.qualified_name, self._spec)
         if key not in self._built:
             backend = self._registry.load(candidate, candidate.record.target)
-            # A backend that asks for features one by one may know nothing of this one.
-            reads = self._spec.shared or self._spec.type == "encoder_decoder"
-            if reads and backend.forward_stored is AttentionBackend.forward_stored:
+            # A backend whose ``accepts`` checks features one by one may predate this feature.
+            reads_stored_cache = self._spec.shared or self._spec.type == "encoder_decoder"
+            if reads_stored_cache and backend.forward_stored is AttentionBackend.forward_stored:
                 return Verdict.refuse("accepted to read a stored cache, has no forward_stored")
             self._built[key] = backend(self._spec, self._site)
         self.loaded = self._built[key]
@@ -281,7 +284,7 @@ class LoadsBackend(Loads):
 
 
 class LoadsCommunicator(Loads):
-    """Builds a communicator over ranks, once for all collectives that it is chosen for."""
+    """Builds a communicator over ranks, once for all collectives."""
 
     def __init__(
         self, registry: Registry, ranks: Ranks, device: str, built: dict[str, Communicator]
@@ -292,7 +295,7 @@ class LoadsCommunicator(Loads):
         self._built = built
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Hold the communicator; of ranks that are only described there is none."""
+        """Build or reuse the communicator; described ranks have none."""
         assert isinstance(candidate.record, CommunicatorEntry)
         if self._ranks.group is None:
             return _ACCEPTED
@@ -308,16 +311,16 @@ class LoadsScheme(Loads):
     """Loads the class of a quantization scheme."""
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Hold the class."""
+        """Load the class."""
         assert isinstance(candidate.record, SchemeEntry)
         self.loaded = self._registry.load(candidate, candidate.record.target)
         return _ACCEPTED
 
 
 class LoadsModel(Loads):
-    """Has a model family parse config.json; ``told`` is what the first that refuses it said."""
+    """Lets a model family parse config.json; ``first_error`` is the first family's refusal."""
 
-    told: InterposerError | None = None
+    first_error: InterposerError | None = None
 
     def __init__(self, registry: Registry, config: Mapping[str, Any], source: object) -> None:
         super().__init__(registry)
@@ -325,7 +328,7 @@ class LoadsModel(Loads):
         self._source = source
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Hold the settings; what never comes back is found in another process."""
+        """Parse the settings, after a trial in another process that detects a hanging parser."""
         assert isinstance(candidate.record, ModelEntry)
         target = candidate.record.target
         task = Task("model", {"target": target, "config": dict(self._config)})
@@ -336,7 +339,7 @@ class LoadsModel(Loads):
         try:
             self.loaded = family.parse(self._config, self._source)
         except InterposerError as error:
-            self.told = self.told or error
+            self.first_error = self.first_error or error
             raise
         if not isinstance(self.loaded, ModelFamily):
             return Verdict.refuse(f"its parse returned {self.loaded!r:.100}, not a ModelFamily")

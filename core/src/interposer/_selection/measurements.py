@@ -1,4 +1,4 @@
-"""Known times of candidates: this host's measurements, then shipped tables."""
+"""Known run times of candidates: this host's measurements, then shipped tables."""
 
 from __future__ import annotations
 
@@ -36,36 +36,40 @@ def torch_version() -> str:
 
 
 class Measurements:
-    """The figures for one device under one policy; nothing is read before it is asked for."""
+    """The measurements for one device under one policy, read on first use."""
 
     def __init__(self, registry: Registry, device: Device, config: Config) -> None:
         self.registry = registry
         self.device = device
         self.store = default_store(config)
-        self._wanted = config.tables
+        self._uses_tables = config.tables
 
     def lookup(self, request: Request, accepted: Accepted) -> Measured | str | None:
-        """Return what those that accept ``request`` took for it.
+        """Return the run times of the candidates that accept ``request``.
 
-        This host's own measurements go before the tables of plugins, of which the one with the
-        longest glob for the device goes first.
+        This host's own measurements precede the tables of plugins. Among tables, the one with the
+        longest glob for the device is first.
 
         Args:
-            accepted: returns every candidate that accepts, whatever the policy says of it; asked
-                only if there are figures.
-        Returns: None if nothing is known; a text if something is, but cannot be used, and why.
+            accepted: returns every candidate that accepts, regardless of the policy; called only if
+                there are measurements.
+        Returns: None if nothing is known; a string if the known measurements cannot be used, with
+            the reason.
         """
-        if not self._wanted or request.kind not in ("kernel", "attention"):
+        if not self._uses_tables or request.kind not in ("kernel", "attention"):
             return None
         problems = []
-        for found in (self._own(request, accepted), *self._shipped(request, accepted)):
-            if isinstance(found, Measured):
-                return found
-            problems += [found] if found else []
+        for result in (
+            self._lookup_host(request, accepted),
+            *self._lookup_tables(request, accepted),
+        ):
+            if isinstance(result, Measured):
+                return result
+            problems += [result] if result else []
         return problems[0] if problems else None
 
     def key(self, request: Request) -> Key:
-        """Return the key under which measurements for ``request`` are kept on this host."""
+        """Return the key under which measurements for ``request`` are stored on this host."""
         assert request.kind in ("kernel", "attention")
         return Key(
             host=this_host(),
@@ -79,10 +83,10 @@ class Measurements:
         )
 
     def driver(self) -> str:
-        """Return what tells the driver of the device apart."""
+        """Return the identification of the device's driver."""
         return self.registry.driver(self.device.platform)
 
-    def _own(self, request: Request, accepted: Accepted) -> Measured | str | None:
+    def _lookup_host(self, request: Request, accepted: Accepted) -> Measured | str | None:
         source = "the measurements of this host"
         key = plain(self.key(request))
         try:
@@ -94,58 +98,69 @@ class Measurements:
         entry = Entry.stored(key, value)
         if isinstance(entry, str):
             return f"{source} cannot be used: {entry}"
-        for name, then, now in (
+        # Another torch or driver may change run times.
+        for name, measured_version, current_version in (
             ("torch", entry.value.torch, torch_version()),
             ("the driver", entry.value.driver, self.driver()),
         ):
-            if then != now:
-                changes = f"{name} was {_shown(then)}, is {_shown(now)}"
+            if measured_version != current_version:
+                changes = f"{name} was {_shown(measured_version)}, is {_shown(current_version)}"
                 return _stale(source, changes)
-        return _fitting(entry.value, accepted(), source)
+        return _check_current(entry.value, accepted(), source)
 
-    def _shipped(self, request: Request, accepted: Accepted) -> list[Measured | str | None]:
+    def _lookup_tables(self, request: Request, accepted: Accepted) -> list[Measured | str | None]:
         matching = [
             (record, plugin.source.origin)
             for plugin, record in self.registry.records(TuningEntry)
             if fnmatchcase(self.device.name, record.device)
         ]
+        # The longest glob is the most specific; origin and name make the order deterministic.
         matching.sort(key=lambda pair: (-len(pair[0].device), pair[1], pair[0].name))
-        found: list[Measured | str | None] = []
+        results: list[Measured | str | None] = []
         for record, origin in matching:
             source = f"the table {record.name!r} of {origin}"
             try:
                 entries = _shipped_entries(record.resource, self.device.name)
             except (RecordError, StorageError) as error:
-                found.append(f"{source} cannot be used: {error}")
+                results.append(f"{source} cannot be used: {error}")
                 continue
             entry = entries.get(address(self.key(request)))
             if entry is not None:
-                found.append(_fitting(entry.value, accepted(), source))
-        return found
+                results.append(_check_current(entry.value, accepted(), source))
+        return results
 
 
 @cached
 def _shipped_entries(resource: str, device: str) -> dict[str, Entry]:
-    """Return the newest entry by address; the table counts for every device that it is for."""
-    found: dict[str, Entry] = {}
+    """Read a table's newest entry by address, with ``device`` in place of the measured device."""
+    newest: dict[str, Entry] = {}
     for entry in read_entries(resource_path(resource)):
-        at = address(entry.key.model_copy(update={"device": device}))
-        if at not in found or found[at].value.measured < entry.value.measured:
-            found[at] = entry
-    return found
+        key_address = address(entry.key.model_copy(update={"device": device}))
+        if key_address not in newest or newest[key_address].value.measured < entry.value.measured:
+            newest[key_address] = entry
+    return newest
 
 
-def _fitting(value: Measurement, accepted: Sequence[Candidate], source: str) -> Measured | str:
-    """Return the figures, or why they are not those of the candidates that accept."""
-    known = {name: figures.version for name, figures in value.candidates.items()}
-    known |= {name: version for name, (version, _) in value.failed.items()}
-    now = {candidate.qualified_name: candidate.version for candidate in accepted}
-    changes = [f"{name} was not measured" for name in sorted(now.keys() - known.keys())]
-    changes += [f"{name} does not accept any more" for name in sorted(known.keys() - now.keys())]
+def _check_current(
+    value: Measurement, accepted: Sequence[Candidate], source: str
+) -> Measured | str:
+    """Return the run times, or the reason why some accepting candidate is not covered."""
+    measured_versions = {name: figures.version for name, figures in value.candidates.items()}
+    # A candidate that could not be measured counts as known, and is never chosen by time.
+    measured_versions |= {name: version for name, (version, _) in value.failed.items()}
+    current_versions = {candidate.qualified_name: candidate.version for candidate in accepted}
+    changes = [
+        f"{name} was not measured"
+        for name in sorted(current_versions.keys() - measured_versions.keys())
+    ]
     changes += [
-        f"{name} was {known[name]}, is {now[name]}"
-        for name in sorted(now.keys() & known.keys())
-        if now[name] != known[name]
+        f"{name} does not accept any more"
+        for name in sorted(measured_versions.keys() - current_versions.keys())
+    ]
+    changes += [
+        f"{name} was {measured_versions[name]}, is {current_versions[name]}"
+        for name in sorted(current_versions.keys() & measured_versions.keys())
+        if current_versions[name] != measured_versions[name]
     ]
     if changes:
         return _stale(source, ", ".join(changes))

@@ -1,4 +1,4 @@
-"""The platform in force with its device, and plans of models for it."""
+"""The current platform and device, and plans of models for the device."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _REQUEST = Request("platform", "")
 
 
 def current_platform(config: Config | None = None) -> Platform:
-    """Return the platform in force; asking again for the same configuration is cheap.
+    """Return the current platform; repeated calls with the same configuration are cheap.
 
     Raises:
-        PlatformUnavailableError: none accepts, the pinned one refuses, or a platform failed that
-            might have been the better one.
-        UnknownNameError: no installed plugin has the pinned one.
+        PlatformUnavailableError: no platform accepts this machine, the pinned platform refuses, or
+            a platform failed that might have ranked higher.
+        UnknownNameError: no installed plugin has the pinned platform.
     """
     return place(config).platform
 
 
 def place(config: Config | None = None) -> Placement:
-    """Return the platform in force with its first device, see ``current_platform``."""
+    """Return the current platform with the first device, see ``current_platform``."""
     config = effective_config(config)
     return _place(current_registry(config), policy_for(config, _REQUEST))
 
@@ -55,6 +55,7 @@ def place(config: Config | None = None) -> Placement:
 def _place(registry: Registry, policy: Policy) -> Placement:
     candidates = [unless_explicit(c, policy) for c in registry.candidates("platform")]
     failures = registry.plugins.refusals()
+    # Without this case, the error would say that every platform refuses, although none was tried.
     if policy.pin is None and all(_is_explicit(candidate) for candidate in candidates):
         refusals = [Refusal(c.name, c.origin, c.judge(_REQUEST).reason) for c in candidates]
         omitted = registry.plugins.omissions()
@@ -62,32 +63,32 @@ def _place(registry: Registry, policy: Policy) -> Placement:
         if failures or omitted:
             action = f"mend what failed, allow what the configuration leaves out, or {action}"
         raise PlatformUnavailableError("platform", (*refusals, *failures, *omitted), action)
-    asked = f"platform {policy.pin!r}"
+    requested = f"platform {policy.pin!r}"
     try:
         choice = select(_REQUEST, candidates, policy)
     except UnknownNameError as error:
         if not failures:
             raise
-        # The plugin that would provide it may be among those that failed.
-        what = f"{asked}; known: {', '.join(error.known)}"
+        # The plugin that provides the platform may be among the plugins that failed.
+        what = f"{requested}; known: {', '.join(error.known)}"
         raise PlatformUnavailableError(what, failures, "mend what failed") from error
     except NoCandidateError as error:
         raise PlatformUnavailableError(
-            "usable platform" if policy.pin is None else f"{asked}, which was asked for",
+            "usable platform" if policy.pin is None else f"{requested}, which was asked for",
             (*error.refusals, *failures),
             error.action
             or "install a plugin for this machine; `interposer doctor` lists what is there",
         ) from error
-    placement = _opened(registry, choice)
+    placement = _open(registry, choice)
     if policy.pin is None:
         _refuse_silent_fallback(registry, placement, failures)
     return placement
 
 
 def unless_explicit(candidate: Candidate, policy: Policy) -> Candidate:
-    """Return ``candidate``, which refuses unprobed where it has to be named and is not."""
-    named = policy.pin in (candidate.name, candidate.qualified_name)
-    if named or not _is_explicit(candidate):
+    """Wrap an explicit candidate that is not pinned, so that it refuses without a probe."""
+    is_pinned = policy.pin in (candidate.name, candidate.qualified_name)
+    if is_pinned or not _is_explicit(candidate):
         return candidate
     reason = f"is taken only where it is named: Config(platform={candidate.name!r})"
     return replace(candidate, judge=lambda _: Verdict.refuse(reason))
@@ -98,8 +99,8 @@ def _is_explicit(candidate: Candidate) -> bool:
     return candidate.record.explicit
 
 
-def _opened(registry: Registry, choice: Choice) -> Placement:
-    """Return the chosen platform with its first device; a platform that fails here raises."""
+def _open(registry: Registry, choice: Choice) -> Placement:
+    """Load the chosen platform and the first device; raise if the platform fails here."""
     chosen = choice.chosen
     assert isinstance(chosen.record, PlatformEntry)
     try:
@@ -120,24 +121,27 @@ def _opened(registry: Registry, choice: Choice) -> Placement:
 def _refuse_silent_fallback(
     registry: Registry, placement: Placement, plugin_failures: list[Refusal]
 ) -> None:
-    """Raise if the choice is only second best because something broke."""
+    """Raise if the choice is only second best because a better platform or plugin failed."""
     chosen = placement.choice.chosen
     candidates = registry.candidates("platform")
+    # Only a platform that would have ranked at least as high makes the choice a fallback.
     better = {(c.name, c.origin) for c in candidates if c.score >= chosen.score}
     failures = [
         refusal
         for refusal in placement.choice.refusals
+        # A traceback marks a crash. A platform that merely finds no device has none.
         if refusal.traceback and (refusal.candidate, refusal.provider) in better
     ]
-    failed = [
+    failed_origins = [
         f"{f.distribution} {f.version}"
         for f in registry.plugins.failed
         if any(score >= chosen.score for _, score in f.platforms)
     ]
-    failures += [refusal for refusal in plugin_failures if refusal.provider in failed]
-    if plugin_failures:  # asked only then, as torch may initialise the driver to answer
-        visible = torch.accelerator.current_accelerator(check_available=True)
-        if visible is not None and visible.type != placement.platform.device_type:
+    failures += [refusal for refusal in plugin_failures if refusal.provider in failed_origins]
+    # Query torch only after a failure, because the query may initialise the driver.
+    if plugin_failures:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is not None and accelerator.type != placement.platform.device_type:
             failures += [refusal for refusal in plugin_failures if refusal not in failures]
     if failures:
         raise PlatformUnavailableError(
@@ -149,7 +153,7 @@ def _refuse_silent_fallback(
 
 @runtime_checkable
 class Planned(Protocol):
-    """An object that was built through a resolver and still holds it."""
+    """An object that was built through a resolver and still holds the resolver."""
 
     @property
     def resolver(self) -> Resolver:
@@ -158,7 +162,7 @@ class Planned(Protocol):
 
     @property
     def placement(self) -> Placement:
-        """The platform and device that it was built for."""
+        """The platform and device that the object was built for."""
         ...
 
     @property
@@ -176,21 +180,22 @@ def planned(
     tensor_parallel: int | None = None,
     expert_parallel: Any = None,
 ) -> Planned:
-    """Return the plan of a model directory; a model that was built already is its own.
+    """Plan a model directory; a model that is already built is returned as its own plan.
 
     Args:
-        model: a directory that an installed plugin can read, or what ``load`` or ``plan`` gave.
-        config: policy for the plan, above every other source.
+        model: a directory that an installed plugin can read, or a result of ``load`` or ``plan``.
+        config: policy for the plan, which precedes every other source.
         dtype: to compute in, such as ``"bfloat16"``.
-        placement: where to plan for instead of this machine; a built model is planned anew.
-        quantization: the method by which plain weights are to be quantized while they load, or
-            its settings; None for a built model means the one that it was loaded with.
-        tensor_parallel: the number of processes that are to compute it together.
-        expert_parallel: how experts are to be placed on them, as the planner takes it.
-    Raises: ConfigError: nothing that is installed can plan ``model``.
+        placement: the target of the plan, instead of this machine; a built model is planned anew.
+        quantization: the method for quantizing unquantized weights at load time, or the settings of
+            a method; None for a built model keeps the model's method.
+        tensor_parallel: the number of processes that compute the model together.
+        expert_parallel: the expert parallelism, in the form that the planner takes.
+    Raises: ConfigError: no installed plugin can plan ``model``.
     """
     if isinstance(model, str | os.PathLike):
         path = Path(model)
+    # A built model is its own plan, unless it is planned for another device or number of ranks.
     elif placement is None and tensor_parallel is None and isinstance(model, Planned):
         return model
     elif isinstance(getattr(model, "path", None), Path):
@@ -204,16 +209,16 @@ def planned(
         )
     config = effective_config(config)
     plugins = current_registry(config).plugins
-    over = {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel}
-    asked = {"quantization": quantization, **over}
+    parallel = {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel}
+    options = {"quantization": quantization, **parallel}
     plan, plugin = plugins.first_result(
         "interposer_plan",
-        [name for name, value in asked.items() if value is not None],
+        [name for name, value in options.items() if value is not None],
         path=path,
         config=config,
         dtype=dtype,
         placement=placement,
-        **asked,
+        **options,
     )
     if plan is not None and not isinstance(plan, Planned):
         raise ConfigError(

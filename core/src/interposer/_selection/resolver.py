@@ -1,4 +1,4 @@
-"""Resolution: asks the selection once per distinct request and remembers every choice."""
+"""The resolver: runs the selection once per distinct request and remembers every choice."""
 
 from __future__ import annotations
 
@@ -67,16 +67,17 @@ class Resolver:
     """Makes the choices for one model on one device.
 
     Args:
-        defaults: the kernel that the platform prefers for an op, unless ``config`` decides.
+        defaults: the platform's preferred kernel by op, which ``config`` can override.
 
     Attributes:
         choices: every distinct choice with the prefixes that share it, in order of construction.
         failures: kernels that failed at run time and were replaced.
-        notes: what is to be said of the model as a whole.
-        scheme: the checkpoint's quantization scheme, or None where weights are plain.
+        notes: notes on the model in general.
+        scheme: the checkpoint's quantization scheme, or None if weights are not quantized.
         described: the device is only described, so kernels are chosen but never loaded.
-        ranks: the processes that compute the model together; None where this one is alone.
-        communicators: those that were chosen, by qualified name; the model's owner closes them.
+        ranks: the processes that compute the model together; None for a single process.
+        communicators: the chosen communicators by qualified name; the model's owner closes the
+            communicators.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Resolver:
         self._backends: dict[tuple[str, AttentionSpec], AttentionBackend] = {}
         self._measurements = Measurements(registry, device, config)
         self._gates: tuple[Gate, ...] = (HasNotFailed(registry),)
+        # Order matters: cheap gates run before the canary, which starts a process.
         if config.compile != "off":
             self._gates += (BecomesAnOp(),)
         if not described:
@@ -118,7 +120,7 @@ class Resolver:
     def at(
         cls, placement: Placement, config: Config | None = None, ranks: Ranks | None = None
     ) -> Resolver:
-        """Return a resolver for the device of ``placement``, with its platform's defaults."""
+        """Create a resolver for the device of ``placement``, with the platform's defaults."""
         config = effective_config(config)
         resolver = cls(
             current_registry(config),
@@ -135,9 +137,9 @@ class Resolver:
     def kernel(
         self, op: CustomOp[P, R], dtype: torch.dtype, dims: Dims, prefix: str
     ) -> BoundKernel[P, R]:
-        """Return the kernel for ``op``, loaded.
+        """Choose and load the kernel for ``op``.
 
-        Raises: NoCandidateError: every kernel was refused, or the pinned one.
+        Raises: NoCandidateError: every kernel was refused, or the pinned kernel was.
         """
         request = self._request("kernel", op.name, Site(self, prefix, dtype), dims)
         choice, loaded = self._choose(request, self._gates, self._loads(op))
@@ -149,45 +151,51 @@ class Resolver:
         product: tuple[CustomOp[Q, S], Dims, str],
         dtype: torch.dtype,
     ) -> tuple[BoundKernel[P, R], BoundKernel[Q, S]]:
-        """Return kernels that look rows of a table up and multiply by it, and hold it once.
+        """Choose lookup and matmul kernels that share one copy of a table.
 
-        The product decides, among those whose form of the table some lookup reads; a kernel that
-        the configuration pins is taken in any case.
+        The matmul's kernel is chosen first, among kernels with a form of the table that some lookup
+        kernel reads. A kernel that the configuration pins is chosen in any case.
 
         Args:
             lookup: the op with its dims and prefix.
             product: the op with its dims and prefix.
-        Raises: NoCandidateError: every kernel was refused, or a pinned one.
+        Raises: NoCandidateError: every kernel was refused, or a pinned kernel was.
         """
-        rows, multiply = (
+        lookup_request, product_request = (
             self._request("kernel", op.name, Site(self, prefix, dtype), dims)
             for op, dims, prefix in (lookup, product)
         )
-        forms = {form_of(c) for c in acceptable(rows, self._candidates(rows), self._policy(rows))}
+        forms = {
+            form_of(c)
+            for c in acceptable(
+                lookup_request, self._candidates(lookup_request), self._policy(lookup_request)
+            )
+        }
         gates: tuple[Gate, ...] = (IsReadByLookup(forms, lookup[0].name), *self._gates)
-        if self._policy(multiply).pin is not None:
+        if self._policy(product_request).pin is not None:
             gates = self._gates
-        choice, loaded = self._choose(multiply, gates, self._loads(product[0]))
-        multiplies = self._bound(product[0], multiply, choice, *loaded)
+        choice, loaded = self._choose(product_request, gates, self._loads(product[0]))
+        product_kernel = self._bound(product[0], product_request, choice, *loaded)
         gates = (ReadsFormOf(choice), *self._gates)
-        if self._policy(rows).pin is not None:
+        if self._policy(lookup_request).pin is not None:
             gates = self._gates
         try:
-            choice, loaded = self._choose(rows, gates, self._loads(lookup[0]))
+            choice, loaded = self._choose(lookup_request, gates, self._loads(lookup[0]))
         except NoCandidateError:
-            # All that read this form failed their checks: held twice, it still works.
-            choice, loaded = self._choose(rows, self._gates, self._loads(lookup[0]))
-        return self._bound(lookup[0], rows, choice, *loaded), multiplies
+            # Every lookup kernel that reads this form failed its checks. A second copy of the
+            # table still works.
+            choice, loaded = self._choose(lookup_request, self._gates, self._loads(lookup[0]))
+        return self._bound(lookup[0], lookup_request, choice, *loaded), product_kernel
 
     def layer(self, standard: type[L], site: Site) -> type[L]:
-        """Return the class to build for ``standard``: itself or its replacement."""
+        """Choose the class to build for ``standard``: the standard layer or a replacement."""
         dims = sum_dims(self, standard, site.dtype)
         request = self._request("layer", standard.layer_id, site, dims)
         loads = LoadsLayer(self.registry, standard, self.ranks is not None)
         return cast("type[L]", self._choose(request, (), loads)[1])
 
     def attention(self, spec: AttentionSpec, site: Site) -> AttentionBackend:
-        """Return the backend for ``spec``, shared by all layers with an equal spec."""
+        """Choose the backend for ``spec``, shared by all layers with an equal spec."""
         at = Site(self, site.prefix, spec.dtype)
         request = self._request("attention", spec.type, at, spec.dims(), spec)
         loads = LoadsBackend(self.registry, spec, site, self._backends)
@@ -196,11 +204,11 @@ class Resolver:
     def communicator(
         self, collective: str, dtype: torch.dtype, num_bytes: int, prefix: str
     ) -> tuple[Choice, Communicator | None]:
-        """Return what is chosen for a collective over ``ranks``, None where they are described.
+        """Choose the communicator for a collective over ``ranks``; None if ranks are described.
 
         Args:
-            num_bytes: of one rank.
-        Raises: NoCandidateError: every communicator was refused, or the pinned one.
+            num_bytes: bytes on one rank.
+        Raises: NoCandidateError: every communicator was refused, or the pinned one was.
         """
         assert self.ranks is not None
         dims = self.ranks.dims(num_bytes)
@@ -211,11 +219,11 @@ class Resolver:
         return self._choose(request, gates, loads)
 
     def choose_scheme(self, settings: Mapping[str, Any]) -> None:
-        """Set ``scheme`` to the one for a checkpoint's ``quantization_config``.
+        """Set ``scheme`` to the scheme for a checkpoint's ``quantization_config``.
 
         Raises:
-            UnknownNameError: no installed plugin knows the ``quant_method``.
-            ConfigError: the scheme does not take the settings.
+            UnknownNameError: no installed plugin has a scheme for the ``quant_method``.
+            ConfigError: the scheme refuses the settings.
         """
         request = Request("scheme", str(settings.get("quant_method")))
         _, scheme = self._choose(request, (), LoadsScheme(self.registry))
@@ -224,52 +232,59 @@ class Resolver:
     def choose_model(
         self, architecture: str, config: Mapping[str, Any], source: object
     ) -> ModelFamily:
-        """Return what the family for an architecture makes of config.json, which is ``source``.
+        """Choose the family for an architecture and parse config.json with it.
 
+        Args:
+            source: origin of ``config``, which errors name.
         Raises:
             UnknownNameError: no installed plugin has the architecture.
-            CheckpointError: the family does not take what ``config`` says.
-            NoCandidateError: all families for it were refused.
+            CheckpointError: the family refuses the content of ``config``.
+            NoCandidateError: every family for the architecture was refused.
         """
         loads = LoadsModel(self.registry, config, source)
         try:
             return cast(ModelFamily, self._choose(Request("model", architecture), (), loads)[1])
         except NoCandidateError as error:
-            if loads.told is None or len(error.refusals) > 1:
+            if loads.first_error is None or len(error.refusals) > 1:
                 raise
-            raise loads.told from None
+            raise loads.first_error from None
 
     def accepted(self, request: Request) -> list[Candidate]:
-        """Return the candidates that accept ``request``, whatever the policy says of them."""
+        """Return the candidates that accept ``request``, regardless of the policy."""
         return [c for c in self._candidates(request) if c.judge(request)]
 
     def record(self, choice: Choice) -> None:
-        """Add a choice that was made elsewhere for this model, so that it is explained as well."""
+        """Add a choice that was made elsewhere, so that explanations of this model include it."""
         self.choices[choice.request.key, choice.why] = (choice, [choice.request.prefix])
 
     def annotate(self, key: tuple[object, ...], note: str, *, idle: bool = False) -> None:
-        """Add a note to the choice of that key, and say whether its kernel is never called."""
+        """Add a note to the choice of ``key``; ``idle`` marks the kernel as never called."""
         choice, prefixes = self.choices[key]
         self.choices[key] = (replace(choice, notes=(*choice.notes, note), idle=idle), prefixes)
 
     def check_places(self) -> None:
-        """Raise ConfigError for a rule whose glob matched no place, now that the model is built.
+        """Raise ConfigError for a rule with a glob that matched no place, after the model is built.
 
-        A strict configuration raises for any rule on what this model never asks for.
+        A strict configuration raises for any rule about a thing that this model never requests.
         """
         config = self.config
         sources = {"kernel": config.kernels, "layer": config.layers, "attention": config.attention}
         for kind, rules in sources.items():
-            asked = [
+            requested = [
                 (choice.request.name, prefix)
                 for choice, prefixes in self.choices.values()
                 if choice.request.kind == kind
                 for prefix in prefixes
             ]
+            # A rule without a glob may name an op that this model does not use, unless strict.
             for key in (key for key in rules if "@" in key or config.strict):
-                if not any(pin_matches(key, name, place) for name, place in asked):
+                if not any(pin_matches(key, name, place) for name, place in requested):
                     name, _, glob = key.partition("@")
-                    places = {place for asker, place in asked if name in ("*", asker)}
+                    places = {
+                        place
+                        for requested_name, place in requested
+                        if name in ("*", requested_name)
+                    }
                     nearest = ", ".join(nearest_first(glob, places)[:5]) or "(none)"
                     raise ConfigError(
                         f"The rule {key!r} matches no place where this model asks for {name!r}. "
@@ -279,18 +294,20 @@ class Resolver:
     def _choose(
         self, request: Request, gates: tuple[Gate, ...], loads: Loads, *, anew: bool = False
     ) -> tuple[Choice, Any]:
-        """Return the choice for ``request`` and what ``loads`` loaded for it, both remembered.
+        """Return the choice for ``request`` and the object that ``loads`` loaded; remember both.
 
         Args:
-            gates: asked before ``loads``.
-            anew: a choice that is remembered is replaced.
+            gates: run before ``loads``.
+            anew: replace a remembered choice.
         """
         policy = self._policy(request)
+        # The policy is part of the key, because rules may differ between places of the model.
         key = (*request.key, policy)
         _, prefixes = self.choices.get(key, (None, []))
         if anew or key not in self.choices:
-            # A model may be built without memory, but the modules of plugins are imported with it.
-            with torch.device("cpu"), self._telling(request) as told:
+            # A model may be built on the meta device, but modules of plugins that are imported here
+            # must be able to create real tensors.
+            with torch.device("cpu"), self._observing(request) as choices:
                 choice = select(
                     request,
                     self._candidates(request),
@@ -298,7 +315,7 @@ class Resolver:
                     measured=self._measured(request),
                     gates=(*gates, loads),
                 )
-                told.append(choice)
+                choices.append(choice)
             self.choices[key] = (choice, prefixes)
             self._loaded[key] = loads.loaded
         if not anew:
@@ -306,8 +323,8 @@ class Resolver:
         return self.choices[key][0], self._loaded[key]
 
     @contextmanager
-    def _telling(self, request: Request) -> Iterator[list[Choice]]:
-        """Tell observers of the choice that a block appends, or of what it raises."""
+    def _observing(self, request: Request) -> Iterator[list[Choice]]:
+        """Notify observers of the choice that a block appends, or of the block's error."""
         start, plugins = time.time_ns(), self.registry.plugins
         choices: list[Choice] = []
         try:
@@ -317,9 +334,9 @@ class Resolver:
                 failures = plugins.refusals()
                 if not failures:
                     raise
-                # The plugin that would provide it may be among those that failed.
-                known = ", ".join(error.known)
-                what = f"{request.kind} {error.name!r} for {request}; known: {known}"
+                # The plugin that provides the name may be among the plugins that failed.
+                known_names = ", ".join(error.known)
+                what = f"{request.kind} {error.name!r} for {request}; known: {known_names}"
                 raise NoCandidateError(what, failures, "mend what failed") from error
         except NoCandidateError as error:
             plugins.observe("interposer_refused", error=error)
@@ -344,11 +361,12 @@ class Resolver:
         prepare: Callable[..., Any] | None,
         restore: Callable[..., None] | None,
     ) -> BoundKernel[P, R]:
-        """Return the kernel as it is, or behind a fallback where the policy asks for one."""
-        # What was written or prepared cannot be taken back, so only the rest is tried again.
+        """Bind the kernel's own function, or wrap it in a fallback if the policy requests one."""
+        # Writes to arguments and prepared constants cannot be undone, so a call of such a kernel
+        # cannot be repeated with another kernel.
         can_repeat = self.config.fallback and not (op.mutates or prepare)
         if can_repeat and function is not op.reference and self._policy(request).pin is None:
-            # It imports the compiler, which takes a second, for those alone who ask for it.
+            # Imported here because the module imports the compiler, which takes a second.
             from interposer._selection.fallback import Fallback
 
             replace = partial(self._replace, op, request)
@@ -358,11 +376,11 @@ class Resolver:
     def _replace(
         self, op: CustomOp[..., Any], request: Request, failed: Candidate, reason: str, trace: str
     ) -> tuple[Callable[..., Any], Candidate]:
-        """Quarantine ``failed`` and return what takes over for ``request``."""
+        """Quarantine ``failed`` and return the next kernel for ``request``."""
         with self._replacing:
             key = (*request.key, self._policy(request))
             choice, _ = self.choices[key]
-            # Layers share a choice, and another one may have replaced it already.
+            # Layers share a choice, so the call of another layer may have replaced it already.
             if choice.chosen.qualified_name == failed.qualified_name:
                 failures = self.registry.blame(failed).failures
                 failures.setdefault(failed.qualified_name, reason)
@@ -391,10 +409,10 @@ class Resolver:
         return self.registry.candidates(request.kind, subject)
 
     def _measured(self, request: Request) -> Measured | str | None:
-        known = self._measurements.lookup(request, partial(self.accepted, request))
-        if isinstance(known, str) and self.config.strict:
+        measured = self._measurements.lookup(request, partial(self.accepted, request))
+        if isinstance(measured, str) and self.config.strict:
             raise ConfigError(
-                f"{known}. Try: `interposer tune` again, or Config(tables=False), "
+                f"{measured}. Try: `interposer tune` again, or Config(tables=False), "
                 "for a strict configuration takes no table that does not fit"
             )
-        return known
+        return measured

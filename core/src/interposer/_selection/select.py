@@ -1,8 +1,8 @@
-"""The one selection mechanism: request + candidates + policy -> choice.
+"""The selection mechanism: request + candidates + policy -> choice.
 
-Order: what the user pinned, what the user prefers, what was measured, what is proven on such a
-device, the score, then the provider's name. Every caller in the SDK goes through ``select``,
-whether it wants a platform, a kernel, a layer or a backend.
+Order: pins of the user, preferences of the user, measured time, proof on the device's architecture,
+score, then the provider's name. Every caller in the SDK uses ``select``, for platforms, kernels,
+layers and backends alike.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from interposer._contract.verdict import Refusal, Verdict
 from interposer._selection.figures import duration
 
 Gate = Callable[[Request, Candidate], Verdict]
-"""One examination; what it raises refuses the candidate."""
+"""One check of a candidate; an exception refuses the candidate."""
 
 _FREE = Policy()
 _ACCEPTED = Verdict.accept()
@@ -45,31 +45,36 @@ def select(
     measured: Measured | str | None = None,
     gates: Sequence[Gate] = (),
 ) -> Choice:
-    """Return the best candidate for ``request``, the same for any order of ``candidates``.
+    """Choose the best candidate for ``request``, independent of the order of ``candidates``.
 
     Args:
-        policy: what the configuration wants; what it forbids is not even judged.
-        measured: figures of candidates, which go before all that have none; a text says why there
-            are none that could be used, and becomes a note.
-        gates: costly last examinations, asked of a winner in this order; if one refuses, the next
-            best candidate is asked.
+        policy: wishes of the configuration; forbidden candidates are not even judged.
+        measured: run times of candidates; a measured candidate precedes every unmeasured one. A
+            string is the reason why measurements cannot be used, and becomes a note.
+        gates: costly last checks of the winner, in this order; if one refuses, the next best
+            candidate is checked.
     Raises:
         UnknownNameError: the pin names no candidate.
         ConfigError: the pin names candidates of several providers.
-        NoCandidateError: all are refused, or the pinned one is; or the policy is strict, and no
-            preference is met or only names could decide.
+        NoCandidateError: all candidates or the pinned one are refused; or the policy is strict, and
+            no preference is met or only names could decide.
     """
     ordered = sorted(candidates, key=_by_score)
     verdicts = [(c, _judge(c, request, policy)) for c in ordered]
-    unusable = measured if isinstance(measured, str) else ""
+    measurement_problem = measured if isinstance(measured, str) else ""
     if isinstance(measured, str):
         measured = None
-    known = measured.seconds if measured is not None else {}
-    timed = [c.qualified_name for c, verdict in verdicts if verdict and c.qualified_name in known]
-    fastest = min(timed, key=lambda name: (known[name], name), default="")
+    seconds_by_name = measured.seconds if measured is not None else {}
+    measured_names = [
+        c.qualified_name
+        for c, verdict in verdicts
+        if verdict and c.qualified_name in seconds_by_name
+    ]
+    fastest = min(measured_names, key=lambda name: (seconds_by_name[name], name), default="")
     ranking = _Ranking(policy, measured, fastest, request.capability.architecture)
     accepted = sorted((c for c, verdict in verdicts if verdict), key=ranking.key)
     refused = [(c, verdict) for c, verdict in verdicts if not verdict]
+    # Candidates that may win; without a pin or strict preferences, all that were accepted.
     contenders = accepted
     if policy.pin is not None:
         pinned = _find(request, ordered, policy.pin)
@@ -78,33 +83,46 @@ def select(
         contenders = [c for c in accepted if ranking.prefers(c)]
     chosen = None
     for contender in contenders:
-        verdict = _passed(gates, request, contender)
+        # Only winners pass through the gates, which are costly.
+        verdict = _run_gates(gates, request, contender)
         if verdict:
             chosen = contender
             break
         refused.append((contender, verdict))
+        # A candidate that a gate refused is reported as refused, not as outranked.
         accepted = [c for c in accepted if c is not contender]
+    # Gates append refusals in the order of ranks; reports list them by score.
     refused.sort(key=lambda entry: _by_score(entry[0]))
     if chosen is None:
-        raise _none(request, policy, ordered, accepted, refused)
-    others = [c for c in accepted if c is not chosen]
+        raise _no_candidate_error(request, policy, ordered, accepted, refused)
+    outranked_candidates = [c for c in accepted if c is not chosen]
     if policy.strict and policy.pin is None:
-        _refuse_tie(request, ranking, chosen, others)
-    outranked = [Refusal(c.name, c.origin, ranking.outranked(c, chosen)) for c in others]
-    told = (*ranking.notes(chosen, refused), *_told(request, verdicts, chosen), unusable)
+        _refuse_tie(request, ranking, chosen, outranked_candidates)
+    outranked_refusals = [
+        Refusal(c.name, c.origin, ranking.outranked(c, chosen)) for c in outranked_candidates
+    ]
+    notes = (
+        *ranking.notes(chosen, refused),
+        *_acceptance_notes(request, verdicts, chosen),
+        measurement_problem,
+    )
     return Choice(
         request,
         chosen,
-        ranking.why(chosen, others),
-        (*outranked, *(_refusal(c, verdict) for c, verdict in refused)),
-        {c.qualified_name: known[c.qualified_name] for c in ordered if c.qualified_name in known},
-        tuple(filter(None, told)),
+        ranking.why(chosen, outranked_candidates),
+        (*outranked_refusals, *(_refusal(c, verdict) for c, verdict in refused)),
+        {
+            c.qualified_name: seconds_by_name[c.qualified_name]
+            for c in ordered
+            if c.qualified_name in seconds_by_name
+        },
+        tuple(filter(None, notes)),
         policy.pin is not None or bool(ranking.preferred(chosen)),
     )
 
 
-def _passed(gates: Iterable[Gate], request: Request, candidate: Candidate) -> Verdict:
-    """Return the first refusal of ``gates``; an exception of a candidate's code is one."""
+def _run_gates(gates: Iterable[Gate], request: Request, candidate: Candidate) -> Verdict:
+    """Return the first refusal of ``gates``; an exception in a candidate's code is a refusal."""
     try:
         for gate in gates:
             verdict = gate(request, candidate)
@@ -113,6 +131,7 @@ def _passed(gates: Iterable[Gate], request: Request, candidate: Candidate) -> Ve
     except PluginError as error:
         trace = error.trace or traced(error)
         return Verdict.refuse(error.reason, trace)
+    # A candidate that chooses kernels for itself found none.
     except NoCandidateError as error:
         return Verdict.refuse(f"cannot be built: {error}")
     except foreign_errors() as error:
@@ -124,7 +143,7 @@ def _passed(gates: Iterable[Gate], request: Request, candidate: Candidate) -> Ve
 def acceptable(
     request: Request, candidates: Iterable[Candidate], policy: Policy = _FREE
 ) -> list[Candidate]:
-    """Return the candidates that ``select`` could choose: of a pin, at most one."""
+    """Return the candidates that ``select`` could choose: at most one if there is a pin."""
     return [
         candidate
         for candidate in candidates
@@ -135,7 +154,7 @@ def acceptable(
 
 @dataclass(frozen=True, slots=True)
 class _Ranking:
-    """The order of accepted candidates, and how one rank is explained against another."""
+    """The order of accepted candidates, and the explanation of one rank against another."""
 
     policy: Policy
     measured: Measured | None
@@ -147,33 +166,33 @@ class _Ranking:
         return (*rules, *_by_score(candidate))
 
     def unproven(self, candidate: Candidate) -> bool:
-        """Say whether neither its author has run it on such a device, nor anybody measured it."""
+        """Tell whether the candidate was neither proven on the architecture nor measured."""
         proven = candidate.is_proven_on(self.architecture)
         return not proven and self.seconds(candidate) == _UNMEASURED
 
     def preference(self, candidate: Candidate) -> int:
         """Return the position of the first preference that is met, or one past the last.
 
-        What the platform prefers comes behind what the user does.
+        The platform's preference follows those of the user.
         """
         globs = (*self.policy.prefer, *filter(None, [self.policy.default]))
-        return next((i for i, glob in enumerate(globs) if _meant(glob, candidate)), len(globs))
+        return next((i for i, glob in enumerate(globs) if _matches(glob, candidate)), len(globs))
 
     def prefers(self, candidate: Candidate) -> bool:
         return self.preference(candidate) < len(self.policy.prefer)
 
     def preferred(self, candidate: Candidate) -> str:
-        """Return by whom a candidate is preferred, or nothing."""
+        """Say by which source a candidate is preferred, or return ""."""
         if self.prefers(candidate):
             return "preferred by the configuration"
         default = self.policy.default
-        return "preferred by the platform" if default and _meant(default, candidate) else ""
+        return "preferred by the platform" if default and _matches(default, candidate) else ""
 
     def seconds(self, candidate: Candidate) -> tuple[int, float]:
-        """Return what sorts the fastest first and those without a figure last.
+        """Return a key that sorts the fastest candidate first and unmeasured ones last.
 
-        What differs from the fastest by less than its repeats do among themselves counts as equal
-        to it, so that noise does not choose.
+        A candidate within the spread of the fastest candidate's repeats counts as equally fast, so
+        that noise does not decide.
         """
         if self.measured is None or candidate.qualified_name not in self.measured.seconds:
             return _UNMEASURED
@@ -186,27 +205,28 @@ class _Ranking:
         assert self.measured is not None
         return duration(self.measured.seconds[candidate.qualified_name])
 
-    def differ(self, one: Candidate, other: Candidate) -> _Rule:
-        """Return the first rule that tells two candidates apart."""
-        if self.preference(one) != self.preference(other):
+    def deciding_rule(self, first: Candidate, second: Candidate) -> _Rule:
+        """Return the first rule that ranks two candidates differently."""
+        # The same order as ``key``.
+        if self.preference(first) != self.preference(second):
             return "wish"
-        if self.seconds(one) != self.seconds(other):
+        if self.seconds(first) != self.seconds(second):
             return "time"
-        if self.unproven(one) != self.unproven(other):
+        if self.unproven(first) != self.unproven(second):
             return "proof"
-        return "score" if one.score != other.score else "name"
+        return "score" if first.score != second.score else "name"
 
-    def why(self, chosen: Candidate, others: Sequence[Candidate]) -> str:
+    def why(self, chosen: Candidate, rivals: Sequence[Candidate]) -> str:
         if self.policy.pin is not None:
             return "pinned by the configuration"
         preferred = self.preferred(chosen)
         if preferred:
-            others = [c for c in others if self.differ(chosen, c) != "wish"]
-            if not others:
+            rivals = [c for c in rivals if self.deciding_rule(chosen, c) != "wish"]
+            if not rivals:
                 return preferred
-        if not others:
+        if not rivals:
             return "the only one accepted"
-        match self.differ(chosen, others[0]):
+        match self.deciding_rule(chosen, rivals[0]):
             case "time":
                 source = "" if self.measured is None else self.measured.source
                 reason = f"fastest in {source} ({self.shown(chosen)})"
@@ -223,7 +243,7 @@ class _Ranking:
     def outranked(self, candidate: Candidate, chosen: Candidate) -> str:
         if self.policy.pin is not None:
             return f"accepted, but {chosen.name} is pinned"
-        match self.differ(chosen, candidate):
+        match self.deciding_rule(chosen, candidate):
             case "wish":
                 return f"accepted, but {chosen.name} is preferred"
             case "time" if self.seconds(candidate) == _UNMEASURED:
@@ -245,7 +265,7 @@ class _Ranking:
         """Yield notes on unmet preferences, an emulation, lost accuracy and missing proof."""
         unmet = () if self.policy.pin is not None else self.policy.prefer[: self.preference(chosen)]
         for glob in unmet:
-            reasons = [f"{c.name}: {v.reason}" for c, v in refused if _meant(glob, c)]
+            reasons = [f"{c.name}: {v.reason}" for c, v in refused if _matches(glob, c)]
             if reasons:
                 yield f"preferred, but refused: {glob!r} ({'; '.join(reasons)})"
             else:
@@ -259,10 +279,10 @@ class _Ranking:
             yield f"never measured on this device ({self.architecture}). {mend}"
 
 
-def _told(
+def _acceptance_notes(
     request: Request, verdicts: Iterable[tuple[Candidate, Verdict]], chosen: Candidate
 ) -> tuple[str, ...]:
-    """Return what the chosen one said of itself; a platform says it to whoever looks for it."""
+    """Return the chosen candidate's reason for acceptance, except for platforms."""
     reasons = (verdict.reason for candidate, verdict in verdicts if candidate is chosen)
     return tuple(filter(None, reasons)) if request.kind != "platform" else ()
 
@@ -273,9 +293,9 @@ def _judge(candidate: Candidate, request: Request, policy: Policy) -> Verdict:
 
 
 def _excluded(candidate: Candidate, policy: Policy) -> str:
-    """Return why the policy rules a candidate out, or nothing."""
+    """Return the reason why the policy excludes a candidate, or ""."""
     for glob in sorted(policy.forbid):
-        if _meant(glob, candidate):
+        if _matches(glob, candidate):
             return f"forbidden by the configuration ({glob!r})"
     if candidate.emulation and not policy.emulation:
         return f"an emulation, which the configuration refuses: it {candidate.emulation}"
@@ -283,7 +303,7 @@ def _excluded(candidate: Candidate, policy: Policy) -> str:
     return f"does not promise {missing}" if missing else ""
 
 
-def _meant(glob: str, candidate: Candidate) -> bool:
+def _matches(glob: str, candidate: Candidate) -> bool:
     return fnmatchcase(candidate.name, glob) or fnmatchcase(candidate.qualified_name, glob)
 
 
@@ -292,27 +312,27 @@ def _by_score(candidate: Candidate) -> tuple[float, str, str, str]:
 
 
 def _find(request: Request, candidates: list[Candidate], pinned: str) -> Candidate:
-    found = [c for c in candidates if pinned in (c.name, c.qualified_name)]
-    if not found:
+    matches = [c for c in candidates if pinned in (c.name, c.qualified_name)]
+    if not matches:
         names = [c.name for c in candidates]
         where = f"for {request.name!r}" if request.name else ""
         is_glob = set("*?[") & set(pinned)
         hint = f"A pin names one candidate. Try: Rule(prefer=[{pinned!r}])" if is_glob else ""
         raise UnknownNameError(request.kind, pinned, names, hint, where)
-    if len(found) > 1:
-        qualified = " or ".join(repr(c.qualified_name) for c in found)
+    if len(matches) > 1:
+        qualified = " or ".join(repr(c.qualified_name) for c in matches)
         raise ConfigError(f"{pinned!r} is ambiguous for {request}. Try: {qualified}")
-    return found[0]
+    return matches[0]
 
 
-def _none(
+def _no_candidate_error(
     request: Request,
     policy: Policy,
     ordered: Sequence[Candidate],
     accepted: Sequence[Candidate],
     refused: Sequence[tuple[Candidate, Verdict]],
 ) -> NoCandidateError:
-    """Return the error that says why nothing that the policy allows can be chosen."""
+    """Build the error for a request with no candidate that the policy allows."""
     names = ", ".join(repr(c.name) for c in accepted) or "none"
     if policy.pin is not None:
         pinned = _find(request, list(ordered), policy.pin)
@@ -322,10 +342,10 @@ def _none(
             f"remove the pin; accepted here: {names}",
         )
     if policy.strict and policy.prefer:
-        wanted = " or ".join(repr(glob) for glob in policy.prefer)
+        preferred = " or ".join(repr(glob) for glob in policy.prefer)
         return NoCandidateError(
-            f"{wanted} for {request}, which the configuration strictly prefers",
-            [_refusal(c, v) for c, v in refused if any(_meant(g, c) for g in policy.prefer)],
+            f"{preferred} for {request}, which the configuration strictly prefers",
+            [_refusal(c, v) for c, v in refused if any(_matches(g, c) for g in policy.prefer)],
             f"strict=False, or prefer another; accepted here: {names}",
         )
     excluded = any(_excluded(c, policy) for c, _ in refused)
@@ -336,13 +356,13 @@ def _none(
 
 
 def _refuse_tie(
-    request: Request, ranking: _Ranking, chosen: Candidate, others: Sequence[Candidate]
+    request: Request, ranking: _Ranking, chosen: Candidate, rivals: Sequence[Candidate]
 ) -> None:
-    tied = [c for c in others if ranking.differ(chosen, c) == "name"]
+    tied = [c for c in rivals if ranking.deciding_rule(chosen, c) == "name"]
     if tied:
         names = " or ".join(repr(c.qualified_name) for c in (chosen, *tied))
         raise NoCandidateError(
-            f"best candidate for {request}, which strict=True wants to be one alone",
+            f"single best candidate for {request}, which strict=True requires",
             [Refusal(c.name, c.origin, f"ties at score {c.score:g}") for c in (chosen, *tied)],
             f"pin or prefer {names}",
         )

@@ -1,1 +1,1 @@
-"""Facts and declarations of installed distributions, checked without running its code."""
+"""Facts and declarations of distributions, checked without running their code."""

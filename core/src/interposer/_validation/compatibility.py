@@ -1,4 +1,4 @@
-"""The fit of a plugin: what it requires, the plugin API that it states, and its hooks."""
+"""Compatibility of a plugin: requirements, declared plugin API, and hooks."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from interposer._validation.records import MOST_RECORDS
 _RANGE_LIMIT = 300
 
 API_VERSION = "1.0"
-"""The version of what plugins see: records, hooks and base classes.
+"""The version of the plugin API: records, hooks and base classes.
 
-The second number grows when something is added, the first when something old stops working.
+The second number grows with additions, the first with incompatible changes.
 """
 
 API_RANGE = f">={API_VERSION},<{int(API_VERSION.partition('.')[0]) + 1}"
-"""The ``INTERPOSER_API`` of a plugin that is written for this version."""
+"""The ``INTERPOSER_API`` of a plugin that targets this version."""
 
-_MARK = "interposer_impl"  # what ``hookimpl`` leaves on a function
+_MARK = "interposer_impl"  # the attribute that ``hookimpl`` sets on a function
 _KNOWN: dict[str, list[str]] = {
     name: list(inspect.signature(getattr(hookspecs, name)).parameters)
     for name in hookspecs.__all__
@@ -51,9 +51,9 @@ _LEADING_NAME = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 
 
 def check_requirements(dist: Distribution) -> Verdict:
-    """Say whether the metadata is usable, and what it requires of torch and the SDK is installed.
+    """Check the metadata, and that the required torch and SDK versions are installed.
 
-    Requirements of extras, and those whose marker does not hold here, do not count.
+    Requirements of extras, and with a marker that is false here, are ignored.
     """
     if dist.problem:
         return Verdict.refuse(dist.problem)
@@ -62,11 +62,11 @@ def check_requirements(dist: Distribution) -> Verdict:
 
 
 def check_api(plugin: object, in_code: bool) -> Verdict:
-    """Say whether ``INTERPOSER_API`` and ``INTERPOSER_TORCH`` of a plugin fit this process.
+    """Check that ``INTERPOSER_API`` and ``INTERPOSER_TORCH`` of a plugin fit this process.
 
-    Both are ranges of versions such as ``">=1.0,<2"``. An installed plugin must state the first;
-    one that is given in code need not. The local part of a version counts only where a range has
-    one, and prereleases count as what they precede.
+    Both are version ranges such as ``">=1.0,<2"``. An installed plugin must state the first; a
+    plugin registered in code need not. A version's local part matters only if the range has one
+    too, and prereleases are allowed.
     """
     try:
         api = getattr(plugin, "INTERPOSER_API", None)
@@ -87,34 +87,37 @@ def check_api(plugin: object, in_code: bool) -> Verdict:
     return verdict
 
 
-def _check_range(label: str, stated: object, subject: str, version: str | None) -> Verdict:
+def _check_range(label: str, version_range: object, subject: str, version: str | None) -> Verdict:
     example = f'a range of versions such as "{API_RANGE}"'
-    if type(stated) is not str:  # nor a subclass: what it does when printed is the plugin's code
-        kind = type(stated).__name__
+    if (
+        type(version_range) is not str
+    ):  # not isinstance: printing a subclass would run the plugin's code
+        kind = type(version_range).__name__
         return Verdict.refuse(f"its {label} is of type {kind}, must be {example}")
     try:
-        # To read a long one takes as long as one likes.
-        specifiers = SpecifierSet(stated if len(stated) <= _RANGE_LIMIT else "")
+        # Parsing time grows with the length, so an overlong range counts as invalid.
+        specifiers = SpecifierSet(version_range if len(version_range) <= _RANGE_LIMIT else "")
     except InvalidSpecifier:
         specifiers = SpecifierSet()
     if not len(specifiers):
-        return Verdict.refuse(f"its {label} is {stated!r:.100}, must be {example}")
+        return Verdict.refuse(f"its {label} is {version_range!r:.100}, must be {example}")
     if version is None:
-        return Verdict.refuse(f"it was built for {subject} {stated}, which is not installed")
+        return Verdict.refuse(f"it was built for {subject} {version_range}, which is not installed")
     if not _contains(specifiers, version):
         return Verdict.refuse(
-            f"it was built for {subject} {stated} ({label}), installed is {version}"
+            f"it was built for {subject} {version_range} ({label}), installed is {version}"
         )
     return Verdict.accept()
 
 
 def _check_requirement(text: str) -> Verdict:
-    found = _LEADING_NAME.match(text)
-    name = canonicalize_name(found[1]) if found else ""
+    match = _LEADING_NAME.match(text)
+    name = canonicalize_name(match[1]) if match else ""
+    # Other requirements are pip's business; parsing them all would take time.
     if name and name not in {"torch", "interposer"} and not name.startswith("interposer-"):
         return Verdict.accept()
     try:
-        requirement = _parsed(text)
+        requirement = _parse_requirement(text)
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
     except (UndefinedEnvironmentName, UndefinedComparison, ValueError, RecursionError):
         return Verdict.refuse(f"its metadata requires {text!r:.100}, which cannot be understood")
@@ -136,13 +139,14 @@ def _contains(specifiers: SpecifierSet, version: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _parsed(text: str) -> Requirement:
+def _parse_requirement(text: str) -> Requirement:
     return Requirement(text)
 
 
 def installed_version(name: str) -> str | None:
     """Return the installed version of a distribution, or None without one."""
     try:
+        # The path is part of the cache key, because it decides which distributions are visible.
         return _read_version(name, tuple(sys.path))
     except importlib_metadata.PackageNotFoundError:
         return None
@@ -150,13 +154,13 @@ def installed_version(name: str) -> str | None:
 
 @lru_cache(maxsize=64)
 def _read_version(name: str, path: tuple[str, ...]) -> str:
-    # What raises is not remembered, so what is installed later is found. A search takes as long
-    # as all other checks of ten plugins.
+    # Cached because a search takes as long as all other checks of ten plugins. Exceptions are not
+    # cached, so a distribution that is installed later is found.
     return str(importlib_metadata.version(name))
 
 
 def register_hooks(manager: pluggy.PluginManager, plugin: Any, name: str) -> list[str]:
-    """Add the hooks of an imported plugin, or return what is wrong with them."""
+    """Add the hooks of an imported plugin, or return the hooks' faults."""
     has_hooks = False
     faults: list[str] = []
     for label, member in _members(plugin):
@@ -172,22 +176,22 @@ def register_hooks(manager: pluggy.PluginManager, plugin: Any, name: str) -> lis
         try:
             manager.register(plugin, name=name)
         except (ValueError, pluggy.PluginValidationError) as error:
-            faults = [str(error)]  # it goes by another name already, for one
+            faults = [str(error)]  # for example, it is registered under another name
     return faults
 
 
 def hook_names(plugin: Any) -> tuple[str, ...]:
-    """Return the hooks that a plugin implements beside that for its records."""
-    found = {name for name, member in _members(plugin) if hasattr(member, _MARK)}
-    return tuple(sorted(found - {"interposer_records"}))
+    """Return the names of a plugin's hooks, except ``interposer_records``."""
+    names = {name for name, member in _members(plugin) if hasattr(member, _MARK)}
+    return tuple(sorted(names - {"interposer_records"}))
 
 
 def declared_records(manager: pluggy.PluginManager, name: str) -> list[Any]:
-    """Return what the plugin ``name`` declares, which may be anything; what it raises passes.
+    """Return the objects that the plugin ``name`` declares, unchecked; exceptions pass.
 
-    One more than are allowed at most, so that an endless generator is seen to be too long.
+    At most one object more than the limit is read, so that an endless generator is detected.
 
-    Raises: RecordError: it returned something else than several records.
+    Raises: RecordError: the hook returned something other than an iterable of records.
     """
     records: list[Any] = []
     for hook in manager.hook.interposer_records.get_hookimpls():
@@ -198,6 +202,7 @@ def declared_records(manager: pluggy.PluginManager, name: str) -> list[Any]:
                     f"interposer_records returned {type(returned).__name__}, "
                     "must return a list of records"
                 )
+            # One more than allowed, so that the caller sees that there are too many.
             records += islice(returned, MOST_RECORDS + 1 - len(records))
     return records
 
@@ -206,7 +211,7 @@ def _members(plugin: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in dir(plugin):
         try:
             member = getattr(plugin, name)
-        except foreign_errors():  # a property that does not work is no hook
+        except foreign_errors():  # a broken property is not a hook
             continue
         if inspect.isroutine(member):
             yield name, member

@@ -1,4 +1,4 @@
-"""Facts of an installed distribution, read from its metadata without importing its code."""
+"""Facts of an installed distribution, read from metadata without importing code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STANDARD = frozenset(
         *("interposer-sandbox", "interposer-serve", "interposer-testing", "interposer-tools"),
     }
 )
-"""The distributions that the SDK itself consists of."""
+"""The distributions of the SDK itself."""
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 
@@ -41,15 +41,15 @@ class Distribution:
     Attributes:
         name: the normalized name; ``"unknown"`` if the metadata has no usable one.
         version: ``"0"`` if the metadata has no usable one.
-        fingerprint: hexadecimal SHA-256 that changes when the code does. It is taken from paths
-            and hashes in RECORD, without what the installer adds, so it is the same on every
-            machine that has the same wheel. Without RECORD, and for an editable installation
-            beside it, it is taken from paths, sizes and times of the source files.
+        fingerprint: hexadecimal SHA-256 that changes with the code. Covers the paths and hashes in
+            RECORD, except files that the installer adds, so that every machine with the same wheel
+            has the same fingerprint. Without RECORD, and additionally for an editable installation,
+            covers paths, sizes and times of the source files.
         requires: the lines ``Requires-Dist``.
-        location: the folder that RECORD's paths start from, or that holds the source files.
+        location: the base folder of RECORD's paths, or the folder of the source files.
         editable: the code is a source folder that may change at any time.
-        problem: what makes the metadata unusable, or empty.
-        record: the text of RECORD, empty without one and for an editable installation.
+        problem: the reason why the metadata is unusable, or empty.
+        record: the text of RECORD; empty without one and for an editable installation.
     """
 
     name: str
@@ -63,29 +63,34 @@ class Distribution:
 
     @property
     def standard(self) -> bool:
-        """True for a part of the SDK itself."""
+        """True for a part of the SDK."""
         return self.name in STANDARD
 
     def altered_files(self) -> list[str]:
-        """Return the paths in RECORD whose file is missing, has other content or has no hash.
+        """Return the paths in RECORD of missing, altered and unhashed files.
 
-        An editable installation has no record of its code, so that the list is empty.
+        Empty for an editable installation, which has no record of the code.
         """
         return altered_files(self.record, Path(self.location))
 
     def owns_module(self, module: str) -> bool:
-        """Say whether the file of ``module`` stands in RECORD; True where there is no RECORD."""
+        """Tell whether RECORD lists the file of ``module``; True without a RECORD."""
         return not self.record or has_module(self.record, module)
 
 
-def read_distribution(found: Metadata) -> Distribution:
-    """Return the facts of a distribution, whatever state its metadata is in."""
-    headers = metadata_headers(metadata_text(found, "METADATA") or metadata_text(found, "PKG-INFO"))
-    name, version, problem = _identity(found, headers)
-    source = editable_folder(found)
-    record = "" if source else metadata_text(found, "RECORD")
-    location = source or Path(str(found.locate_file("")))
-    content: list[object] = [metadata_text(found, "RECORD")] if source else []  # what is compiled
+def read_distribution(metadata: Metadata) -> Distribution:
+    """Read the facts of a distribution; unusable metadata is reported in ``problem``."""
+    headers = metadata_headers(
+        metadata_text(metadata, "METADATA") or metadata_text(metadata, "PKG-INFO")
+    )
+    name, version, problem = _identity(metadata, headers)
+    # The code of an editable installation is in its source folder, and RECORD lists only the link.
+    source = editable_folder(metadata)
+    record = "" if source else metadata_text(metadata, "RECORD")
+    location = source or Path(str(metadata.locate_file("")))
+    content: list[object] = (
+        [metadata_text(metadata, "RECORD")] if source else []
+    )  # covers compiled modules
     if source:
         paths = [source]
     elif record:
@@ -96,10 +101,11 @@ def read_distribution(found: Metadata) -> Distribution:
         except csv.Error as error:
             rows, content, record = [], [record], ""
             problem = problem or f"its RECORD cannot be read: {error}"
-        # Without hashes it would be the same for any content.
+        # A RECORD without hashes says nothing about the content, so the files are examined.
         paths = [] if content else [location / name for name, _ in rows if name.isprintable()]
     else:
-        tops = metadata_text(found, "top_level.txt").split() or [name.replace("-", "_")]
+        # An egg: the metadata only names top-level modules.
+        tops = metadata_text(metadata, "top_level.txt").split() or [name.replace("-", "_")]
         names = [top for top in tops if top.isidentifier()]
         paths = [location / file for top in names for file in (top, f"{top}.py")]
     content += [facts for path in sorted(paths) for facts in file_facts(path)]
@@ -115,13 +121,13 @@ def read_distribution(found: Metadata) -> Distribution:
     )
 
 
-def _identity(found: Metadata, headers: list[tuple[str, str]]) -> tuple[str, str, str]:
-    """Return the name and version of a distribution, and a description of faults in them."""
+def _identity(metadata: Metadata, headers: list[tuple[str, str]]) -> tuple[str, str, str]:
+    """Return the name and version of a distribution, and a description of faults."""
     names = [value for key, value in headers if key == "name"]
     versions = [value for key, value in headers if key == "version"]
-    folder = metadata_folder(found)
-    kept = folder.suffix in (".dist-info", ".egg-info")
-    installed_as = folder.stem.partition("-")[0] if kept else ""
+    folder = metadata_folder(metadata)
+    has_metadata_suffix = folder.suffix in (".dist-info", ".egg-info")
+    installed_as = folder.stem.partition("-")[0] if has_metadata_suffix else ""
     name, version, problems = "unknown", "0", []
     if len(names) != 1 or not _NAME.fullmatch(names[0]):
         problems.append(f"the name {', '.join(names)!r}")
@@ -131,7 +137,7 @@ def _identity(found: Metadata, headers: list[tuple[str, str]]) -> tuple[str, str
         name = canonicalize_name(names[0])
     try:
         version = str(Version(*versions))
-    except (ValueError, TypeError):  # among them that of a number with thousands of digits
+    except (ValueError, TypeError):  # also for a number with thousands of digits
         problems.append(f"the version {', '.join(versions)!r:.100}")
     if not problems:
         return name, version, ""

@@ -1,4 +1,4 @@
-"""Faults of declared records, found without running what they name, and of classes."""
+"""Checks of declared records, without running targets, and of the records' classes."""
 
 from __future__ import annotations
 
@@ -45,35 +45,35 @@ NAME_LIMIT = 100
 """The most characters that a name may have."""
 
 NAME_LETTERS = "A-Z, a-z, 0-9, '_', '.' and '-'"
-"""The characters of names, for people."""
+"""The characters of names, for display."""
 
 _COLLECTIVES = (*COLLECTIVES, *FUSED_COLLECTIVES)
 _NAMES = f"names, of at most {NAME_LIMIT} of {NAME_LETTERS}"
 _KINDS = get_args(Record)
 _TARGET_LIMIT = 300
-# A cache is made of whole pages, and each size is tried with every layer.
+# Planning tries every page size with every layer, so the number of sizes is limited.
 _MOST_SIZES = 64
 _LARGEST_PAGE = 65_536
-# What rules and pins are written with has another meaning in them: / * @ , = and spaces.
+# Excluded characters have a meaning in rules and pins: / * @ , = and spaces.
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 
 
 def check_records(records: Iterable[object]) -> list[str]:
-    """Return everything that is wrong with the records of one plugin.
+    """Return all faults in the records of one plugin.
 
-    Nothing that they name is imported; where that is so already, it is looked at. What can only be
-    known by importing it passes.
+    Targets are not imported; targets that are already imported are checked. Faults that only an
+    import could reveal are not found.
     """
     records = list(records)
-    return check_facts(records) or [*_check_places(records)]  # type: ignore[arg-type]
+    return check_facts(records) or [*_check_targets(records)]  # type: ignore[arg-type]
 
 
 def check_facts(records: Iterable[object]) -> list[str]:
-    """Return what is wrong with records in themselves, without a look at what they name."""
+    """Return the faults in records, without looking up targets."""
     records = list(records)
     if len(records) > MOST_RECORDS:
         return [f"declares more than {MOST_RECORDS:,} records"]
-    # By exact class: what a subclass does when it is compared or shown is anybody's guess.
+    # By exact class: a subclass could override comparison and display.
     strangers = [type(record).__name__ for record in records if type(record) not in _KINDS]
     if strangers:
         return [f"declares a {plain_name(strangers[0])}, which is not a record"]
@@ -86,51 +86,52 @@ def check_classes(
     load: Callable[[str], Any] = load_target,
     begin: Callable[[str], None] = lambda stage: None,
 ) -> list[str]:
-    """Return what is wrong with the classes of layers and platforms, which are loaded.
+    """Load the classes of layers and platforms, and return the faults found.
 
-    Others are checked where their modules are imported already. What cannot be imported here is
-    left for later: what it needs may be on other machines.
+    Other classes are checked if already imported. A class with a failing import is skipped, because
+    requirements may be missing on this machine only.
 
     Args:
-        load: returns what an import string names.
-        begin: told what is done next, as in "loading platform 'acme'".
+        load: returns the object of an import string.
+        begin: receives a description of each stage, as in "loading platform 'acme'".
     """
     faults: list[str] = []
     for record in records:
         if isinstance(record, Kernel | DeviceEntry | TuningEntry):
             continue
+        # Layers and platforms are loaded in any case; other modules may be costly to import.
         if not isinstance(record, LayerEntry | PlatformEntry) and not is_loaded(record.target):
             continue
-        what = f"{_PARENTS[type(record)][0]} {record.name!r}"
-        begin(f"loading {what}")
+        label = f"{_PARENTS[type(record)][0]} {record.name!r}"
+        begin(f"loading {label}")
         try:
-            faults += _check_class(what, record, load(record.target))
+            faults += _check_class(label, record, load(record.target))
         except ImportError:
             continue
         except RecordError as error:
             faults.append(str(error))
         except foreign_errors() as error:
-            faults.append(f"loading {what} raised {described(error)}")
+            faults.append(f"loading {label} raised {described(error)}")
     return faults
 
 
 def is_name(text: str) -> bool:
-    """Say whether a text may be the name of something: rules and shells take it as it is."""
+    """Tell whether a text is a valid name, which needs no quoting in rules and shells."""
     return 0 < len(text) <= NAME_LIMIT and bool(_NAME.fullmatch(text))
 
 
 def plain_name(name: str) -> str:
-    """Return at most a hundred characters of ``name`` in quotes, what is not ASCII escaped."""
+    """Return at most a hundred characters of ``name`` as a quoted ASCII literal."""
     return ascii(name if len(name) <= NAME_LIMIT else f"{name[:NAME_LIMIT]}...")
 
 
 def _check_identities(records: list[Record]) -> Iterator[str]:
-    for found, count in Counter(map(identity, records)).items():
+    for record_identity, count in Counter(map(identity, records)).items():
         if count > 1:
-            yield f"declares {' '.join(filter(None, found))} twice"
+            yield f"declares {' '.join(filter(None, record_identity))} twice"
 
 
-def _check_places(records: list[Record]) -> Iterator[str]:
+def _check_targets(records: list[Record]) -> Iterator[str]:
     targets: dict[tuple[str, bool], str] = {}
     for record in records:
         if isinstance(record, DeviceEntry | TuningEntry):
@@ -141,26 +142,27 @@ def _check_places(records: list[Record]) -> Iterator[str]:
             continue
         for label in TARGETS:
             if target := getattr(record, label, ""):
-                called = label != "target" or isinstance(record, Kernel)
-                targets.setdefault((target, called), f"{record.name!r}")
-    for (target, called), name in targets.items():
+                is_called = label != "target" or isinstance(record, Kernel)
+                # Many records share a target, which is checked once.
+                targets.setdefault((target, is_called), f"{record.name!r}")
+    for (target, is_called), name in targets.items():
         if fault := check_import_string(target):
             yield f"{name} names {target!r}: {fault}"
-        elif called and is_loaded(target) and not callable(found := load_target(target)):
-            yield f"{name} names {target!r}, which is {_kind(found)}, not a function"
+        elif is_called and is_loaded(target) and not callable(target_object := load_target(target)):
+            yield f"{name} names {target!r}, which is {_kind(target_object)}, not a function"
 
 
 def _check_fields(record: object) -> Iterator[str]:
     name = getattr(record, "name", None)
-    shown = plain_name(name) if type(name) is str else "without a name"
+    label = plain_name(name) if type(name) is str else "without a name"
     for field in fields(record):  # type: ignore[arg-type]
         fault = _check_field(field.name, getattr(record, field.name, None))
         if fault:
-            yield f"{type(record).__name__} {shown} has {fault}"
+            yield f"{type(record).__name__} {label} has {fault}"
 
 
 def _check_field(label: str, value: object) -> str:
-    """Return what is wrong with a field as the end of a sentence, or an empty string."""
+    """Describe the fault in a field as the end of a sentence, or return ""."""
     if label == "requires":
         return _check_requires(value)
     if label in _SOUND:
@@ -186,7 +188,7 @@ def _are_names(value: Any) -> bool:
     return _texts(tuple)(value) and all(map(is_name, value))
 
 
-# By exact types: a subclass may compare and print as it likes.
+# By exact types: a subclass could override comparison and printing.
 _SOUND: dict[str, tuple[Callable[[Any], bool], str]] = {
     "score": (
         lambda value: type(value) in (int, float) and math.isfinite(value),
@@ -242,7 +244,7 @@ def _check_requires(value: object) -> str:
     for name, dim in dims.items():
         if type(name) is not str or type(dim) is not Dim:
             return "requires whose dims are not of the form {'name': Dim(...)}"
-        bounds = {type(bound) for bound in (dim.at_least, dim.at_most, dim.multiple_of)}
+        bounds = {type(limit) for limit in (dim.at_least, dim.at_most, dim.multiple_of)}
         if not bounds <= {int, type(None)}:
             return f"requires whose dim {plain_name(name)} has a bound that is no int"
         if type(dim.one_of) is not tuple:
@@ -255,46 +257,51 @@ def _kind(value: object) -> str:
     return f"{'an' if name[:1].lower() in set('aeiou') else 'a'} {name}"
 
 
-def _check_class(what: str, record: Record, found: Any) -> Iterator[str]:
+def _check_class(label: str, record: Record, target_class: Any) -> Iterator[str]:
     parent = load_target(_PARENTS[type(record)][1])
     if isinstance(record, OpEntry):
-        if not isinstance(found, parent):
-            yield f"{what} is {_kind(found)}, not a CustomOp, which @custom_op makes"
-        elif found.name != record.name:
-            yield f"{what} is a CustomOp whose name is {found.name!r:.100}"
-    elif not (isinstance(found, type) and issubclass(found, parent)):
-        yield f"{what} is {found!r:.100}, which does not subclass {parent.__name__}"
+        if not isinstance(target_class, parent):
+            yield f"{label} is {_kind(target_class)}, not a CustomOp, which @custom_op makes"
+        elif target_class.name != record.name:
+            yield f"{label} is a CustomOp whose name is {target_class.name!r:.100}"
+    elif not (isinstance(target_class, type) and issubclass(target_class, parent)):
+        yield f"{label} is {target_class!r:.100}, which does not subclass {parent.__name__}"
     elif isinstance(record, LayerEntry):
-        yield from _check_layer(what, record, found)
-    elif missing := sorted(getattr(found, "__abstractmethods__", ())):
-        yield f"{what} lacks the required members {', '.join(missing)}"
+        yield from _check_layer(label, record, target_class)
+    elif missing := sorted(getattr(target_class, "__abstractmethods__", ())):
+        yield f"{label} lacks the required members {', '.join(missing)}"
     elif isinstance(record, PlatformEntry):
-        labels = ("name", "device_type")
-        unnamed = [label for label in labels if type(getattr(found, label, None)) is not str]
-        yield from (f"{what} has no {label}, which must be a text" for label in unnamed)
-        if not unnamed and found.name != record.name:  # type: ignore[attr-defined]
-            yield f"{what} is {found.__qualname__}, whose name is {found.name!r}"  # type: ignore[attr-defined]
+        members = ("name", "device_type")
+        unnamed = [
+            member for member in members if type(getattr(target_class, member, None)) is not str
+        ]
+        yield from (f"{label} has no {member}, which must be a text" for member in unnamed)
+        if not unnamed and target_class.name != record.name:  # type: ignore[attr-defined]
+            yield f"{label} is {target_class.__qualname__}, whose name is {target_class.name!r}"  # type: ignore[attr-defined]
     elif isinstance(record, SchemeEntry):
-        method = getattr(found, "method", None)
+        method = getattr(target_class, "method", None)
         if method != record.method:
-            stated = f"whose method is {method!r:.100}, not {record.method!r}"
-            yield f"{what} is {found.__qualname__}, {stated}"
+            mismatch = f"whose method is {method!r:.100}, not {record.method!r}"
+            yield f"{label} is {target_class.__qualname__}, {mismatch}"
 
 
-def _check_layer(what: str, record: LayerEntry, found: type[PluggableLayer]) -> Iterator[str]:
+def _check_layer(
+    label: str, record: LayerEntry, layer_class: type[PluggableLayer]
+) -> Iterator[str]:
     from interposer._contract.layer import check_replacement
 
-    for base in found.__mro__:
+    # The first class of the hierarchy with this layer id is the standard layer.
+    for base in layer_class.__mro__:
         if vars(base).get("layer_id") == record.layer_id:
-            check_replacement(base, found, record.name)
+            check_replacement(base, layer_class, record.name)
             return
     yield (
-        f"{what} is {found.__qualname__}, which subclasses no layer "
+        f"{label} is {layer_class.__qualname__}, which subclasses no layer "
         f"whose layer_id is {record.layer_id!r}"
     )
 
 
-# Named, not imported: most of them import torch.
+# Import strings, because most of these modules import torch.
 _PARENTS: dict[type[Record], tuple[str, str]] = {
     LayerEntry: ("layer", "interposer._contract.layer:PluggableLayer"),
     PlatformEntry: ("platform", "interposer._contract.platform:Platform"),
