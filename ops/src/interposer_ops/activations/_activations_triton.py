@@ -11,7 +11,7 @@ from torch import Tensor
 from interposer_ops._triton.build import BF16, E4M3, FP32, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
-from interposer_ops._triton.small_floats import fp8_format, fp8_memory, quantized
+from interposer_ops._triton.small_floats import fp8_format, fp8_memory, quantize
 
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -122,7 +122,7 @@ def _activation(
         result *= up
     dtype: tl.constexpr = y.dtype.element_ty
     if divisor is not None:
-        code = quantized(result, tl.load(divisor), 0.0, largest, dtype, FORMAT)
+        code = quantize(result, tl.load(divisor), 0.0, largest, dtype, FORMAT)
         tl.store(y + row * WIDTH + column, code, mask=inside)
     else:
         tl.store(y + row * WIDTH + column, result.to(dtype), mask=inside)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from interposer import Case, Dims
-from interposer_ops._case_numbers import codes_of, normal_numbers
+from interposer_ops._case_numbers import normal_numbers, random_integers
 from interposer_ops.quantizers._small_floats import pack_nibbles
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, uniform
 
@@ -115,8 +115,8 @@ def _quantized_arguments(
     scale = torch.full((rows, num_groups), torch.nan)
     read = token_ids.unique()
     scale[read] = uniform((len(read), num_groups), torch.float32, generator, 0.01, 0.04)
-    codes = codes_of(bits, (rows, width), generator)
-    zero_points = codes_of(bits, (rows, num_groups), generator) if asymmetric else None
+    codes = random_integers(bits, (rows, width), generator)
+    zero_points = random_integers(bits, (rows, num_groups), generator) if asymmetric else None
     return {
         "token_ids": token_ids,
         "weight": pack_nibbles(codes) if bits == 4 else codes,
