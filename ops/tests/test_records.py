@@ -17,7 +17,7 @@ print(records_text(declared_records()), end="")
 
 
 @pytest.mark.process
-def test_written_records_are_the_declared_ones() -> None:
+def test_written_records_equal_the_declared_records() -> None:
     """In a process of its own, in which nothing but ops is declared."""
     pytest.importorskip("triton", reason="needs the package triton")
     done = subprocess.run(
@@ -27,5 +27,5 @@ def test_written_records_are_the_declared_ones() -> None:
     assert done.stdout == RECORDS.read_text(encoding="utf-8"), f"write them again: {mend}"
 
 
-def test_what_is_written_reads_back() -> None:
+def test_records_survive_writing_and_reading() -> None:
     assert records_text(read_records()) == RECORDS.read_text(encoding="utf-8")
