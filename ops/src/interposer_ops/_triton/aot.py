@@ -195,11 +195,11 @@ def _reports_at(number: int) -> list[Report]:
 def table(all_builds: Iterable[Report]) -> str:
     """Format reports as a Markdown page with one table per kernel."""
     lines = [
-        "# What the Triton kernels compile to",
+        "# Resources of the compiled Triton kernels",
         "",
-        f"Compiled with triton {triton.__version__}, not executed: this says nothing about races,",
-        "the numerics of the hardware or speed. Registers and what spills of them are those of one",
-        "thread, shared memory is that of one program. Written by `make triton-targets`.",
+        f"Compiled with triton {triton.__version__}, not executed: the table says nothing about",
+        "races, speed or the numerics of the hardware. Registers and spilled registers are per",
+        "thread, shared memory is per program. Written by `make triton-targets`.",
     ]
     for kernel, kernel_reports in groupby(all_builds, key=lambda report: report.kernel):
         lines += ["", f"## {kernel}", "", *_HEAD, *map(_line, kernel_reports)]

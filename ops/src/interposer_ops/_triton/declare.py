@@ -15,7 +15,7 @@ COPIED = (
     *FLOATS,
     *("float64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
 )
-"""Dtypes of kernels that copy elements bit by bit."""
+"""Dtypes of kernels that copy elements without arithmetic."""
 
 _FEATURES = frozenset({"triton"})
 # By construction, the kernels have no atomic adds, sum a row in an order that depends only on the

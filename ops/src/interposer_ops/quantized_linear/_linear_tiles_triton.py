@@ -58,7 +58,7 @@ class LinearTile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """The launch options of a kernel with such tiles."""
+        """Launch options of a kernel with these tile sizes."""
         sizes = {"ROW_TILE": self.rows, "OUTPUT_TILE": self.outputs, "STEP": self.inputs}
         return {**sizes, "GROUP": self.group, **self.compiled}
 
@@ -90,7 +90,7 @@ class FeatureTile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """The launch options of a kernel with such tiles."""
+        """Launch options of a kernel with these tile sizes."""
         sizes = {"FEATURES": self.features, "TOKENS": self.tokens, "INPUTS": self.inputs}
         return {**sizes, **self.compiled}
 

@@ -52,7 +52,7 @@ def int8_linear_triton(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor,
     x_zero_point: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute ``int8_linear``; zero points are subtracted by the sum of each output's weights."""
+    """Compute ``int8_linear``; sums of the weights correct for zero points of the inputs."""
     kernel = "int8_linear" if x_zero_point is None else "int8_linear_shifted"
     return _scaled(kernel, x, weight, x_scale, weight_scale, x_zero_point, bias, out_dtype)
 

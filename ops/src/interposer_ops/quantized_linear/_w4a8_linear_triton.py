@@ -40,7 +40,7 @@ def w4a8_linear_triton(
     x_zero_point: Tensor | None, weight_zero_points: Tensor | None,
     bias: Tensor | None, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute ``w4a8_linear``; zero points of inputs are subtracted by sums of the weights."""
+    """Compute ``w4a8_linear``; sums of the weights correct for zero points of the inputs."""
     in_features, out_features = x.shape[-1], weight.shape[0]
     y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)
     if y.numel() == 0:

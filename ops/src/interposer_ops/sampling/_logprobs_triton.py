@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Triton kernels for log probabilities in two launches: per part of a row, then per row.
 
-B sequences, V vocabulary, C num_parts of a row, N likeliest tokens.
+B sequences, V vocabulary, C parts of a row, N likeliest tokens.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _logprobs_of_parts(
     if SLOTS > 0:
         remaining = inside
         for slot in range(num_top):
-            # Once no column is remaining, ``token`` is VOCAB_SIZE, which marks an empty slot.
+            # Once no column remains, ``token`` is VOCAB_SIZE, which marks an empty slot.
             largest = tl.max(tl.where(remaining, value, float("-inf")))
             token = tl.min(tl.where(remaining & (value == largest), column, VOCAB_SIZE))
             tl.store(best + part * SLOTS + slot, largest)

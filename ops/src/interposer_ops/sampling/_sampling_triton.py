@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Triton kernels that sample tokens in two launches: per part of a row, then per row.
 
-B sequences, V vocabulary, C num_parts of a row.
+B sequences, V vocabulary, C parts of a row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Triton kernels that verify draft tokens in two launches: per part of a row, then per row.
 
-B sequences, S maximum draft tokens, V vocabulary, C num_parts of the vocabulary.
+B sequences, S maximum draft tokens, V vocabulary, C parts of the vocabulary.
 """
 
 from __future__ import annotations
