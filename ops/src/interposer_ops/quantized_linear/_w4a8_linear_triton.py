@@ -2,8 +2,7 @@
 """Triton linear layers of int8 inputs and 4-bit weights.
 
 A tile of packed weights is unpacked in registers and multiplied as int8, code minus zero point. The
-sum of a group is an exact int32, scaled and accumulated in float32: a row of the result depends
-neither on the tile nor on the other rows.
+sum of a group is an exact int32, scaled and accumulated in float32.
 
 T tokens, I input features, O output features, G inputs per scale.
 """
@@ -34,7 +33,14 @@ _LEAST_TOKENS = 16
 _LEAST_INPUTS = 32
 
 
-@triton_kernel("w4a8_linear", dims={"group_size": Dim(at_most=524288)}, judge="judge_integers")
+# Not batch-invariant: the number of split-K parts, and so the order of float32 additions, depends
+# on the number of tokens.
+@triton_kernel(
+    "w4a8_linear",
+    dims={"group_size": Dim(at_most=524288)},
+    judge="judge_integers",
+    batch_invariant=False,
+)
 def w4a8_linear_triton(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scales: Tensor,
     x_zero_point: Tensor | None, weight_zero_points: Tensor | None,
