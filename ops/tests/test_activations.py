@@ -56,12 +56,12 @@ def numbers(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
 def each(activation: Callable[..., float], *tensors: torch.Tensor) -> torch.Tensor:
     """Return a function of numbers, element by element."""
     rows = zip(*(tensor.flatten().tolist() for tensor in tensors), strict=True)
-    found = torch.tensor([activation(*row) for row in rows], dtype=torch.float64)
-    return found.view(tensors[0].shape)
+    actual = torch.tensor([activation(*row) for row in rows], dtype=torch.float64)
+    return actual.view(tensors[0].shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_activations_are_their_formulas(shape: tuple[int, ...]) -> None:
+def test_activations_equal_their_formulas(shape: tuple[int, ...]) -> None:
     x = numbers(shape)
     torch.testing.assert_close(gelu(x, "none"), each(by_gelu, x))
     torch.testing.assert_close(gelu(x, "tanh"), each(by_gelu_tanh, x))
@@ -103,7 +103,7 @@ def test_swiglu_of_gpt_oss_interleaves_shifts_and_clamps(
     torch.testing.assert_close(swiglu_oai_and_mul(x, alpha, limit), each(by_hand, gate, up))
 
 
-def test_swiglu_of_gpt_oss_is_that_of_its_model() -> None:
+def test_swiglu_of_gpt_oss_equals_its_model() -> None:
     module = pytest.importorskip(
         "transformers.models.gpt_oss.modeling_gpt_oss", reason="needs transformers"
     )
@@ -126,7 +126,7 @@ def test_swiglu_of_gpt_oss_is_that_of_its_model() -> None:
         ("gelu_new", lambda x: gelu(x, "tanh")),
     ],
 )
-def test_activations_are_those_that_configs_name(
+def test_activations_equal_those_that_configs_name(
     name: str, activation: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     module = pytest.importorskip("transformers.activations", reason="needs transformers")
@@ -134,7 +134,7 @@ def test_activations_are_those_that_configs_name(
     torch.testing.assert_close(activation(x), module.ACT2FN[name](x))
 
 
-def test_far_gates_neither_overflow_nor_pass() -> None:
+def test_extreme_gates_neither_overflow_nor_leak() -> None:
     x = torch.tensor([[-1e4, 1e4, 2.0, 3.0]])
     assert silu_and_mul(x).tolist() == [[0.0, 3e4]]
     assert gelu_and_mul(x, "none").tolist() == [[0.0, 3e4]]
@@ -205,7 +205,7 @@ def silu_for_alpha(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
         (swiglu_oai_and_mul, silu_for_alpha),
     ],
 )
-def test_the_cases_show_a_wrong_activation(
+def test_cases_detect_a_wrong_activation(
     op: CustomOp[..., Any], wrong: Callable[..., torch.Tensor]
 ) -> None:
     assert any(check_kernel(op, wrong, planned.build()) for planned in planned_cases(op, 0))

@@ -85,7 +85,7 @@ def described(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", landing_sample(SPACES, every=3))
-def test_every_value_of_an_axis_leads_where_no_other_does(name: str) -> None:
+def test_every_value_of_an_axis_yields_its_own_arguments(name: str) -> None:
     space = SPACES[name]
     # Of another dtype than float32, which tells what is stored in float32 from the rest.
     dtype = space.dtypes[:2][-1]
@@ -96,8 +96,12 @@ def test_every_value_of_an_axis_leads_where_no_other_does(name: str) -> None:
     useless = []
     for axis in space.axes:
         for label in axis.values:
-            others = {seen for point, seen in cases if point.labels[axis.name] != label}
-            own = (seen for point, seen in cases if point.labels[axis.name] == label)
-            if all(seen in others for seen in own):
+            other_arguments = {
+                arguments for point, arguments in cases if point.labels[axis.name] != label
+            }
+            arguments_of_value = (
+                arguments for point, arguments in cases if point.labels[axis.name] == label
+            )
+            if all(arguments in other_arguments for arguments in arguments_of_value):
                 useless.append((axis.name, label))
     assert useless == []

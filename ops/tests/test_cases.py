@@ -56,7 +56,7 @@ def same(one: Case, other: Case) -> bool:
 
 
 @each_op_and_dtype
-def test_cases_are_those_of_their_seed(op: CustomOp[..., Any], dtype: torch.dtype) -> None:
+def test_cases_depend_only_on_their_seed(op: CustomOp[..., Any], dtype: torch.dtype) -> None:
     space = op.cases
     assert isinstance(space, CaseSpace)
     # Every value of every axis, and not every combination, which takes minutes.
@@ -76,9 +76,9 @@ def test_cases_are_complete(op: CustomOp[..., Any], dtype: torch.dtype) -> None:
         assert case.reduction >= 0
         assert 0 <= case.magnitude < float("inf")
     tensors = [v for c in cases for v in c.arguments.values() if isinstance(v, torch.Tensor)]
-    # What has no tensor of the dtype is told that of its result.
-    told = [case.arguments.get("out_dtype") for case in cases]
-    assert any(tensor.dtype == dtype for tensor in tensors) or dtype in told
+    # An op without a tensor of the dtype has the dtype as its ``out_dtype``.
+    out_dtypes = [case.arguments.get("out_dtype") for case in cases]
+    assert any(tensor.dtype == dtype for tensor in tensors) or dtype in out_dtypes
     # Where everything must be dense, it still may begin anywhere.
     assert any(not t.is_contiguous() or t.storage_offset() for t in tensors)
     # What is gathered may be nothing while the cache and the table of its pages are there.

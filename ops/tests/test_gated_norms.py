@@ -22,14 +22,14 @@ def by_loops(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, group_size: int, first: bool
 ) -> torch.Tensor:
     """Return the op on rows ``[T, H]``, group by group."""
-    opening = gate / (1 + torch.exp(-gate))
+    gate_factor = gate / (1 + torch.exp(-gate))
     y = torch.empty_like(x)
     for row in range(x.shape[0]):
         for start in range(0, x.shape[1], group_size):
             group = slice(start, start + group_size)
-            given = x[row, group] if first else x[row, group] * opening[row, group]
-            unit = functional.rms_norm(given, (group_size,), weight[group], 1e-5)
-            y[row, group] = unit * opening[row, group] if first else unit
+            norm_input = x[row, group] if first else x[row, group] * gate_factor[row, group]
+            unit = functional.rms_norm(norm_input, (group_size,), weight[group], 1e-5)
+            y[row, group] = unit * gate_factor[row, group] if first else unit
     return y
 
 
@@ -46,31 +46,31 @@ def test_every_group_has_its_own_statistic(
     width = groups * group_size
     x, gate = (numbers(rows, width, seed=seed + i) for i in range(2))
     weight = numbers(width, seed=seed + 2)
-    found = gated_rms_norm(x, 3 * gate, weight, 1e-5, group_size, first)
-    torch.testing.assert_close(found, by_loops(x, 3 * gate, weight, group_size, first))
+    actual = gated_rms_norm(x, 3 * gate, weight, 1e-5, group_size, first)
+    torch.testing.assert_close(actual, by_loops(x, 3 * gate, weight, group_size, first))
 
 
 @pytest.mark.parametrize("group_size", [8, 16, 48])
-def test_the_gate_first_is_mamba2(group_size: int) -> None:
+def test_gate_before_norm_equals_mamba2(group_size: int) -> None:
     mamba = pytest.importorskip(
         "transformers.models.mamba2.modeling_mamba2", reason="needs transformers"
     )
     norm = mamba.MambaRMSNormGated(48, group_size, eps=1e-5)
     x, gate, weight = (numbers(*shape).float() for shape in ((2, 3, 48), (2, 3, 48), (48,)))
     norm.weight.data.copy_(weight)
-    found = gated_rms_norm(x, gate, weight, 1e-5, group_size, False)
-    torch.testing.assert_close(found, norm(x, gate).detach())
+    actual = gated_rms_norm(x, gate, weight, 1e-5, group_size, False)
+    torch.testing.assert_close(actual, norm(x, gate).detach())
 
 
-def test_the_norm_first_is_gated_delta_net() -> None:
+def test_norm_before_gate_equals_gated_delta_net() -> None:
     qwen = pytest.importorskip(
         "transformers.models.qwen3_next.modeling_qwen3_next", reason="needs transformers"
     )
     norm = qwen.Qwen3NextRMSNormGated(32, eps=1e-6)
     x, gate, weight = (numbers(*shape).float() for shape in ((5, 4, 32), (5, 4, 32), (32,)))
     norm.weight.data.copy_(weight)
-    found = gated_rms_norm(x, gate, weight, 1e-6, 32, True)
-    torch.testing.assert_close(found, norm(x, gate).detach())
+    actual = gated_rms_norm(x, gate, weight, 1e-6, 32, True)
+    torch.testing.assert_close(actual, norm(x, gate).detach())
 
 
 def test_groups_that_do_not_fill_a_row_are_an_error() -> None:
@@ -101,6 +101,6 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor, *rest: object) -> torch.Te
 
 
 @pytest.mark.parametrize("wrong", [one_group, other_order, sigmoid_gate])
-def test_the_cases_show_a_wrong_norm(wrong: Norm) -> None:
+def test_cases_detect_a_wrong_norm(wrong: Norm) -> None:
     planned = planned_cases(gated_rms_norm, 0)
     assert any(check_kernel(gated_rms_norm, wrong, plan.build()) for plan in planned)

@@ -27,20 +27,20 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_qk_norm_normalises_every_head(heads: int, kv_heads: int, num_tokens: int) -> None:
     query, key = numbers(num_tokens, heads, 24), numbers(num_tokens, kv_heads, 24, seed=1)
     weights = numbers(24, seed=2), numbers(24, seed=3)
-    found = qk_norm(query, key, *weights, 1e-6)
-    for result, x, weight in zip(found, (query, key), weights, strict=True):
+    actual = qk_norm(query, key, *weights, 1e-6)
+    for result, x, weight in zip(actual, (query, key), weights, strict=True):
         torch.testing.assert_close(result, functional.rms_norm(x, (24,), weight, 1e-6))
 
 
-def test_qk_norm_leaves_slices_of_a_projection_alone_and_returns_dense_heads() -> None:
+def test_qk_norm_keeps_its_inputs_and_returns_dense_heads() -> None:
     projected = numbers(3, 8, 16)
     before = projected.clone()
-    found = qk_norm(projected[:, :4], projected[:, 4:6], torch.ones(16), torch.ones(16), 1e-6)
+    actual = qk_norm(projected[:, :4], projected[:, 4:6], torch.ones(16), torch.ones(16), 1e-6)
     assert torch.equal(projected, before)
-    assert all(result.is_contiguous() for result in found)
+    assert all(result.is_contiguous() for result in actual)
 
 
-def test_l2_norm_is_that_of_linear_attention() -> None:
+def test_l2_norm_equals_that_of_linear_attention() -> None:
     module = pytest.importorskip(
         "transformers.models.qwen3_next.modeling_qwen3_next", reason="needs transformers"
     )
@@ -49,7 +49,7 @@ def test_l2_norm_is_that_of_linear_attention() -> None:
 
 
 @given(width=st.integers(1, 50), seed=st.integers(0, 1000), scale=st.floats(1e-3, 1e3))
-def test_rows_have_the_length_that_eps_leaves(width: int, seed: int, scale: float) -> None:
+def test_l2_norm_divides_by_the_length_with_eps(width: int, seed: int, scale: float) -> None:
     x, eps = scale * numbers(4, width, seed=seed), 0.1
     squares = x.square().sum(-1)
     length = l2_norm(x, eps).square().sum(-1)
@@ -67,12 +67,12 @@ def exchanged_weights(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> Pai
 
 def over_all_heads(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> Pair:
     *weights, eps = rest
-    found = []
+    actual = []
     for x, weight in zip((query, key), weights, strict=True):
         wide = x.float()
         scale = (wide.square().mean((-2, -1), keepdim=True) + eps).rsqrt()
-        found.append((wide * scale * weight).to(x.dtype).contiguous())
-    return found[0], found[1]
+        actual.append((wide * scale * weight).to(x.dtype).contiguous())
+    return actual[0], actual[1]
 
 
 def by_the_mean(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -92,5 +92,5 @@ def clamped_length(x: torch.Tensor, eps: float) -> torch.Tensor:
         (l2_norm, clamped_length),
     ],
 )
-def test_the_cases_show_a_wrong_norm(op: CustomOp[..., Any], wrong: Callable[..., Any]) -> None:
+def test_cases_detect_a_wrong_norm(op: CustomOp[..., Any], wrong: Callable[..., Any]) -> None:
     assert any(check_kernel(op, wrong, planned.build()) for planned in planned_cases(op, 0))

@@ -46,7 +46,9 @@ def test_embedding_returns_rows() -> None:
     spare=st.integers(0, 3),
     seed=st.integers(0, 100),
 )
-def test_rows_meet_the_weight_of_their_group(counts: list[int], spare: int, seed: int) -> None:
+def test_each_row_is_multiplied_by_the_weight_of_its_group(
+    counts: list[int], spare: int, seed: int
+) -> None:
     x = numbers(sum(counts) + spare, 3, seed=seed)
     weight = numbers(len(counts), 4, 3, seed=seed + 1)
     starts = torch.tensor([0, *counts]).cumsum(0)
@@ -57,18 +59,18 @@ def test_rows_meet_the_weight_of_their_group(counts: list[int], spare: int, seed
     torch.testing.assert_close(grouped_linear(x, weight, starts), expected)
 
 
-def test_a_row_that_is_no_number_stays_in_its_group() -> None:
+def test_a_nan_row_does_not_affect_other_rows() -> None:
     x = numbers(3, 2)
     x[1] = torch.nan
-    found = grouped_linear(x, numbers(2, 4, 2), torch.tensor([0, 2, 3]))
-    assert found.isnan().any(-1).tolist() == [False, True, False]
+    actual = grouped_linear(x, numbers(2, 4, 2), torch.tensor([0, 2, 3]))
+    assert actual.isnan().any(-1).tolist() == [False, True, False]
 
 
-def test_every_head_has_its_matrix() -> None:
+def test_each_head_is_multiplied_by_its_matrix() -> None:
     x, weight = numbers(4, 3, 5), numbers(3, 5, 2, seed=1)
-    found = batched_linear(x.transpose(0, 1), weight)
-    torch.testing.assert_close(found, torch.einsum("tni,nio->nto", x, weight))
-    assert found.is_contiguous()
+    actual = batched_linear(x.transpose(0, 1), weight)
+    torch.testing.assert_close(actual, torch.einsum("tni,nio->nto", x, weight))
+    assert actual.is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

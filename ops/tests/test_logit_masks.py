@@ -51,7 +51,7 @@ def test_listed_tokens_are_biased(sizes: tuple[int, int], seed: int) -> None:
 
 
 @given(SIZES, SEEDS)
-def test_tokens_without_a_bit_are_ruled_out(sizes: tuple[int, int], seed: int) -> None:
+def test_tokens_without_a_bit_are_masked(sizes: tuple[int, int], seed: int) -> None:
     logits = drawn(seed, sizes)
     words = -(-sizes[1] // 32)
     generator = torch.Generator().manual_seed(seed)
@@ -64,19 +64,19 @@ def test_tokens_without_a_bit_are_ruled_out(sizes: tuple[int, int], seed: int) -
 
 
 @given(SIZES, SEEDS)
-def test_stop_tokens_wait_for_the_least_number(sizes: tuple[int, int], seed: int) -> None:
+def test_stop_tokens_are_masked_until_the_minimum_number(sizes: tuple[int, int], seed: int) -> None:
     logits, stops = drawn(seed, sizes), listed(seed, sizes)
     generator = torch.Generator().manual_seed(seed)
-    steps, least = torch.randint(4, (2, sizes[0]), generator=generator)
+    steps, min_tokens = torch.randint(4, (2, sizes[0]), generator=generator)
     expected = logits.clone()
     for row in range(sizes[0]):
         for token in stops[row].tolist():
-            if token >= 0 and steps[row] < least[row]:
+            if token >= 0 and steps[row] < min_tokens[row]:
                 expected[row, token] = -math.inf
-    assert torch.equal(suppress_tokens_until(logits, steps, least, stops), expected)
+    assert torch.equal(suppress_tokens_until(logits, steps, min_tokens, stops), expected)
 
 
-def test_temperature_zero_leaves_a_row_alone() -> None:
+def test_temperature_zero_keeps_a_row_unchanged() -> None:
     logits = torch.tensor([[1.0, -2.0], [1.0, -2.0], [1.0, -2.0]])
     result = apply_temperature(logits.to(torch.bfloat16), torch.tensor([0.0, 0.5, 4.0]))
     assert result.dtype == torch.float32
@@ -84,20 +84,20 @@ def test_temperature_zero_leaves_a_row_alone() -> None:
 
 
 @given(SIZES.filter(lambda sizes: sizes[0] > 0), SEEDS, st.floats(0.05, 0.95))
-def test_what_is_kept_is_the_nucleus(sizes: tuple[int, int], seed: int, top_p: float) -> None:
+def test_top_p_keeps_the_nucleus(sizes: tuple[int, int], seed: int, top_p: float) -> None:
     """The fewest of the likeliest tokens that weigh ``top_p`` together, and no other."""
     logits = drawn(seed, sizes)
     result = mask_top_k_top_p(logits, None, torch.full((sizes[0],), top_p))
-    for row, kept in zip(logits.double().softmax(-1), result > -math.inf, strict=True):
+    for row, is_kept in zip(logits.double().softmax(-1), result > -math.inf, strict=True):
         likeliest = row.sort(descending=True).values
-        count = int(kept.sum())
-        assert torch.equal(row[kept].sort(descending=True).values, likeliest[:count])
+        count = int(is_kept.sum())
+        assert torch.equal(row[is_kept].sort(descending=True).values, likeliest[:count])
         assert likeliest[: count - 1].sum() < top_p + 1e-5
         assert likeliest[:count].sum() > top_p - 1e-5
 
 
 @given(SIZES.filter(lambda sizes: sizes[0] > 0), SEEDS, st.integers(0, 80))
-def test_the_largest_are_kept(sizes: tuple[int, int], seed: int, top_k: int) -> None:
+def test_top_k_keeps_the_largest_logits(sizes: tuple[int, int], seed: int, top_k: int) -> None:
     logits = drawn(seed, sizes)
     result = mask_top_k_top_p(logits, torch.full((sizes[0],), top_k), None)
     count = min(top_k or sizes[1], sizes[1])
@@ -107,12 +107,12 @@ def test_the_largest_are_kept(sizes: tuple[int, int], seed: int, top_k: int) -> 
 
 
 @given(SIZES.filter(lambda sizes: sizes[0] > 0), SEEDS, st.floats(0.01, 0.9))
-def test_what_is_too_unlikely_is_ruled_out(sizes: tuple[int, int], seed: int, min_p: float) -> None:
+def test_min_p_masks_unlikely_tokens(sizes: tuple[int, int], seed: int, min_p: float) -> None:
     logits = drawn(seed, sizes)
     ratio = (logits.double() - logits.double().amax(-1, keepdim=True)).exp()
-    kept = mask_min_p(logits, torch.full((sizes[0],), min_p)) > -math.inf
-    assert kept[ratio > min_p + 1e-5].all()
-    assert not kept[ratio < min_p - 1e-5].any()
+    is_kept = mask_min_p(logits, torch.full((sizes[0],), min_p)) > -math.inf
+    assert is_kept[ratio > min_p + 1e-5].all()
+    assert not is_kept[ratio < min_p - 1e-5].any()
 
 
 @given(SIZES, SEEDS, st.booleans())

@@ -21,7 +21,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     before=st.integers(0, 3),
     seed=st.integers(0, 50),
 )
-def test_each_row_passes_through_its_adapter(
+def test_each_row_is_projected_by_its_adapter(
     adapters: list[int], rank: int, before: int, seed: int
 ) -> None:
     count = len(adapters)
@@ -40,7 +40,7 @@ def test_each_row_passes_through_its_adapter(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_between_the_two_products_numbers_are_float32(dtype: torch.dtype) -> None:
+def test_shrunk_activations_are_float32(dtype: torch.dtype) -> None:
     """1 + 1/4096 is rounded to 1 by both dtypes."""
     x = torch.tensor([[1.0, 2.0**-12]], dtype=dtype)
     shrunk = lora_shrink(x, torch.ones(1, 1, 2, dtype=dtype), torch.tensor([0]), 1.0)

@@ -22,19 +22,19 @@ def mix(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def test_the_test_knows_split_mix() -> None:
+def test_splitmix_of_the_test_yields_known_values() -> None:
     outputs = [mix(GAMMA * n % WORD) for n in (1, 2, 3)]  # of a generator that starts at 0
     assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), step=st.integers(0, 2**40), token=st.integers(0, 300))
-def test_uniform_noise_is_bit_for_bit_what_it_says(seed: int, step: int, token: int) -> None:
+def test_uniform_noise_has_the_documented_bits(seed: int, step: int, token: int) -> None:
     key = mix((mix(seed % WORD) + (step + 1) * GAMMA) % WORD)
     bits = mix((key + (token + 1) * GAMMA) % WORD) >> 24 | 1
     (exact,) = struct.unpack("f", struct.pack("f", bits * 2.0**-40))
-    found = uniform_noise(torch.tensor([seed]), torch.tensor([step]), token + 1)
-    assert found.dtype == torch.float32
-    assert float(found[0, token]) == min(exact, 1 - 2.0**-24)
+    actual = uniform_noise(torch.tensor([seed]), torch.tensor([step]), token + 1)
+    assert actual.dtype == torch.float32
+    assert float(actual[0, token]) == min(exact, 1 - 2.0**-24)
 
 
 def unmixed(word: int) -> int:

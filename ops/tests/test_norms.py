@@ -30,7 +30,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("eps", [1e-6, 0.1])
-def test_rms_norm_is_that_of_torch(shape: tuple[int, ...], eps: float) -> None:
+def test_rms_norm_equals_torch(shape: tuple[int, ...], eps: float) -> None:
     x, weight = numbers(*shape), numbers(shape[-1], seed=1)
     expected = functional.rms_norm(x, shape[-1:], weight, eps)
     torch.testing.assert_close(rms_norm(x, weight, eps), expected)
@@ -68,14 +68,14 @@ def test_fused_add_rms_norm_normalises_the_residual_that_it_returns() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("eps", [1e-6, 0.1])
-def test_gemma_rms_norm_weighs_by_one_more(shape: tuple[int, ...], eps: float) -> None:
+def test_gemma_rms_norm_scales_by_one_plus_weight(shape: tuple[int, ...], eps: float) -> None:
     x, weight = numbers(*shape), numbers(shape[-1], seed=1)
     expected = functional.rms_norm(x, shape[-1:], weight + 1, eps)
     torch.testing.assert_close(gemma_rms_norm(x, weight, eps), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gemma_rms_norm_is_that_of_gemma(dtype: torch.dtype) -> None:
+def test_gemma_rms_norm_equals_the_code_of_gemma(dtype: torch.dtype) -> None:
     gemma = pytest.importorskip(
         "transformers.models.gemma.modeling_gemma", reason="needs transformers"
     )
@@ -85,13 +85,13 @@ def test_gemma_rms_norm_is_that_of_gemma(dtype: torch.dtype) -> None:
     torch.testing.assert_close(gemma_rms_norm(x, weight, 1e-5), norm(x).detach())
 
 
-def test_one_more_than_a_weight_is_not_rounded() -> None:
+def test_one_plus_weight_is_not_rounded() -> None:
     x, weight = numbers(4, 64).bfloat16(), torch.full((64,), 0.0035).bfloat16()
     assert torch.equal(1 + weight, torch.ones(64).bfloat16())
     unit = functional.rms_norm(x.double(), (64,), None, 0.0)
-    found = gemma_rms_norm(x, weight, 0.0)
-    assert torch.equal(found, (unit * (1 + weight.double())).bfloat16())
-    assert not torch.equal(found, unit.bfloat16())
+    actual = gemma_rms_norm(x, weight, 0.0)
+    assert torch.equal(actual, (unit * (1 + weight.double())).bfloat16())
+    assert not torch.equal(actual, unit.bfloat16())
 
 
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
@@ -110,7 +110,7 @@ def test_fused_add_gemma_rms_norm_normalises_the_residual_that_it_returns(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
-def test_layer_norm_is_that_of_torch(shape: tuple[int, ...], weighted: bool, biased: bool) -> None:
+def test_layer_norm_equals_torch(shape: tuple[int, ...], weighted: bool, biased: bool) -> None:
     x = 3 + numbers(*shape)
     weight = numbers(shape[-1], seed=1) if weighted else None
     bias = numbers(shape[-1], seed=2) if biased else None
@@ -124,7 +124,7 @@ def test_layer_norm_is_that_of_torch(shape: tuple[int, ...], weighted: bool, bia
     width=st.integers(2, 40),
     seed=st.integers(0, 1000),
 )
-def test_layer_norm_knows_neither_mean_nor_scale(
+def test_layer_norm_ignores_mean_and_scale_of_its_input(
     mean: float, scale: float, width: int, seed: int
 ) -> None:
     x = numbers(3, width, seed=seed)
@@ -194,7 +194,7 @@ def uncentred(
         (layer_norm, uncentred),
     ],
 )
-def test_the_cases_show_a_wrong_norm(
+def test_cases_detect_a_wrong_norm(
     op: CustomOp[..., Any], wrong: Callable[..., torch.Tensor]
 ) -> None:
     assert any(check_kernel(op, wrong, planned.build()) for planned in planned_cases(op, 0))

@@ -129,10 +129,10 @@ def test_references_against_float64(op: CustomOp[..., Any]) -> None:
         x, weight = LINEARS[op](dict(case.arguments))
         bias = case.arguments["bias"]
         expected = x @ weight.T + (0 if bias is None else bias.double())
-        found = op(**case.arguments)
-        assert found.dtype == plan.dtype
+        actual = op(**case.arguments)
+        assert actual.dtype == plan.dtype
         bound = op.tolerance.bound(expected, plan.dtype, case)
-        assert ((found.double() - expected).abs() <= bound).all(), plan.label
+        assert ((actual.double() - expected).abs() <= bound).all(), plan.label
 
 
 @each_linear
@@ -215,7 +215,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("op", "change"), WRONG)
-def test_cases_find_a_wrong_kernel(
+def test_cases_detect_a_wrong_kernel(
     op: CustomOp[..., Any], change: Callable[[Arguments], Arguments]
 ) -> None:
     def wrong(*given: Any) -> Any:
@@ -248,8 +248,8 @@ def test_sums_of_int8_are_exact() -> None:
     x[0, 0] = weight[0, 0] = 1
     weight[0, -1] = 0
     unit = torch.ones(1)
-    found = int8_linear(x, weight, unit, unit, None, None, torch.float32)
-    assert found.tolist() == [[1.0]]
+    actual = int8_linear(x, weight, unit, unit, None, None, torch.float32)
+    assert actual.tolist() == [[1.0]]
 
 
 def test_sums_of_groups_are_exact() -> None:
@@ -261,8 +261,8 @@ def test_sums_of_groups_are_exact() -> None:
     codes[0, 0], codes[0, -1] = 9, 8
     weight = codes[:, 0::2] | codes[:, 1::2] << 4
     unit = torch.ones(1, 1)
-    found = w4a8_linear(x, weight, unit, unit, None, None, None, torch.float32)
-    assert found.tolist() == [[1.0]]
+    actual = w4a8_linear(x, weight, unit, unit, None, None, None, torch.float32)
+    assert actual.tolist() == [[1.0]]
 
 
 def test_zero_points_are_taken_from_codes_of_both_operands() -> None:
@@ -270,16 +270,16 @@ def test_zero_points_are_taken_from_codes_of_both_operands() -> None:
     weight = torch.tensor([[0x31, 0x9F]], dtype=torch.uint8)
     x_scale = torch.tensor([[0.5], [2.0]])
     scales = torch.tensor([[1.0, 10.0]])
-    found = w4a8_linear(x, weight, x_scale, scales, None, None, None, torch.float32)
+    actual = w4a8_linear(x, weight, x_scale, scales, None, None, None, torch.float32)
     first = 5 * (1 - 8) + 7 * (3 - 8) + 10 * (-1 * (15 - 8))
     second = 1 * (1 - 8) + 2 * (3 - 8) + 10 * (3 * (15 - 8) + 4 * (9 - 8))
-    assert found.tolist() == [[0.5 * first], [2.0 * second]]
+    assert actual.tolist() == [[0.5 * first], [2.0 * second]]
     x_zero_point = torch.tensor([[1], [-2]], dtype=torch.int32)
     zero_points = torch.tensor([[0, 15]], dtype=torch.uint8)
-    found = w4a8_linear(x, weight, x_scale, scales, x_zero_point, zero_points, None, torch.float32)
+    actual = w4a8_linear(x, weight, x_scale, scales, x_zero_point, zero_points, None, torch.float32)
     first = 4 * 1 + 6 * 3 + 10 * (-1 * (9 - 15))
     second = 3 * 1 + 4 * 3 + 10 * (6 * (9 - 15))
-    assert found.tolist() == [[0.5 * first], [2.0 * second]]
+    assert actual.tolist() == [[0.5 * first], [2.0 * second]]
 
 
 def test_a_zero_point_is_taken_from_every_input() -> None:
@@ -287,8 +287,8 @@ def test_a_zero_point_is_taken_from_every_input() -> None:
     weight = torch.tensor([[2, -3]], dtype=torch.int8)
     zero_point = torch.tensor([[1], [-2]], dtype=torch.int32)
     scale = torch.tensor([[0.5], [2.0]])
-    found = int8_linear(x, weight, scale, torch.ones(1), zero_point, None, torch.float32)
-    assert found.tolist() == [[0.5 * (4 * 2 - 6 * 3)], [2.0 * (1 * 2 - 2 * 3)]]
+    actual = int8_linear(x, weight, scale, torch.ones(1), zero_point, None, torch.float32)
+    assert actual.tolist() == [[0.5 * (4 * 2 - 6 * 3)], [2.0 * (1 * 2 - 2 * 3)]]
 
 
 def test_codes_of_four_bits_are_unsigned_around_eight() -> None:
@@ -297,11 +297,11 @@ def test_codes_of_four_bits_are_unsigned_around_eight() -> None:
     scale = torch.tensor([[1.0, 10.0]])
     assert w4a16_linear(x, weight, scale, None).flatten().tolist() == [-8.0, 7.0, -10.0, 0.0]
     zero_points = torch.tensor([[15, 0]], dtype=torch.uint8)
-    found = w4a16_linear(x, weight, scale, None, zero_points)
-    assert found.flatten().tolist() == [-15.0, 0.0, 70.0, 80.0]
+    actual = w4a16_linear(x, weight, scale, None, zero_points)
+    assert actual.flatten().tolist() == [-15.0, 0.0, 70.0, 80.0]
 
 
-def test_a_flat_scale_is_one_per_output() -> None:
+def test_a_flat_scale_has_one_element_per_output() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 8, generator=generator)
     weight = torch.randint(-128, 128, (5, 8), dtype=torch.int8, generator=generator)
@@ -311,17 +311,17 @@ def test_a_flat_scale_is_one_per_output() -> None:
     )
 
 
-def test_what_quantizers_return_is_what_linears_take() -> None:
+def test_linears_accept_the_results_of_quantizers() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, 64, generator=generator) for rows in (5, 7))
     packed, scales = quantize_mxfp4(weight)
-    found = mxfp4_linear(x, packed, scales, None)
-    torch.testing.assert_close(found, x @ dequantize_mxfp4(packed, scales, torch.float32).T)
-    found = mxfp8_linear(*quantize_mxfp8(x), *quantize_mxfp8(weight), None, torch.float32)
-    torch.testing.assert_close(found, x @ weight.T, rtol=0, atol=2.0)
+    actual = mxfp4_linear(x, packed, scales, None)
+    torch.testing.assert_close(actual, x @ dequantize_mxfp4(packed, scales, torch.float32).T)
+    actual = mxfp8_linear(*quantize_mxfp8(x), *quantize_mxfp8(weight), None, torch.float32)
+    torch.testing.assert_close(actual, x @ weight.T, rtol=0, atol=2.0)
     global_scale = torch.tensor([500.0])
     pairs = [quantize_nvfp4(each, global_scale) for each in (x, weight)]
     plain = [dequantize_nvfp4(*pair, global_scale, torch.float32) for pair in pairs]
     alpha = 1 / global_scale**2
-    found = nvfp4_linear(*pairs[0], *pairs[1], alpha, None, torch.float32)
-    torch.testing.assert_close(found, plain[0] @ plain[1].T)
+    actual = nvfp4_linear(*pairs[0], *pairs[1], alpha, None, torch.float32)
+    torch.testing.assert_close(actual, plain[0] @ plain[1].T)

@@ -75,11 +75,11 @@ def test_references_are_within_their_own_bounds(op: CustomOp[..., Any]) -> None:
 @each_fp8
 def test_fp8_is_the_nearest_number(out_dtype: torch.dtype) -> None:
     x, scale = rows(3, 40), torch.tensor([0.37])
-    found = quantize_fp8_static(x, scale, out_dtype)
-    assert found.dtype == out_dtype
+    actual = quantize_fp8_static(x, scale, out_dtype)
+    assert actual.dtype == out_dtype
     numbers = numbers_of(out_dtype)
     quotients = (x.double() / scale.double()).flatten().tolist()
-    for quotient, number in zip(quotients, found.double().flatten().tolist(), strict=True):
+    for quotient, number in zip(quotients, actual.double().flatten().tolist(), strict=True):
         assert number in nearest(quotient, numbers)
 
 
@@ -89,21 +89,21 @@ def test_fp8_ties_go_to_even_codes(out_dtype: torch.dtype) -> None:
     numbers = codes.view(out_dtype).double()
     between = ((numbers[1:] + numbers[:-1]) / 2).float()
     finite = between.isfinite()
-    found = quantize_fp8_static(between[finite][None], torch.ones(1), out_dtype)
+    actual = quantize_fp8_static(between[finite][None], torch.ones(1), out_dtype)
     expected = torch.where(codes[:-1] % 2 == 0, codes[:-1], codes[1:])[finite]
-    assert found.view(torch.uint8)[0].tolist() == expected.tolist()
+    assert actual.view(torch.uint8)[0].tolist() == expected.tolist()
 
 
 @each_fp8
 def test_fp8_saturates(out_dtype: torch.dtype) -> None:
     limit = torch.finfo(out_dtype).max
     x = torch.tensor([[torch.inf, -torch.inf, 1.5 * limit, -3 * limit]])
-    found = quantize_fp8_static(x, torch.ones(1), out_dtype)
-    assert found.double().tolist() == [[limit, -limit, limit, -limit]]
+    actual = quantize_fp8_static(x, torch.ones(1), out_dtype)
+    assert actual.double().tolist() == [[limit, -limit, limit, -limit]]
 
 
 @each_fp8
-def test_dynamic_scales_just_fit(out_dtype: torch.dtype) -> None:
+def test_dynamic_scales_map_the_peak_to_the_largest_number(out_dtype: torch.dtype) -> None:
     x, limit = rows(5, 64), torch.finfo(out_dtype).max
     q, scale = quantize_fp8_per_token(x, out_dtype, None)
     assert q.double().abs().amax(-1).tolist() == [limit] * 5
@@ -135,7 +135,7 @@ def test_limited_scales_saturate_outliers() -> None:
 
 @pytest.mark.parametrize("width", [128, 300, 70])
 @pytest.mark.parametrize("rounded_up", [False, True])
-def test_blocks_are_tokens_of_their_own(width: int, rounded_up: bool) -> None:
+def test_each_block_is_quantized_like_a_row(width: int, rounded_up: bool) -> None:
     x = rows(3, width)
     q, scales = quantize_fp8_blocks(x, 128, torch.float8_e4m3fn, rounded_up)
     assert scales.shape == (3, math.ceil(width / 128))
@@ -149,7 +149,7 @@ def test_blocks_are_tokens_of_their_own(width: int, rounded_up: bool) -> None:
         assert torch.equal(q[:, block].float(), part.float())
 
 
-def test_scales_that_are_powers_of_two_stay() -> None:
+def test_power_of_two_scales_are_not_rounded_up() -> None:
     x = torch.tensor([[448.0, 1.0], [896.0, 1.0], [450.0, 1.0]])
     _, scales = quantize_fp8_blocks(x, 2, torch.float8_e4m3fn, True)
     assert scales.flatten().tolist() == [1.0, 2.0, 2.0]
@@ -158,9 +158,9 @@ def test_scales_that_are_powers_of_two_stay() -> None:
 @given(st.integers(-128, 127), st.floats(-300, 300, width=32))
 def test_int8_adds_the_zero_point_after_rounding(zero_point: int, value: float) -> None:
     x, scale = torch.tensor([[value]]), torch.tensor([0.5])
-    found = quantize_int8_static(x, scale, torch.tensor([zero_point], dtype=torch.int32))
+    actual = quantize_int8_static(x, scale, torch.tensor([zero_point], dtype=torch.int32))
     expected = max(-128, min(127, round(value / 0.5) + zero_point))
-    assert found.tolist() == [[expected]]
+    assert actual.tolist() == [[expected]]
 
 
 def test_int8_ties_do_not_depend_on_the_zero_point() -> None:
@@ -216,12 +216,12 @@ def test_mxfp4_against_numpy() -> None:
     grid = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     magnitudes = np.abs(quotients)[..., None]
     expected = np.sign(quotients) * grid[np.abs(magnitudes - grid).argmin(-1)]
-    found = dequantize_mxfp4(packed, scales, torch.float64)
+    actual = dequantize_mxfp4(packed, scales, torch.float64)
     powers = np.repeat(2.0 ** (exponents - 127), 32, -1)
-    assert found.tolist() == (expected.reshape(7, 96) * powers).tolist()
+    assert actual.tolist() == (expected.reshape(7, 96) * powers).tolist()
 
 
-def test_the_first_element_lies_in_the_low_nibble() -> None:
+def test_the_first_element_is_in_the_low_nibble() -> None:
     x = torch.zeros(1, 32)
     x[0, 0], x[0, 1] = 6.0, -1.0
     packed, scales = quantize_mxfp4(x)
@@ -235,24 +235,24 @@ def test_the_first_element_lies_in_the_low_nibble() -> None:
 def test_a_scale_of_nan_spoils_its_block_alone() -> None:
     packed = torch.full((1, 32), 0x10, dtype=torch.uint8)
     scales = torch.tensor([[255, 127]], dtype=torch.uint8)
-    found = dequantize_mxfp4(packed, scales, torch.bfloat16)
-    assert found[0, :32].isnan().all()
-    assert found[0, 32:].tolist() == [0.0, 0.5] * 16
+    actual = dequantize_mxfp4(packed, scales, torch.bfloat16)
+    assert actual[0, :32].isnan().all()
+    assert actual[0, 32:].tolist() == [0.0, 0.5] * 16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nvfp4_comes_back_within_a_step(dtype: torch.dtype) -> None:
+def test_nvfp4_round_trip_is_within_a_step(dtype: torch.dtype) -> None:
     x = rows(9, 64).to(dtype)
     global_scale = (448 * 6 / x.float().abs().max()).view(1)
     packed, scales = quantize_nvfp4(x, global_scale)
     assert packed.shape == (9, 32)
     assert float(scales.float().max()) == 448
-    found = dequantize_nvfp4(packed, scales, global_scale, torch.float32)
+    actual = dequantize_nvfp4(packed, scales, global_scale, torch.float32)
     peaks = x.float().unflatten(-1, (4, 16)).abs().amax(-1)
     # Half of the widest step is a sixth of the peak; a block scale is wrong by 1 / 16 at most,
     # or by half of the smallest subnormal.
     allowed = peaks * (1 / 6 + 1 / 16 + 1e-3) + 6 * 2.0**-10 / global_scale
-    assert ((found - x.float()).abs() <= allowed.repeat_interleave(16, -1)).all()
+    assert ((actual - x.float()).abs() <= allowed.repeat_interleave(16, -1)).all()
 
 
 def test_blocks_below_the_smallest_scale_are_zeros() -> None:
@@ -265,7 +265,9 @@ def test_blocks_below_the_smallest_scale_are_zeros() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (37, 5), (129, 8), (256, 12), (0, 3)])
 @pytest.mark.parametrize("rows_per_tile", [128, 8])
-def test_tiles_by_their_offsets(shape: tuple[int, int], rows_per_tile: int) -> None:
+def test_tiled_scales_have_the_documented_offsets(
+    shape: tuple[int, int], rows_per_tile: int
+) -> None:
     scales = torch.randint(1, 255, shape, dtype=torch.uint8)
     tiles = tile_scales(scales, rows_per_tile)
     num_columns = math.ceil(shape[1] / 4)
@@ -280,14 +282,14 @@ def test_tiles_by_their_offsets(shape: tuple[int, int], rows_per_tile: int) -> N
     assert torch.equal(tiles.flatten(), expected)
 
 
-def test_tiles_of_floats_are_tiles_of_their_bytes() -> None:
+def test_tiles_of_floats_equal_tiles_of_their_bytes() -> None:
     codes = torch.randint(0, 127, (40, 6), dtype=torch.uint8)
-    found = tile_scales(codes.view(torch.float8_e4m3fn), 128)
-    assert torch.equal(found.view(torch.uint8), tile_scales(codes, 128))
+    actual = tile_scales(codes.view(torch.float8_e4m3fn), 128)
+    assert torch.equal(actual.view(torch.uint8), tile_scales(codes, 128))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_scales_of_weights_are_what_a_conversion_makes_of_them(dtype: torch.dtype) -> None:
+def test_scales_of_weights_round_like_a_conversion_of_torch(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(1, 0x7F800000, (1 << 16, 1), generator=generator, dtype=torch.int32)
     # Halves between two of the dtype's, its largest and its smallest ones are there.

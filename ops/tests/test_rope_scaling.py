@@ -62,7 +62,7 @@ def rotated_by_transformers(embedding: Any, apply: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
-def test_rotation_is_that_of_transformers(scaling: dict[str, Any], theta: float) -> None:
+def test_rotation_equals_transformers(scaling: dict[str, Any], theta: float) -> None:
     config = LlamaConfig(
         hidden_size=4 * HEAD_SIZE,
         num_attention_heads=4,
@@ -75,7 +75,7 @@ def test_rotation_is_that_of_transformers(scaling: dict[str, Any], theta: float)
     torch.testing.assert_close(rotated(HEAD_SIZE, theta, scaling), expected, rtol=0, atol=5e-4)
 
 
-def test_partial_rotation_is_that_of_transformers() -> None:
+def test_partial_rotation_equals_transformers() -> None:
     config = GPTNeoXConfig(
         hidden_size=4 * HEAD_SIZE,
         num_attention_heads=4,
@@ -88,8 +88,8 @@ def test_partial_rotation_is_that_of_transformers() -> None:
     )
     embedding = GPTNeoXRotaryEmbedding(config)
     expected = rotated_by_transformers(embedding, apply_partial_rotary_pos_emb)
-    found = rotated(HEAD_SIZE // 4, 10000.0, None)
-    torch.testing.assert_close(found, expected, rtol=0, atol=5e-4)
+    actual = rotated(HEAD_SIZE // 4, 10000.0, None)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=5e-4)
 
 
 def test_no_scaling_is_the_default() -> None:
@@ -122,9 +122,9 @@ def test_an_unknown_type_lists_the_known_ones() -> None:
 
 @pytest.mark.parametrize(("scaling", "missing"), [(LLAMA3, "low_freq_factor"), (YARN, "factor")])
 def test_a_missing_parameter_is_named(scaling: dict[str, Any], missing: str) -> None:
-    rest = {name: value for name, value in scaling.items() if name != missing}
+    incomplete = {name: value for name, value in scaling.items() if name != missing}
     with pytest.raises(ConfigError, match=missing):
-        rotary_frequencies(8, 10000.0, rest)
+        rotary_frequencies(8, 10000.0, incomplete)
 
 
 @pytest.mark.parametrize("size", [0, 7, -2])
@@ -145,9 +145,7 @@ LONGROPE = {
 @pytest.mark.parametrize(
     "options", [{"factor": 32.0}, {"factor": 0.5}, {"factor": 2.0, "attention_factor": 1.3}, {}]
 )
-def test_longrope_is_that_of_transformers(
-    num_positions: int | None, options: dict[str, float]
-) -> None:
+def test_longrope_equals_transformers(num_positions: int | None, options: dict[str, float]) -> None:
     config = LlamaConfig(
         hidden_size=4 * HEAD_SIZE,
         num_attention_heads=4,
@@ -157,12 +155,12 @@ def test_longrope_is_that_of_transformers(
     )
     expected, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=num_positions)
     scaling = {**LONGROPE, **options, "max_position_embeddings": POSITIONS}
-    found, magnitude = rotary_frequencies(HEAD_SIZE, 10000.0, scaling, num_positions)
-    torch.testing.assert_close(found, expected)
+    actual, magnitude = rotary_frequencies(HEAD_SIZE, 10000.0, scaling, num_positions)
+    torch.testing.assert_close(actual, expected)
     assert magnitude == pytest.approx(factor)
 
 
-def test_a_table_takes_all_its_positions_from_one_set_of_factors() -> None:
+def test_all_positions_of_a_table_use_one_set_of_factors() -> None:
     scaling = {**LONGROPE, "factor": 4.0}
     long, _ = rotary_frequencies(HEAD_SIZE, 10000.0, scaling, 129)
     cos, _ = rotary_table(129, HEAD_SIZE, 10000.0, scaling)

@@ -38,8 +38,8 @@ def test_rotation_is_complex_multiplication(
     query, key = numbers(tokens, heads, head_size), numbers(tokens, kv_heads, head_size, seed=1)
     angles = numbers(tokens, rotary_size // 2, seed=2)
     cos, sin = angles.cos(), angles.sin()
-    found = rotary_embedding(query, key, cos, sin)
-    for result, x in zip(found, (query, key), strict=True):
+    actual = rotary_embedding(query, key, cos, sin)
+    for result, x in zip(actual, (query, key), strict=True):
         torch.testing.assert_close(result, rotated_as_complex(x, cos, sin))
 
 
@@ -50,12 +50,12 @@ def test_scores_depend_on_the_distance_only(position: int, distance: int, seed: 
 
     def score(query_position: int, key_position: int) -> float:
         at, to = slice(query_position, query_position + 1), slice(key_position, key_position + 1)
-        turned, _ = rotary_embedding(query, query, cos[at], sin[at])
-        _, other = rotary_embedding(key, key, cos[to], sin[to])
-        return float((turned * other).sum())
+        rotated_query, _ = rotary_embedding(query, query, cos[at], sin[at])
+        _, rotated_key = rotary_embedding(key, key, cos[to], sin[to])
+        return float((rotated_query * rotated_key).sum())
 
-    there = score(position + distance, position)
-    assert math.isclose(there, score(distance, 0), rel_tol=1e-4, abs_tol=1e-4)
+    shifted_score = score(position + distance, position)
+    assert math.isclose(shifted_score, score(distance, 0), rel_tol=1e-4, abs_tol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -72,12 +72,12 @@ def cut(whole: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("rotary_size", [2, 6, 8])
-def test_neighbours_turn_as_in_gpt_j(rotary_size: int) -> None:
+def test_interleaved_rotation_equals_gpt_j(rotary_size: int) -> None:
     query, key = cut(numbers(5, 6, 8), 4)
     angles = numbers(5, rotary_size // 2, seed=2)
     cos, sin = angles.cos(), angles.sin()
-    found = rotary_embedding_interleaved(query, key, cos, sin)
-    for result, x in zip(found, (query, key), strict=True):
+    actual = rotary_embedding_interleaved(query, key, cos, sin)
+    for result, x in zip(actual, (query, key), strict=True):
         turned = apply_to_neighbours(x[None, ..., :rotary_size], sin[None], cos[None])
         expected = torch.cat((turned[0], x[..., rotary_size:]), dim=-1)
         torch.testing.assert_close(result, expected)

@@ -292,8 +292,8 @@ def copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def results(name: str, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
     """Return the outputs and the mutated arguments."""
-    found = OPS[name].reference(**arguments)
-    outputs = () if found is None else found if isinstance(found, tuple) else (found,)
+    actual = OPS[name].reference(**arguments)
+    outputs = () if actual is None else actual if isinstance(actual, tuple) else (actual,)
     return (*outputs, *(arguments[mutated] for mutated in OPS[name].mutates))
 
 
@@ -361,12 +361,12 @@ def test_a_sample_shows_a_wrong_kernel(name: str) -> None:
         return (part.double() * 1.1).to(part.dtype) if small else part * 1.02
 
     def wrong(*arguments: Any) -> Any:
-        found = OPS[name].reference(*arguments)
-        if found is None:
+        actual = OPS[name].reference(*arguments)
+        if actual is None:
             written = arguments[list(OPS[name].signature.parameters).index(OPS[name].mutates[0])]
             written.copy_(grown(written))
             return None
-        return tuple(map(grown, found)) if isinstance(found, tuple) else grown(found)
+        return tuple(map(grown, actual)) if isinstance(actual, tuple) else grown(actual)
 
     faults = check_kernel(OPS[name], wrong, sampled(name, torch.float32, 3))
     assert {fault.check for fault in faults} & {"value", "dtype"}
@@ -384,8 +384,8 @@ def test_num_tokens_are_the_rows_and_leave_the_constants(name: str, num_tokens: 
     module = OPS[name].reference.__module__.rpartition(".")[2]
     sampling = module in modules and name != "logits_softcap"
     first = next(v for v in case.arguments.values() if isinstance(v, torch.Tensor))
-    found = ROWS[name](case.arguments) if name in ROWS else len(first)
-    assert found == (1 if sampling and num_tokens == 256 else num_tokens)
+    actual = ROWS[name](case.arguments) if name in ROWS else len(first)
+    assert actual == (1 if sampling and num_tokens == 256 else num_tokens)
 
 
 def test_residuals_are_as_wide_as_the_layer_keeps_them() -> None:

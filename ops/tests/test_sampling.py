@@ -67,13 +67,13 @@ def penalized(
 
 
 def test_repetition_counts_prompt_and_output_once() -> None:
-    found = penalized(
+    actual = penalized(
         [4.0, -4.0, 4.0, -4.0, 4.0, 0.0],
         [True, True, False, False, False, True],
         [0, 0, 1, 7, 0, 2],
         repetition=2.0,
     )
-    assert found == [2.0, -8.0, 2.0, -8.0, 4.0, 0.0]
+    assert actual == [2.0, -8.0, 2.0, -8.0, 4.0, 0.0]
 
 
 def test_presence_counts_output_once() -> None:
@@ -89,17 +89,17 @@ def test_frequency_counts_output_each_time() -> None:
 
 
 def test_negative_penalties_and_repetition_below_one_encourage() -> None:
-    found = penalized([2.0, -2.0], [False, False], [1, 3], 0.5, presence=-1.0, frequency=-0.25)
-    assert found == [2.0 / 0.5 + 1 + 0.25, -2.0 * 0.5 + 1 + 0.75]
+    actual = penalized([2.0, -2.0], [False, False], [1, 3], 0.5, presence=-1.0, frequency=-0.25)
+    assert actual == [2.0 / 0.5 + 1 + 0.25, -2.0 * 0.5 + 1 + 0.75]
 
 
 def test_repetition_goes_before_the_others() -> None:
     assert penalized([3.0], [False], [2], 2.0, presence=1.0, frequency=0.5) == [3.0 / 2 - 1 - 1]
 
 
-def test_penalties_keep_tokens_that_are_ruled_out() -> None:
-    found = penalized([NEGATIVE_INFINITY, 1.0], [True, False], [3, 0], 0.5, -2.0, -2.0)
-    assert found == [NEGATIVE_INFINITY, 1.0]
+def test_penalties_keep_masked_tokens_masked() -> None:
+    actual = penalized([NEGATIVE_INFINITY, 1.0], [True, False], [3, 0], 0.5, -2.0, -2.0)
+    assert actual == [NEGATIVE_INFINITY, 1.0]
 
 
 def test_rows_have_their_own_penalties() -> None:
@@ -120,13 +120,13 @@ def test_rows_have_their_own_penalties() -> None:
     used=st.lists(st.integers(0, 19), min_size=1, max_size=30),
     prompt_length=st.integers(0, 30),
 )
-def test_repetition_is_what_transformers_does(
+def test_repetition_equals_transformers(
     seed: int, penalty: float, used: list[int], prompt_length: int
 ) -> None:
     processors = pytest.importorskip("transformers.generation.logits_process")
     logits = normal(1, 20, seed=seed, dtype=torch.float64)
     prompt, output = used[:prompt_length], Counter(used[prompt_length:])
-    found = apply_penalties(
+    actual = apply_penalties(
         logits,
         torch.tensor([[token in prompt for token in range(20)]]),
         torch.tensor([[output[token] for token in range(20)]]),
@@ -135,7 +135,7 @@ def test_repetition_is_what_transformers_does(
         torch.zeros(1),
     )
     processor = processors.RepetitionPenaltyLogitsProcessor(penalty)
-    torch.testing.assert_close(found, processor(torch.tensor([used]), logits))
+    torch.testing.assert_close(actual, processor(torch.tensor([used]), logits))
 
 
 # Drawing
@@ -269,7 +269,7 @@ def test_a_tiny_temperature_is_greedy() -> None:
 
 
 @pytest.mark.parametrize("temperature", [None, 1.0, 3.0])
-def test_ruled_out_tokens_are_never_taken(temperature: float | None) -> None:
+def test_masked_tokens_are_never_sampled(temperature: float | None) -> None:
     logits = torch.full((500, 20), NEGATIVE_INFINITY)
     logits[:, 7] = -50.0
     tokens, logprobs = sample(logits, temperature, top_k=5, top_p=0.9, min_p=0.1)
@@ -288,7 +288,7 @@ def test_a_vocabulary_of_one_token(temperature: float | None) -> None:
 
 @pytest.mark.parametrize("temperature", [None, 1.0])
 @DTYPES
-def test_logprobs_are_those_of_the_logits_as_given(
+def test_logprobs_ignore_temperature_and_truncation(
     temperature: float | None, dtype: torch.dtype
 ) -> None:
     logits = (4 * normal(30, 200, seed=8)).to(dtype)

@@ -30,8 +30,8 @@ def request(architecture: str = "sm_90", dtype: str = "bfloat16", **changes: Any
 def test_accepted_cases_equal_the_reference(dtype: torch.dtype) -> None:
     ran = set()
     for case in fp8_linear.cases(dtype, 0):
-        asked = replace(request(dtype=str(dtype).removeprefix("torch.")), dims=case.dims)
-        if scaled_mm.judge(asked):
+        case_request = replace(request(dtype=str(dtype).removeprefix("torch.")), dims=case.dims)
+        if scaled_mm.judge(case_request):
             assert check_kernel(fp8_linear, scaled_mm.fp8_linear_scaled_mm, case) == [], case.label
             ran.add((case.dims["x_scales"], case.dims["weight_scales"]))
     single = {("tensor", "tensor")}
@@ -51,9 +51,7 @@ def test_accepted_cases_equal_the_reference(dtype: torch.dtype) -> None:
         (request(dtype="float16"), "scales of rows need results of bfloat16, got float16"),
     ],
 )
-def test_what_the_operator_does_not_take_is_refused_with_a_reason(
-    asked: Request, reason: str
-) -> None:
+def test_unsupported_requests_are_refused_with_a_reason(asked: Request, reason: str) -> None:
     assert scaled_mm.judge(asked).reason == reason
 
 

@@ -26,15 +26,15 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @each_dtype
 def test_all_codes_of_e2m1(dtype: torch.dtype) -> None:
-    found = decode_e2m1(torch.arange(16, dtype=torch.uint8), dtype)
-    assert found.dtype == dtype
-    assert found.tolist() == E2M1 + [-number for number in E2M1]
-    assert found.signbit().tolist() == [False] * 8 + [True] * 8
-    assert encode_e2m1(found).tolist() == list(range(16))
+    actual = decode_e2m1(torch.arange(16, dtype=torch.uint8), dtype)
+    assert actual.dtype == dtype
+    assert actual.tolist() == E2M1 + [-number for number in E2M1]
+    assert actual.signbit().tolist() == [False] * 8 + [True] * 8
+    assert encode_e2m1(actual).tolist() == list(range(16))
 
 
 @given(st.floats(-20, 20, allow_subnormal=False))
-def test_e2m1_is_the_nearest_number_and_even_of_two(number: float) -> None:
+def test_e2m1_rounds_to_nearest_ties_to_even(number: float) -> None:
     code = int(encode_e2m1(torch.tensor(number, dtype=torch.float64)))
     distances = [abs(abs(number) - candidate) for candidate in E2M1]
     nearest = [index for index, each in enumerate(distances) if each == min(distances)]
@@ -55,13 +55,13 @@ def test_ties_of_e2m1_go_to_even(tie: float, rounded: float) -> None:
 @each_dtype
 def test_all_codes_of_e8m0(dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
-    found = decode_e8m0(codes, dtype)
-    assert found.dtype == dtype
-    assert found[:255].tolist() == [2.0 ** (code - 127) for code in range(255)]
-    assert math.isnan(found[255])
+    actual = decode_e8m0(codes, dtype)
+    assert actual.dtype == dtype
+    assert actual[:255].tolist() == [2.0 ** (code - 127) for code in range(255)]
+    assert math.isnan(actual[255])
     # torch has the format too, if nothing that computes with it.
     theirs = codes.view(torch.float8_e8m0fnu).double()
-    torch.testing.assert_close(found.double(), theirs, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(actual.double(), theirs, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("largest", [2, 8])
@@ -70,19 +70,19 @@ def test_shared_exponents_are_floors(largest: int, peak: float) -> None:
     expected = math.floor(math.log2(peak))
     # The logarithm of the number below a power of two is rounded to that of the power.
     expected -= 2.0**expected > peak
-    found = shared_exponents(torch.tensor(peak, dtype=torch.float32), largest)
-    assert int(found) == max(expected - largest + 127, 0)
+    actual = shared_exponents(torch.tensor(peak, dtype=torch.float32), largest)
+    assert int(actual) == max(expected - largest + 127, 0)
 
 
 def test_shared_exponents_of_powers_of_two_and_their_neighbours() -> None:
     powers = torch.tensor([2.0**exponent for exponent in range(-100, 100)])
-    found = shared_exponents(powers, 8).int()
-    assert found.tolist() == list(range(-100 - 8 + 127, 100 - 8 + 127))
+    actual = shared_exponents(powers, 8).int()
+    assert actual.tolist() == list(range(-100 - 8 + 127, 100 - 8 + 127))
     below = torch.nextafter(powers, torch.zeros(()))
-    assert torch.equal(shared_exponents(below, 8).int(), found - 1)
+    assert torch.equal(shared_exponents(below, 8).int(), actual - 1)
 
 
-def test_shared_exponents_end_where_their_format_does() -> None:
+def test_shared_exponents_saturate_at_the_ends_of_e8m0() -> None:
     peaks = torch.tensor([0.0, 2.0**-126, torch.finfo(torch.float32).max])
     assert shared_exponents(peaks, 8).tolist() == [0, 0, 246]
     assert int(shared_exponents(torch.tensor(2.0**500, dtype=torch.float64), 2)) == 254

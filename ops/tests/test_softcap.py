@@ -12,9 +12,9 @@ from interposer_ops.sampling import logits_softcap
 
 def test_capped_logits_keep_their_order_and_their_limit() -> None:
     logits = torch.tensor([[-1e9, -50.0, -0.01, 0.0, 0.01, 50.0, 1e9]], dtype=torch.float64)
-    found = logits_softcap(logits, 30.0)[0].tolist()
-    assert found == sorted(found)
-    assert found[0] == -30.0
-    assert found[-1] == 30.0
-    assert found[5] == pytest.approx(30 * math.tanh(50 / 30))
-    assert found[4] == pytest.approx(0.01)
+    actual = logits_softcap(logits, 30.0)[0].tolist()
+    assert actual == sorted(actual)
+    assert actual[0] == -30.0
+    assert actual[-1] == 30.0
+    assert actual[5] == pytest.approx(30 * math.tanh(50 / 30))
+    assert actual[4] == pytest.approx(0.01)

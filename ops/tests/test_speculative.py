@@ -11,7 +11,7 @@ from interposer_ops.sampling import greedy_verify, rejection_sample
 
 
 @given(st.integers(0, 5), st.integers(0, 4), st.integers(0, 2**31))
-def test_greedy_drafts_are_taken_up_to_the_first_that_differs(
+def test_greedy_drafts_are_accepted_up_to_the_first_difference(
     batch_size: int, num_places: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -51,7 +51,7 @@ def assert_drawn_from(tokens: torch.Tensor, probabilities: torch.Tensor) -> None
 
 
 @pytest.mark.parametrize("certain", [False, True], ids=["drafted by chance", "drafts certain"])
-def test_what_comes_out_is_drawn_from_the_target(certain: bool) -> None:
+def test_verified_tokens_follow_the_target_distribution(certain: bool) -> None:
     """Whatever the draft, the first token has the first distribution, the second the second."""
     generator = torch.Generator().manual_seed(7)
     if certain:

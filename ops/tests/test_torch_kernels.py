@@ -41,14 +41,14 @@ def dims_of(op: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_platform_that_nobody_knows_gets_them(kernel: Kernel, dtype: str) -> None:
+def test_an_unknown_platform_gets_the_torch_kernels(kernel: Kernel, dtype: str) -> None:
     request = Request("kernel", kernel.op, "elsewhere", dtype=dtype, dims=dims_of(kernel.op))
     candidates = current_registry(WITHOUT_OTHERS).candidates("kernel", kernel.op)
     assert select(request, candidates).chosen.name == kernel.name
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_whatever_was_written_for_some_hardware_goes_first(kernel: Kernel) -> None:
+def test_kernels_for_specific_hardware_rank_first(kernel: Kernel) -> None:
     """Negative are the scores of what is taken only where it is wanted."""
     scores = {c.score for c in current_registry().candidates("kernel", kernel.op)}
     assert min(score for score in scores if score > 0) == kernel.score
@@ -122,9 +122,9 @@ def test_norms_in_bfloat16_are_as_accurate_as_the_reference() -> None:
     x, _, weight, eps = norm_arguments(torch.bfloat16).values()
     exact = rms_norm(x.double(), weight.double(), eps)
     for part in (slice(0, 1), slice(None)):
-        found = (rms_norm_vector_norm(x[part], weight, eps) - exact[part]).abs().mean()
+        actual = (rms_norm_vector_norm(x[part], weight, eps) - exact[part]).abs().mean()
         reference = (rms_norm(x[part], weight, eps) - exact[part]).abs().mean()
-        assert found <= 1.001 * reference
+        assert actual <= 1.001 * reference
 
 
 @HALF_AND_SINGLE

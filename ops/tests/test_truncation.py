@@ -20,7 +20,7 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.
     top_p=st.none() | st.integers(0, 99).map(lambda percent: percent / 100),
     min_p=st.none() | st.integers(0, 100).map(lambda percent: percent / 100),
 )
-def test_the_kept_set_is_that_of_transformers(
+def test_truncation_keeps_the_same_tokens_as_transformers(
     seed: int,
     vocab_size: int,
     temperature: float,
@@ -44,11 +44,11 @@ def test_the_kept_set_is_that_of_transformers(
 
     scaled = temper(logits, torch.full((4,), temperature, dtype=torch.float64))
     ranks = None if top_k is None else torch.full((4,), top_k)
-    kept = scaled >= truncation_threshold(scaled, ranks, column(top_p), column(min_p))
-    assert torch.equal(kept, expected)
+    is_kept = scaled >= truncation_threshold(scaled, ranks, column(top_p), column(min_p))
+    assert torch.equal(is_kept, expected)
 
 
-def test_neutral_values_keep_what_none_keeps() -> None:
+def test_neutral_parameters_keep_all_tokens() -> None:
     scaled = temper(5 * normal(3, 1000, seed=0), torch.ones(3))
     zeros = torch.zeros(3)
     threshold = truncation_threshold(scaled, zeros.long(), zeros + 1, zeros)
@@ -60,7 +60,7 @@ def test_neutral_values_keep_what_none_keeps() -> None:
 
 def test_equal_tokens_are_kept_together() -> None:
     scaled = torch.tensor([[0.0, -1.0, -1.0, -2.0]])
-    kept = scaled >= truncation_threshold(scaled, torch.tensor([2]), None, None)
-    assert kept.tolist() == [[True, True, True, False]]
-    kept = scaled >= truncation_threshold(scaled, None, torch.tensor([0.6]), None)
-    assert kept.tolist() == [[True, True, True, False]]
+    is_kept = scaled >= truncation_threshold(scaled, torch.tensor([2]), None, None)
+    assert is_kept.tolist() == [[True, True, True, False]]
+    is_kept = scaled >= truncation_threshold(scaled, None, torch.tensor([0.6]), None)
+    assert is_kept.tolist() == [[True, True, True, False]]

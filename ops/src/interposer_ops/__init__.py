@@ -1,1 +1,1 @@
-"""Standard ops and layers: every op is a plain PyTorch reference, every layer binds ops."""
+"""Standard ops and layers: each op is a PyTorch reference, each layer is built from ops."""

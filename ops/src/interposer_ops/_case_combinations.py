@@ -1,4 +1,4 @@
-"""Combinations of options that are worth a case."""
+"""Rules that limit which combinations of case options are generated."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ Valid = Callable[[Point, torch.dtype], bool]
 
 
 def few_changes(axes: Sequence[Axis], paired: Mapping[str, Sequence[str]], most: int = 2) -> Valid:
-    """Return a rule that keeps the points that differ from the first one in few axes.
+    """Return a predicate that accepts points which differ from the first point in few axes.
 
-    A change of one axis is always kept, changes of up to ``most`` only between labels that are
-    named in ``paired`` of their axis; of an axis that is missing there, between all.
+    A point that differs in one axis is always accepted. A point that differs in 2 to
+    ``most`` axes is accepted if ``paired`` lists each changed label under the label's axis;
+    an axis that ``paired`` does not mention may change to any label.
     """
     first = {axis.name: next(iter(axis.values)) for axis in axes}
 
@@ -23,7 +24,7 @@ def few_changes(axes: Sequence[Axis], paired: Mapping[str, Sequence[str]], most:
         changed = {name: label for name, label in point.labels.items() if label != first[name]}
         if len(changed) <= 1:
             return True
-        named = all(label in paired.get(name, (label,)) for name, label in changed.items())
-        return named and len(changed) <= most
+        is_paired = all(label in paired.get(name, (label,)) for name, label in changed.items())
+        return is_paired and len(changed) <= most
 
     return valid

@@ -1,4 +1,4 @@
-"""Random numbers in any amount."""
+"""Random inputs for cases, fast enough for the weights of large layers."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ import math
 import torch
 from torch import Tensor
 
-_PERIOD = 1_048_583  # a prime, so that equal rows come as late as they can
+# A prime: the row length shares no factor with it, so that rows repeat as late as possible.
+_PERIOD = 1_048_583
 
 
 def normal_numbers(
     shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, deviation: float = 1.0
 ) -> Tensor:
-    """Return normally distributed numbers; after the first million they repeat.
+    """Draw normally distributed numbers that repeat after the first million.
 
-    Drawing the weights of a large layer one by one would take longer than timing its kernels.
+    To draw every weight of a large layer would take longer than to time its kernels.
     """
     count = math.prod(shape)
-    drawn = torch.randn(min(count, _PERIOD), generator=generator).mul_(deviation).to(dtype)
+    numbers = torch.randn(min(count, _PERIOD), generator=generator).mul_(deviation).to(dtype)
     if count > _PERIOD:
-        drawn = drawn.repeat(-(-count // _PERIOD))[:count]
-    return drawn.view(shape)
+        numbers = numbers.repeat(-(-count // _PERIOD))[:count]
+    return numbers.view(shape)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return how dims name ``dtype``."""
+    """Return the name of ``dtype`` in dims: ``float8_e4m3fn``."""
     return str(dtype).removeprefix("torch.")
 
 
-def codes_of(
+def random_integers(
     bits: int, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return integers that are all equally likely: uint8 of 4 bits, or int8, unless said."""
-    low, high, own = (0, 16, torch.uint8) if bits == 4 else (-128, 128, torch.int8)
-    return torch.randint(low, high, shape, dtype=dtype or own, generator=generator)
+    """Draw uniform quantized values: 0 to 15 as uint8 for 4 bits, else -128 to 127 as int8."""
+    low, high, default = (0, 16, torch.uint8) if bits == 4 else (-128, 128, torch.int8)
+    return torch.randint(low, high, shape, dtype=dtype or default, generator=generator)

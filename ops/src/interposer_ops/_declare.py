@@ -1,7 +1,7 @@
-"""Declarations of standard ops and kernels, beside their code; their records follow from them.
+"""Decorators that declare standard ops and kernels next to their code.
 
-``python -m interposer_ops._declare`` writes the records into ``_records.json``, which the plugin
-reads without importing torch or triton. A test compares the two.
+``python -m interposer_ops._declare`` collects the declarations and writes ``_records.json``, which
+the plugin reads without importing torch or triton. A test compares file and declarations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 DEQUANTIZES = "dequantizes, then multiplies floats"
-"""The way of references around the arithmetic that quantized products are meant for."""
+"""How a reference emulates a quantized GEMM whose arithmetic torch lacks, as records state it."""
 
 _PACKAGE = "interposer_ops"
 _declared: list[OpEntry | Kernel] = []
@@ -39,13 +39,14 @@ def standard_op(
     batched: tuple[str, ...] = (),
     ragged: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
-    """Turn a plain PyTorch function into the definition of a standard op, and declare its record.
+    """Define a standard op by its PyTorch reference and declare the op's record.
 
     Args:
         cases: the module that holds ``<name>_cases`` and, with ``sample``, ``<name>_sample``.
-        batch_invariant: the reference rounds an element the same way wherever it stands: it copies,
-            compares, adds, multiplies and divides. A sum over a row may be split differently for
-            more rows, and an exponential computed differently at the end of a chunk of memory.
+        batch_invariant: set if the reference only copies, compares, adds, multiplies and divides,
+            so that an element's rounding does not depend on its position in the batch. Torch may
+            split a sum over a row differently for more rows, and may compute an exponential
+            differently at the end of a chunk of memory.
         emulation: see ``OpEntry``.
     """
     define = custom_op(
@@ -69,7 +70,7 @@ def standard_op(
 
 
 def standard_kernel(op: str, technique: str, **facts: Any) -> Callable[[F], F]:
-    """Declare the record of a kernel for ``op``, called ``<op>_<technique>``.
+    """Declare the record of a kernel for ``op``, named ``<op>_<technique>``.
 
     Args:
         **facts: other fields of ``Kernel``.
@@ -86,13 +87,13 @@ def standard_kernel(op: str, technique: str, **facts: Any) -> Callable[[F], F]:
 def torch_kernel(
     op: str, technique: str, dims: Mapping[str, Dim] | None = None, *, traceable: bool = True
 ) -> Callable[[F], F]:
-    """Declare the record of a kernel of torch's own functions, for any device that torch has.
+    """Declare the record of a kernel that calls torch functions, for any device of torch.
 
-    It goes before the reference, whose score is 0, and behind all that was written for some
-    hardware, which has 5 at least.
+    Its score of 3 ranks the kernel above the reference (0) and below every kernel for specific
+    hardware (at least 5).
 
     Args:
-        traceable: it has no loop over sizes, which a compiler would unroll for one size.
+        traceable: False if the kernel loops over a size, which a compiler would unroll.
     """
     requires = Requires(dtypes=("float32", "bfloat16", "float16"), dims=dims or {})
     properties = PLAIN if traceable else PLAIN - {"traceable"} | {"opaque"}
@@ -100,7 +101,7 @@ def torch_kernel(
 
 
 def declared_records() -> list[OpEntry | Kernel]:
-    """Return the records as they are declared; all modules are imported, so triton is needed."""
+    """Import all modules and return the declared records by type and name; requires triton."""
     for module in _modules(_PACKAGE):
         import_module(module)
     return sorted(_declared, key=lambda record: (type(record) is Kernel, record.name))
@@ -108,12 +109,12 @@ def declared_records() -> list[OpEntry | Kernel]:
 
 def _modules(package: str) -> Iterator[str]:
     folder = Path(__file__).parent
-    for found in pkgutil.walk_packages([str(folder)], f"{package}."):
-        if not found.name.endswith("__main__"):
-            yield found.name
+    for module in pkgutil.walk_packages([str(folder)], f"{package}."):
+        if not module.name.endswith("__main__"):
+            yield module.name
 
 
 if __name__ == "__main__":
-    # As the module that declarations import, not as this second copy of it.
+    # Modules register in ``interposer_ops._declare``; this ``__main__`` is a second, empty copy.
     declared = import_module(f"{_PACKAGE}._declare").declared_records()
     RECORDS.write_text(records_text(declared), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The records of standard ops and kernels as a file, which the plugin reads without torch."""
+"""Records of the standard ops and kernels in a JSON file that is read without importing torch."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from interposer.records import Kernel, OpEntry
 from interposer.requires import Dim, Requires
 
 PLAIN = frozenset({"deterministic", "graph_safe", "traceable"})
-"""The promises of every reference: it is made of torch's operators, and waits for no value."""
+"""Properties of every reference: it consists of torch operators and never waits for a value."""
 
 RECORDS = Path(__file__).with_name("_records.json")
 
 
 def read_records() -> list[OpEntry | Kernel]:
-    """Return the records as they were written."""
+    """Read the records from ``_records.json``."""
     return [_read(row) for row in json.loads(RECORDS.read_text(encoding="utf-8"))]
 
 
 def triton_kernels() -> list[Kernel]:
-    """Return the records of the Triton kernels."""
+    """Return the records of all kernels that require the feature "triton"."""
     kernels = (record for record in read_records() if isinstance(record, Kernel))
     return [kernel for kernel in kernels if "triton" in kernel.requires.features]
 
 
 def records_text(records: Iterable[OpEntry | Kernel]) -> str:
-    """Return the text of the file, one record a line."""
+    """Serialize records as the text of ``_records.json``, one record a line."""
     rows = ",\n".join(json.dumps(_row(record)) for record in records)
     return f"[\n{rows}\n]\n"
 
 
 def _row(record: OpEntry | Kernel) -> dict[str, Any]:
-    """Return what differs from the defaults, as plain data."""
+    """Return the fields that differ from their defaults, as JSON values."""
     row: dict[str, Any] = {}
     for field in fields(record):
         value = getattr(record, field.name)

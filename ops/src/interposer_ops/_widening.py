@@ -1,4 +1,4 @@
-"""The precision that references compute in."""
+"""The dtype in which references compute."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return ``x`` in float32 or, where it is wider, in its own dtype."""
+    """Convert ``x`` to float32, unless the dtype of ``x`` is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The plugin of the standard ops: their records, those of the layers, and attention backends."""
+"""Plugin that registers the standard ops, kernels, layers, attention and communicators."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _ATTENTION = {
     "paged": "layers.attention:PagedBackend",
     "grouped": "attention:GroupedBackend",
 }
-# What they promise of sums. Vendors' and native ones have 10 at least.
+# Class, score and properties. Communicators of vendors and of interposer have scores of 10 or more.
 _COMMUNICATORS: dict[str, tuple[str, float, frozenset[str]]] = {
     "torch": ("TorchCommunicator", 1.0, frozenset()),
     "ordered": ("OrderedCommunicator", 0.0, frozenset({"deterministic", "batch_invariant"})),
 }
-# Where the cases of a layer are that has a module of its own for them.
+# Modules of layer cases; those of all other layers are in ``_cases``.
 _CASES = {
     "attention": "_attention_cases",
     "decoder_block": "_decoder_block_cases",
@@ -49,7 +49,7 @@ _CASES = {
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return all ops and kernels, the standard layers, attention and communicators."""
+    """Return the records of ops, kernels, layers, attention, communicators and the interpreter."""
     layers = [
         LayerEntry(
             layer_id,
@@ -60,7 +60,7 @@ def interposer_records() -> list[Record]:
         )
         for layer_id, target in _LAYERS.items()
     ]
-    # They add nothing to the kernels that they bind, of which a policy requires the same.
+    # A policy checks the bound kernels for these properties too; the backends take none away.
     attention = (
         AttentionEntry(name, f"interposer_ops.{target}", score=0.0, properties=PLAIN)
         for name, target in _ATTENTION.items()

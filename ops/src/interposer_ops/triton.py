@@ -1,6 +1,6 @@
-"""The portable Triton kernels as platforms use them: where they run, how they are compiled.
+"""Predicates, ahead-of-time builds and launchers of the portable Triton kernels, for platforms.
 
-Every name is loaded on first use: without triton, what judges is there all the same.
+Every name is loaded on first use: the predicates (``judge*``) work without triton installed.
 """
 
 from __future__ import annotations

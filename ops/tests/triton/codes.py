@@ -58,7 +58,7 @@ def main() -> None:
     make_exact()
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     pairs = [(e4m3, e4m3), (e5m2, e4m3), (e4m3, e5m2)]
-    found = {
+    results = {
         f"{str(x).removeprefix('torch.')} by {str(w).removeprefix('torch.')}": fp8(x, w)
         for x, w in pairs
     }
@@ -66,28 +66,28 @@ def main() -> None:
     weight = torch.ones(1, 32).to(e4m3)
     numbers = CODES.view(e4m3).float()
     scales = torch.ones(256, 1)
-    found["blocks"] = same(
+    results["blocks"] = same(
         fp8_block_linear_triton(e4m3_rows, weight, scales, torch.ones(1, 1), 32, 32, None, FP32),
         numbers,
     )
     one = torch.full((1, 1), 127, dtype=torch.uint8)
-    found["mxfp8"] = same(
+    results["mxfp8"] = same(
         mxfp8_linear_triton(e4m3_rows, one.expand(256, 1), weight, one, None, FP32), numbers
     )
     # Each exponent with the element 1.
     ones = alone(torch.full((256,), 0x38, dtype=torch.uint8), 32).view(e4m3)
-    found["exponents"] = same(
+    results["exponents"] = same(
         mxfp8_linear_triton(ones, CODES[:, None], weight, one, None, FP32), decode_e8m0(CODES, FP32)
     )
     for dtype in (FP32, torch.bfloat16, torch.float16):
-        found[f"mxfp4 {str(dtype).removeprefix('torch.')}"] = mxfp4(dtype)
+        results[f"mxfp4 {str(dtype).removeprefix('torch.')}"] = mxfp4(dtype)
     units = torch.ones(1, 1).to(e4m3)
     whole = torch.full((1, 8), 0x22, dtype=torch.uint8)  # 1 and 1
-    found["nvfp4"] = same(
+    results["nvfp4"] = same(
         nvfp4_linear_triton(alone(E2M1, 8), units.expand(16, 1), whole, units, ONE, None, FP32),
         decode_e2m1(E2M1, FP32),
     )
-    json.dump(found, sys.stdout)
+    json.dump(results, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -38,11 +38,11 @@ def main() -> None:
     columns = triton.next_power_of_2(VOCAB_SIZE)
     draw[(len(seeds),)](seeds, steps, uniform, gumbel, SIZE=VOCAB_SIZE, COLUMNS=columns)
     expected = defined.gumbel_noise(seeds, steps, VOCAB_SIZE, torch.float64)
-    found = {
+    results = {
         "uniform": torch.equal(uniform, defined.uniform_noise(seeds, steps, VOCAB_SIZE)),
         "gumbel error": float(((gumbel - expected).abs() / expected.abs().clamp(min=1)).max()),
     }
-    json.dump(found, sys.stdout)
+    json.dump(results, sys.stdout)
 
 
 if __name__ == "__main__":

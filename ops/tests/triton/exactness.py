@@ -43,8 +43,8 @@ def converted(source: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether the interpreter converts every number as torch does."""
     target = torch.empty(source.shape, dtype=dtype)
     convert[(1,)](source, target, COUNT=source.numel())
-    found, expected = target.double(), source.to(dtype).double()
-    return bool(((found == expected) | (found.isnan() & expected.isnan())).all())
+    results, expected = target.double(), source.to(dtype).double()
+    return bool(((results == expected) | (results.isnan() & expected.isnan())).all())
 
 
 def numbers(dtype: torch.dtype) -> torch.Tensor:
@@ -63,13 +63,13 @@ def numbers(dtype: torch.dtype) -> torch.Tensor:
 
 def conversions() -> dict[str, bool]:
     """Return whether each conversion is right, there and back."""
-    found = {}
+    results = {}
     for dtype in NARROW:
         source = numbers(dtype)
-        found[f"to {dtype}"] = converted(source, dtype)
+        results[f"to {dtype}"] = converted(source, dtype)
         narrow = source.to(dtype)
-        found[f"from {dtype}"] = converted(narrow, torch.float32)
-    return found
+        results[f"from {dtype}"] = converted(narrow, torch.float32)
+    return results
 
 
 def doubled() -> str:

@@ -57,13 +57,13 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="run one of so many cases")
     parser.add_argument("--promises", action="store_true", help="try what is promised of rows too")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    found = {
-        record.name: result(record.op, candidate, asked.every, asked.seed, asked.promises)
-        for module in asked.modules
+    options = parser.parse_args()
+    results = {
+        record.name: result(record.op, candidate, options.every, options.seed, options.promises)
+        for module in options.modules
         for record, candidate in kernels(module)
     }
-    json.dump(found, sys.stdout, indent=1)
+    json.dump(results, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("spec", [None, ModuleSpec("triton", None)], ids=["none", "a mere folder"])
-def test_without_the_package_it_says_what_to_install(
+def test_a_missing_package_is_refused_with_an_install_command(
     spec: ModuleSpec | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_availability, "find_spec", lambda _: spec)
@@ -117,7 +117,7 @@ def test_a_device_without_a_backend_is_refused() -> None:
         ("gfx1100", "float8_e4m3fn", True),
     ],
 )
-def test_8_bit_floats_are_taken_where_triton_converts_to_them(
+def test_8_bit_floats_are_accepted_where_triton_converts_to_them(
     architecture: str, dtype: str, accepted: bool, dim: str, package: Path
 ) -> None:
     (package / "backends/amd").mkdir()
@@ -129,10 +129,10 @@ def test_8_bit_floats_are_taken_where_triton_converts_to_them(
 
 @pytest.mark.parametrize("record", KERNELS, ids=lambda record: record.name)
 def test_a_processor_is_refused_with_a_reason(record: Kernel) -> None:
-    asked = Request(
+    cpu_request = Request(
         "kernel", record.op, "cpu", place().device.capability, record.requires.dtypes[0]
     )
-    verdict = acceptance_of(record)(asked)
+    verdict = acceptance_of(record)(cpu_request)
     assert verdict.reason == "needs triton, which the device lacks"
 
 

@@ -41,25 +41,27 @@ TURNS = list(enumerate(FIRST))
 
 
 def some_targets(turn: int, build: Build) -> list[Target]:
-    """Return a GPU that ``build`` is for, another at the next turn."""
+    """Return one supported target of ``build``, a different one for each ``turn``."""
     able = [name for name in LARGE if name not in build.without]
     return [TARGET_OF[able[turn % len(able)]]] if able else []
 
 
-def assert_compiled(build: Build, found: list[Report], targets: Sequence[Target] = TARGETS) -> None:
-    """Assert that code comes out for every target, without spills, that fits, as it has to be."""
-    wanted = {target.architecture for target in targets} - build.without
-    assert {report.architecture for report in found} == wanted
-    assert all(report.code_bytes for report in found)
-    assert [(r.name, r.architecture, r.spilled) for r in found if r.spilled] == []
-    shared = [(r, TARGET_OF[r.architecture].shared_bytes) for r in found]
-    assert [(r.name, r.architecture) for r, most in shared if r.shared_bytes > most] == []
-    # One launch of several may only join what the others multiplied.
-    multiplying = {report.architecture for report in found if report.matrix}
-    for report in found:
-        own = INSTRUCTIONS.get(report.architecture[:4], ("",))
-        assert all(name.startswith(own) for name in report.matrix), report
-    able = {a for a in wanted if TARGET_OF[a].has_matrix}
+def assert_compiled(
+    build: Build, reports: list[Report], targets: Sequence[Target] = TARGETS
+) -> None:
+    """Assert that every target has code without spills that fits and uses matrix instructions."""
+    expected_targets = {target.architecture for target in targets} - build.without
+    assert {report.architecture for report in reports} == expected_targets
+    assert all(report.code_bytes for report in reports)
+    assert [(r.name, r.architecture, r.spilled) for r in reports if r.spilled] == []
+    shared = [(r, TARGET_OF[r.architecture].shared_bytes) for r in reports]
+    assert [(r.name, r.architecture) for r, max_bytes in shared if r.shared_bytes > max_bytes] == []
+    # Of several launches, one may only add up the results of the others.
+    multiplying = {report.architecture for report in reports if report.matrix}
+    for report in reports:
+        prefixes = INSTRUCTIONS.get(report.architecture[:4], ("",))
+        assert all(name.startswith(prefixes) for name in report.matrix), report
+    able = {a for a in expected_targets if TARGET_OF[a].has_matrix}
     assert multiplying <= able
     assert not build.matrix or multiplying == able
 
@@ -70,7 +72,7 @@ def test_every_kernel_has_a_build() -> None:
     assert len(labels) == len(set(labels))
 
 
-def test_the_turns_reach_every_target() -> None:
+def test_the_sample_of_builds_covers_every_target() -> None:
     for is_matrix in (True, False):
         tried = {
             target.architecture
@@ -117,12 +119,14 @@ def test_the_largest_tiles_fit_where_shared_memory_is_small(kernel: str) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_build_compiles_for_every_target() -> None:
-    found = all_reports()
+    reports = all_reports()
     for build in BUILDS:
-        own = [r for r in found if (r.kernel, r.label) == (build.kernel, build.label)]
-        assert_compiled(build, own)
-    written = table(found)
-    assert [kernel for kernel in KERNELS if f"\n## {kernel}\n" not in written] == []
+        reports_of_build = [
+            r for r in reports if (r.kernel, r.label) == (build.kernel, build.label)
+        ]
+        assert_compiled(build, reports_of_build)
+    page = table(reports)
+    assert [kernel for kernel in KERNELS if f"\n## {kernel}\n" not in page] == []
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: f"{build.kernel}-{build.label}")

@@ -26,17 +26,17 @@ MODULES = sorted(
 
 
 def interpreted(*arguments: str) -> str:
-    """Return what Python prints with triton told to interpret, before it is imported."""
-    # The interpreter multiplies by numpy, numpy by OpenBLAS. On some processors that gives a row
-    # of float32 other last bits by where the row stands in a matrix; its oldest kernels do not.
+    """Run Python with ``TRITON_INTERPRET=1`` and return its output."""
+    # The interpreter multiplies by numpy, and numpy by OpenBLAS. On some processors, the last bits
+    # of a float32 row depend on its position in the matrix, except in the oldest kernels.
     settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_CORETYPE": "Prescott"}
     environment = {**os.environ, "TRITON_INTERPRET": "1", **settings}
     command = [sys.executable, "-W", "error::RuntimeWarning", *arguments]
-    done = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=3000, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def kernels_of(modules: Sequence[str]) -> set[str]:
@@ -45,13 +45,13 @@ def kernels_of(modules: Sequence[str]) -> set[str]:
 
 
 def check(modules: Sequence[str], *arguments: str) -> None:
-    """Run the cases of modules' kernels in a process; assert that each kernel ran and is right."""
+    """Run the cases of modules' kernels in a process; assert that each kernel is correct."""
     script = str(Path(__file__).with_name("interpret.py"))
     results = json.loads(interpreted(script, *modules, *arguments))
     assert results, "no kernel stands in these modules"
     assert set(results) == kernels_of(modules), "no op that they could be kernels of is declared"
-    assert {name: found["faults"] for name, found in results.items() if found["faults"]} == {}
-    idle = {name: found["refusals"] for name, found in results.items() if not found["run"]}
+    assert {name: result["faults"] for name, result in results.items() if result["faults"]} == {}
+    idle = {name: result["refusals"] for name, result in results.items() if not result["run"]}
     assert idle == {}
 
 
@@ -65,19 +65,19 @@ def test_kernels_compute_what_their_ops_define() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("module", MODULES)
-def test_kernels_do_so_in_all_quick_cases_and_keep_promises(module: str) -> None:
+def test_kernels_pass_all_quick_cases_and_keep_their_promises(module: str) -> None:
     check([module], "--seed", "1", "--promises")
 
 
 @pytest.mark.process
 def test_kernels_draw_the_noise_of_the_ops() -> None:
     """Bit for bit where it is uniform; its two logarithms are off by a few roundings."""
-    found = json.loads(interpreted(str(Path(__file__).with_name("drawn_noise.py"))))
-    assert found["uniform"] is True
-    assert found["gumbel error"] < 8 * 2**-24
+    results = json.loads(interpreted(str(Path(__file__).with_name("drawn_noise.py"))))
+    assert results["uniform"] is True
+    assert results["gumbel error"] < 8 * 2**-24
 
 
-def test_the_interpreter_has_to_be_named_and_switched_on() -> None:
+def test_the_interpreter_must_be_named_and_enabled() -> None:
     (entry,) = (record for record in interposer_records() if isinstance(record, PlatformEntry))
     assert entry.explicit
     refusals = {refusal.candidate: refusal.reason for refusal in place().choice.refusals}
@@ -95,5 +95,5 @@ print(interposer.place().platform.name)
 
 
 @pytest.mark.process
-def test_the_interpreter_is_taken_where_it_is_named() -> None:
+def test_a_named_interpreter_is_selected() -> None:
     assert interpreted("-c", ASKED).split() == ["interpreter", "True", "cpu"]

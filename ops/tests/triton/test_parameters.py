@@ -48,20 +48,20 @@ def test_every_file_is_valid_and_has_a_default(kernel: str) -> None:
         ("xe2", "default"),
     ],
 )
-def test_the_nearest_older_one_of_the_family_stands_in(device: str, entry: str) -> None:
+def test_the_nearest_older_architecture_of_the_family_is_used(device: str, entry: str) -> None:
     with assumed(device):
         assert architecture(META) == device
         assert parameters_for("rms_norm", META) == table_of("rms_norm")[entry]
 
 
-def test_what_was_assumed_is_forgotten() -> None:
+def test_assumed_architectures_end_with_the_block() -> None:
     with assumed("sm_90"):
         modern = parameters_for("rms_norm", META)
     with assumed("gfx1100"):
         assert parameters_for("rms_norm", META) != modern
 
 
-def test_entries_replace_those_of_the_package() -> None:
+def test_overrides_replace_entries_of_the_package() -> None:
     table = table_of("rms_norm", {"sm_90": GOOD})
     assert table["sm_90"].blocks["width"] == 512
     assert table["sm_80"] == table_of("rms_norm")["sm_80"]
@@ -95,11 +95,11 @@ def test_a_value_out_of_its_range_is_refused(changed: dict[str, Any], message: s
         ),
     ],
 )
-def test_an_unknown_name_lists_the_known(overrides: dict[str, Any], message: str) -> None:
+def test_an_unknown_name_lists_the_alternatives(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(UnknownNameError, match=message):
         table_of("rms_norm", overrides)
 
 
-def test_an_unknown_kernel_lists_the_known() -> None:
+def test_an_unknown_kernel_lists_the_alternatives() -> None:
     with pytest.raises(UnknownNameError, match=r"Unknown kernel 'rms_norms'.* first: 'rms_norm'"):
         table_of("rms_norms")

@@ -17,10 +17,10 @@ from interposer_ops._triton.availability import INTERPRETER, judge_integers, jud
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, bool]:
+def script_results() -> dict[str, bool]:
     script = Path(__file__).with_name("codes.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,
         text=True,
@@ -28,8 +28,8 @@ def found() -> dict[str, bool]:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    results: dict[str, bool] = json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr
+    results: dict[str, bool] = json.loads(process.stdout)
     return results
 
 
@@ -49,11 +49,11 @@ def found() -> dict[str, bool]:
         "exponents",
     ],
 )
-def test_every_code_is_multiplied_as_what_it_stands_for(
-    product: str, found: dict[str, bool]
+def test_every_code_is_multiplied_as_its_decoded_number(
+    product: str, script_results: dict[str, bool]
 ) -> None:
     """NaN and infinity included, which are no part of the ops' cases."""
-    assert found[product]
+    assert script_results[product]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_every_code_is_multiplied_as_what_it_stands_for(
     ],
 )
 @pytest.mark.parametrize("operand", ["x_dtype", "weight_dtype"])
-def test_operands_are_taken_where_they_can_be_multiplied(
+def test_operands_are_accepted_where_kernels_can_multiply_them(
     operand: str, architecture: str, dtype: str, accepted: bool
 ) -> None:
     capability = Capability(architecture, frozenset({"triton"}))
@@ -83,7 +83,9 @@ def test_operands_are_taken_where_they_can_be_multiplied(
 @pytest.mark.parametrize(
     ("architecture", "accepted"), [("sm_75", False), ("sm_80", True), ("gfx942", True)]
 )
-def test_integers_are_taken_where_triton_multiplies_them(architecture: str, accepted: bool) -> None:
+def test_integers_are_accepted_where_triton_multiplies_them(
+    architecture: str, accepted: bool
+) -> None:
     capability = Capability(architecture, frozenset({"triton"}))
     verdict = judge_integers(Request("kernel", "any", "any", capability, "bfloat16"))
     assert verdict.accepted == accepted
@@ -93,7 +95,7 @@ def test_integers_are_taken_where_triton_multiplies_them(architecture: str, acce
 
 
 @pytest.mark.parametrize(("dtype", "accepted"), [("float8_e5m2", True), ("float8_e5m2fnuz", False)])
-def test_what_the_interpreter_lacks_is_refused(dtype: str, accepted: bool) -> None:
+def test_formats_that_the_interpreter_lacks_are_refused(dtype: str, accepted: bool) -> None:
     capability = Capability("interpreter", frozenset({"triton", INTERPRETER}))
     request = Request("kernel", "any", "cpu", capability, "bfloat16", {"x_dtype": dtype})
     assert judge_operands(request).accepted == accepted

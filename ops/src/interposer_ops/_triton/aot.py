@@ -1,7 +1,7 @@
-"""Compiling the kernels for GPUs that are not there, and reading what came out.
+"""Compile the kernels ahead of time for absent GPUs and report the resources of the binaries.
 
-``make triton-targets`` writes the table. That a kernel compiles says nothing about races, the
-numerics of the hardware or speed.
+``make triton-targets`` writes the table. A kernel that compiles may still have races, be slow, or
+compute wrong numbers on the hardware.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Target:
     """A GPU to compile for.
 
     Attributes:
-        architecture: as capabilities and launch parameters name it.
-        shared_bytes: the shared memory that one program may have.
-        gpu: as triton names it.
+        architecture: name in capabilities and launch parameters.
+        shared_bytes: maximum shared memory of one program.
+        gpu: triton's description of the target.
     """
 
     architecture: str
@@ -47,18 +47,18 @@ class Target:
 
     @property
     def has_matrix(self) -> bool:
-        """True if triton has matrix instructions for it.
+        """True if triton has matrix instructions for the target.
 
-        Before sm_80 it has none of any dtype, though the hardware has ``mma.sync.m16n8k8``: it
-        multiplies element by element, and fails on integers (the pass TritonGPUAccelerateMatmul
-        of 3.7.1 says that they were deprecated).
+        Below sm_80 triton has no matrix instructions of any dtype, although the hardware has
+        ``mma.sync.m16n8k8``. There, triton multiplies element by element and fails on integers (the
+        pass TritonGPUAccelerateMatmul of 3.7.1 reports that they were deprecated).
         """
         return self.gpu.backend != "cuda" or int(self.gpu.arch) >= 80
 
 
-# CUDA C++ Programming Guide, table of technical specifications: for one block 64 KiB, 163 KiB,
-# 227 KiB, and 99 KiB of what is made for graphics.
-# LDS of one workgroup: AMD CDNA 1 to CDNA 3, RDNA 3 and RDNA 4 ISA guides, 64 KiB; CDNA 4, 160 KiB.
+# Shared memory per block: CUDA C++ Programming Guide, table of technical specifications, 64 KiB,
+# 163 KiB, 227 KiB, and 99 KiB for GPUs made for graphics.
+# LDS per workgroup: AMD CDNA 1 to CDNA 3, RDNA 3 and RDNA 4 ISA guides, 64 KiB; CDNA 4, 160 KiB.
 TARGETS = (
     Target("sm_75", 64 * 1024, GPUTarget("cuda", 75, 32)),
     Target("sm_80", 163 * 1024, GPUTarget("cuda", 80, 32)),
@@ -77,7 +77,7 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel that was about to be launched."""
+    """One intercepted kernel launch."""
 
     kernel: JITFunction[Any]
     arguments: tuple[Any, ...]
@@ -86,17 +86,18 @@ class Launch:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of compiling one launch.
+    """The resources of one compiled launch.
 
     Attributes:
-        kernel: of the build.
-        label: of the build.
-        architecture: of the target.
-        name: of the function that triton compiled.
-        registers: of one thread; those of vectors on AMD, accumulation included.
-        spilled: registers that did not fit (AMD), or bytes of local memory (NVIDIA).
-        shared_bytes: memory shared by the threads of one program.
-        matrix: the kinds of matrix instructions.
+        kernel: kernel of the build.
+        label: label of the build.
+        architecture: architecture of the target.
+        name: name of the compiled triton function.
+        num_warps: warps per program.
+        registers: registers per thread; on AMD, vector registers including accumulation registers.
+        spilled: spilled registers (AMD) or bytes of local memory (NVIDIA).
+        shared_bytes: shared memory of one program.
+        matrix: kinds of matrix instructions in the binary.
         code_bytes: size of the binary.
     """
 
@@ -113,43 +114,43 @@ class Report:
 
 
 def launches(function: Callable[..., Any], *arguments: Any) -> list[Launch]:
-    """Return what ``function`` would launch for ``arguments`` on the meta device."""
-    found: list[Launch] = []
+    """Record the launches of ``function`` for ``arguments`` on the meta device."""
+    recorded: list[Launch] = []
 
     def record(
-        self: JITFunction[Any], *given: Any, grid: Any, warmup: bool, **options: Any
+        self: JITFunction[Any], *kernel_arguments: Any, grid: Any, warmup: bool, **options: Any
     ) -> None:
-        found.append(Launch(self, given, options))
+        recorded.append(Launch(self, kernel_arguments, options))
 
     with patch.object(JITFunction, "run", record):
         function(*arguments)
-    return found
+    return recorded
 
 
-def compiled(launch: Launch, target: GPUTarget) -> Any:
-    """Return the kernel as triton would compile it for this launch."""
+def compile_launch(launch: Launch, target: GPUTarget) -> Any:
+    """Compile the kernel as triton would for this launch on ``target``."""
     kernel, options = launch.kernel, dict(launch.options)
     backend = make_backend(target)
     options["debug"] = False
-    # The steps of JITFunction.run, with the target given instead of asked of a driver.
+    # The steps of JITFunction.run, for ``target`` instead of the target that the driver reports.
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, rest = bind(*launch.arguments, **options)
+    bound_arguments, specialization, extra_options = bind(*launch.arguments, **options)
     parsed, signature, constants, attributes = kernel._pack_args(
-        backend, options, bound, specialization, rest
+        backend, options, bound_arguments, specialization, extra_options
     )
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=target, options=parsed.__dict__)
 
 
 def reports(build: Build, target: Target) -> Iterator[Report]:
-    """Compile every launch of ``build`` for ``target`` and report on it."""
+    """Compile every launch of ``build`` for ``target`` and report the resources."""
     function = load_target(_targets()[build.kernel])
     with assumed(target.architecture):
-        found = launches(function, *build.arguments())
-    for launch in found:
-        result = compiled(launch, target.gpu)
-        read = _read_cuda if target.gpu.backend == "cuda" else _read_hip
-        registers, spilled, matrix = read(result.asm)
+        recorded = launches(function, *build.arguments())
+    for launch in recorded:
+        result = compile_launch(launch, target.gpu)
+        inspect = _inspect_cubin if target.gpu.backend == "cuda" else _inspect_amdgcn
+        registers, spilled, matrix = inspect(result.asm)
         yield Report(
             build.kernel,
             build.label,
@@ -165,10 +166,10 @@ def reports(build: Build, target: Target) -> Iterator[Report]:
 
 
 def build_reports(build: Build, targets: Iterable[Target] = TARGETS) -> list[Report]:
-    """Compile ``build`` for every target that its kernel takes, into a folder that goes away."""
+    """Compile ``build`` for every target except ``build.without``, in a temporary cache."""
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
-        # The binary would hold the path of the source file, and be longer in a deeper folder.
+        # Line info contains the path of the source, so that ``code_bytes`` would depend on it.
         with triton.knobs.compilation.scope():
             triton.knobs.compilation.disable_line_info = True
             return [
@@ -180,26 +181,28 @@ def build_reports(build: Build, targets: Iterable[Target] = TARGETS) -> list[Rep
 
 
 def all_reports() -> list[Report]:
-    """Compile all builds on all processors, which takes minutes."""
+    """Compile all builds on all CPU cores; takes minutes."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        return [report for found in pool.map(_reports_at, range(len(BUILDS))) for report in found]
+        batches = pool.map(_reports_at, range(len(BUILDS)))
+        return [report for batch in batches for report in batch]
 
 
 def _reports_at(number: int) -> list[Report]:
-    return build_reports(BUILDS[number])  # a build itself cannot be sent to another process
+    # By number: a build holds a closure, which cannot be pickled for another process.
+    return build_reports(BUILDS[number])
 
 
-def table(found: Iterable[Report]) -> str:
-    """Return the figures as Markdown."""
+def table(all_builds: Iterable[Report]) -> str:
+    """Format reports as a Markdown page with one table per kernel."""
     lines = [
-        "# What the Triton kernels compile to",
+        "# Resources of the compiled Triton kernels",
         "",
-        f"Compiled with triton {triton.__version__}, not executed: this says nothing about races,",
-        "the numerics of the hardware or speed. Registers and what spills of them are those of one",
-        "thread, shared memory is that of one program. Written by `make triton-targets`.",
+        f"Compiled with triton {triton.__version__}, not executed: the table says nothing about",
+        "races, speed or the numerics of the hardware. Registers and spilled registers are per",
+        "thread, shared memory is per program. Written by `make triton-targets`.",
     ]
-    for kernel, own in groupby(found, key=lambda report: report.kernel):
-        lines += ["", f"## {kernel}", "", *_HEAD, *map(_line, own)]
+    for kernel, kernel_reports in groupby(all_builds, key=lambda report: report.kernel):
+        lines += ["", f"## {kernel}", "", *_HEAD, *map(_line, kernel_reports)]
     return "\n".join(lines) + "\n"
 
 
@@ -227,7 +230,7 @@ def _targets() -> dict[str, str]:
     return {r.name: r.target for r in triton_kernels()}
 
 
-def _read_cuda(asm: Mapping[str, Any]) -> tuple[int, int, tuple[str, ...]]:
+def _inspect_cubin(asm: Mapping[str, Any]) -> tuple[int, int, tuple[str, ...]]:
     """Return registers, bytes of local memory and matrix instructions of a cubin."""
     dump = triton.knobs.nvidia.cuobjdump.path
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -243,7 +246,7 @@ def _read_cuda(asm: Mapping[str, Any]) -> tuple[int, int, tuple[str, ...]]:
     return int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"]), tuple(sorted(matrix))
 
 
-def _read_hip(asm: Mapping[str, Any]) -> tuple[int, int, tuple[str, ...]]:
+def _inspect_amdgcn(asm: Mapping[str, Any]) -> tuple[int, int, tuple[str, ...]]:
     """Return vector registers, spills of either kind and matrix instructions of an assembly."""
     text = asm["amdgcn"]
 
@@ -256,7 +259,7 @@ def _read_hip(asm: Mapping[str, Any]) -> tuple[int, int, tuple[str, ...]]:
 
 
 def main() -> None:
-    """Write the table."""
+    """Write the table to the file in ``--write``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, required=True, help="file to write the table to")
     parser.parse_args().write.write_text(table(all_reports()), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A call that is compiled ahead of time."""
+"""A kernel call that is compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _TARGETS = frozenset(
 
 @dataclass(frozen=True)
 class Build:
-    """One call that is compiled.
+    """One kernel call to compile ahead of time.
 
     Attributes:
         kernel: name of the kernel's record.
-        label: what the call is like; unique for its kernel.
-        arguments: makes the op's arguments, tensors on the meta device.
-        dtype: what a request for such a call states, by torch's name.
-        dims: what such a request states besides.
-        matrix: whether matrix instructions have to come out.
-        without: architectures that the kernel's record refuses, so that nothing is compiled.
+        label: description of the call, unique for the kernel.
+        arguments: returns the op's arguments, with tensors on the meta device.
+        dtype: dtype of a request for such a call, by torch's name.
+        dims: dims of a request for such a call.
+        matrix: True if the binary must contain matrix instructions.
+        without: architectures that the kernel's record refuses; nothing is compiled for these.
     """
 
     kernel: str
@@ -46,26 +46,26 @@ class Build:
 
 
 def all_but(*architectures: str) -> frozenset[str]:
-    """Return the targets that are none of ``architectures``."""
+    """Return all target architectures except ``architectures``."""
     return _TARGETS.difference(architectures)
 
 
 def meta(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return a dense tensor without memory."""
+    """Return a dense tensor on the meta device, which has no memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def given(*values: object) -> Callable[[], tuple[Any, ...]]:
-    """Return what makes these arguments; ``(dtype, *shape)`` stands for a tensor without memory."""
+    """Return a function that makes these arguments; ``(dtype, *shape)`` becomes a meta tensor."""
 
-    def made(value: object) -> object:
+    def argument(value: object) -> object:
         if isinstance(value, tuple) and isinstance(value[0], torch.dtype):
             return meta(*value)
         return value
 
-    return lambda: tuple(map(made, values))
+    return lambda: tuple(map(argument, values))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return what requests call a dtype: float8_e4m3fn."""
+    """Return the name of ``dtype`` in requests: ``float8_e4m3fn``."""
     return str(dtype).removeprefix("torch.")

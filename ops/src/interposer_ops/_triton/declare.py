@@ -1,4 +1,4 @@
-"""Declarations of Triton kernels beside their code. This module needs neither torch nor triton."""
+"""Decorator that declares a Triton kernel next to its code; imports neither torch nor triton."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ COPIED = (
     *FLOATS,
     *("float64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
 )
-"""The dtypes of what is copied as bits."""
+"""Dtypes of kernels that copy elements without arithmetic."""
 
 _FEATURES = frozenset({"triton"})
-# By construction: no atomic adds, sums of a row in an order that its width alone decides, no
-# synchronisation, and no allocation whose size depends on values.
+# By construction, the kernels have no atomic adds, sum a row in an order that depends only on the
+# row's width, never synchronize, and allocate no memory whose size depends on values.
 _PROMISES = frozenset({"deterministic", "graph_safe", "opaque"})
 
 
@@ -33,12 +33,12 @@ def triton_kernel(
     score: float = 10.0,
     batch_invariant: bool = True,
 ) -> Callable[[F], F]:
-    """Declare the record of a Triton kernel for ``op``, called ``<op>_<technique>``.
+    """Declare the record of a Triton kernel for ``op``, named ``<op>_<technique>``.
 
     Args:
-        judge: the predicate, a function of ``availability``.
-        batch_invariant: tiles, and with them the order of sums, do not depend on the number of
-            rows.
+        judge: name of the predicate, a function of ``availability``.
+        batch_invariant: True if the tile, and so the order of sums, does not depend on the number
+            of rows.
     """
     return standard_kernel(
         op,

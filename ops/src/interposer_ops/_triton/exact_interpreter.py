@@ -1,23 +1,22 @@
-"""Triton's interpreter with the conversions of a GPU, and without silent arithmetic on bits.
+"""Patches that make triton's interpreter convert bfloat16 and float8 as GPUs do.
 
-The interpreter of triton 3.7.1 keeps bfloat16 and float8 numbers as unsigned integers, and
+The interpreter of triton 3.7.1 stores bfloat16 and float8 numbers as unsigned integers, and
 
-- cuts float32 down to bfloat16 instead of rounding to nearest even; to float8 it rounds half away
-  from zero, and loses a carry into the exponent;
-- turns subnormal bfloat16 numbers, and a NaN of float8, into other numbers where it widens them;
-- adds, multiplies and compares the integers where a kernel computes with such a number, and
-  multiplies matrices of them.
+- truncates float32 to bfloat16 instead of rounding to nearest even; for float8 the interpreter
+  rounds half away from zero and loses a carry into the exponent;
+- widens subnormal bfloat16 numbers and float8 NaNs to wrong numbers;
+- adds, multiplies and compares the integers instead of the numbers, also in ``tl.dot``.
 
-Here every conversion from and to these formats is torch's, and arithmetic on them raises: a GPU
-would compute in float32, so a kernel says so with ``.to(tl.float32)`` behind each load. A
-``tl.dot`` of them multiplies their values.
+With the patches, torch converts from and to these formats, and arithmetic on them raises: a GPU
+would compute in float32, so that a kernel must convert with ``.to(tl.float32)`` after each load. A
+``tl.dot`` multiplies the numbers.
 
-Besides, it keeps the running program in globals, so that two threads disturb each other, and takes
-the whole language apart at each call of one kernel function by another: here launches wait for each
-other, and calls within one are plain.
+The interpreter also stores the running program in globals, so that two threads disturb each other,
+and rewrites the whole language module at each call between kernel functions. With the patches,
+launches wait for each other, and a launch rewrites each module once.
 
-To be removed once the tests in ``ops/tests/triton/test_exact_interpreter.py`` that show the
-interpreter itself to be wrong fail.
+Remove this module once the tests in ``ops/tests/triton/test_exact_interpreter.py`` that show the
+faults of triton's interpreter fail.
 """
 
 from __future__ import annotations
@@ -43,55 +42,55 @@ _BITS = {1: torch.uint8, 2: torch.int16}
 
 
 def make_exact() -> None:
-    """Let Triton's interpreter convert exactly from now on, in this process."""
+    """Patch triton's interpreter for the rest of this process."""
     interpreter.interpreter_builder.__class__ = ExactBuilder
-    interpreter.GridExecutor.__call__ = _launched_alone
-    interpreter.InterpretedFunction.__call__ = _called_within
+    interpreter.GridExecutor.__call__ = _launch_alone
+    interpreter.InterpretedFunction.__call__ = _call_within_launch
 
 
-def _of_numbers(name: str) -> Callable[..., Any]:
-    """Return the interpreter's operation ``name``, which refuses operands that are kept as bits."""
+def _on_numbers(name: str) -> Callable[..., Any]:
+    """Wrap the interpreter's operation ``name`` to refuse operands that are stored as integers."""
     inherited = getattr(interpreter.InterpreterBuilder, name)
 
-    def operation(self: Any, *given: Any) -> Any:
-        # Which one it is stands behind the operands of binary_op and unary_op.
-        _refuse_bits(given[-1] if name in ("binary_op", "unary_op") else name, *given)
-        with np.errstate(all="ignore"):  # hardware makes infinities and NaN without a word
-            return inherited(self, *given)
+    def operation(self: Any, *arguments: Any) -> Any:
+        # binary_op and unary_op take the numpy function as the last argument.
+        _refuse_bits(arguments[-1] if name in ("binary_op", "unary_op") else name, *arguments)
+        with np.errstate(all="ignore"):  # hardware makes infinities and NaN without a warning
+            return inherited(self, *arguments)
 
     return operation
 
 
 class ExactBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
-    """The interpreter's builder of operations with conversions that round as hardware does."""
+    """Interpreter operations whose conversions round as hardware does."""
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
-        """Return ``src`` converted to nearest even."""
+        """Convert ``src``, rounded to nearest, ties to even."""
         converted = self._converted(src, dst_type)
         return super().cast_impl(src, dst_type) if converted is None else converted
 
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
-        """Return ``src`` converted to nearest even, or as the interpreter does in another mode."""
+        """Convert ``src`` to nearest even; other rounding modes are left to the interpreter."""
         nearest = rounding_mode in (None, interpreter._ir.ROUNDING_MODE.RTNE)
         converted = self._converted(src, dst_type) if nearest else None
         if converted is None:
             converted = super().create_fp_to_fp(src, dst_type, rounding_mode)
         return converted
 
-    binary_op = _of_numbers("binary_op")
-    unary_op = _of_numbers("unary_op")
-    create_rsqrt = _of_numbers("create_rsqrt")
-    create_fma = _of_numbers("create_fma")
+    binary_op = _on_numbers("binary_op")
+    unary_op = _on_numbers("unary_op")
+    create_rsqrt = _on_numbers("create_rsqrt")
+    create_fma = _on_numbers("create_fma")
 
-    def create_dot(self, a: Any, b: Any, d: Any, *rest: Any) -> Any:
-        """Return ``a @ b + d`` of the values that ``a`` and ``b`` stand for."""
+    def create_dot(self, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        """Return ``a @ b + d`` of the numbers, not of the integers that store them."""
         converted = [self._converted(operand, tl.float32) for operand in (a, b)]
         wide = [o if c is None else c for o, c in zip((a, b), converted, strict=True)]
         with np.errstate(all="ignore"):
-            return super().create_dot(*wide, d, *rest)
+            return super().create_dot(*wide, d, *options)
 
     def _converted(self, src: Any, dst_type: Any) -> Any:
-        """Return ``src`` converted, or None where neither side is kept as an integer."""
+        """Convert ``src``, or return None if neither dtype is stored as an integer."""
         source, target = src.dtype.scalar, dst_type.scalar
         if source == target or not (source in _NARROW or target in _NARROW):
             return None
@@ -108,22 +107,22 @@ class ExactBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
 
 _launch = interpreter.GridExecutor.__call__
 _call = interpreter.InterpretedFunction.__call__
-_one = threading.RLock()
-_prepared: set[int] = set()  # modules whose language the launch under way has replaced
+_launch_lock = threading.RLock()
+_rewritten_modules: set[int] = set()  # modules whose ``tl`` the current launch has replaced
 
 
-def _launched_alone(self: Any, *arguments: Any, **named: Any) -> None:
-    with _one:
-        _prepared.clear()
-        _launch(self, *arguments, **named)
+def _launch_alone(self: Any, *arguments: Any, **options: Any) -> None:
+    with _launch_lock:
+        _rewritten_modules.clear()
+        _launch(self, *arguments, **options)
 
 
-def _called_within(self: Any, *arguments: Any, **named: Any) -> Any:
+def _call_within_launch(self: Any, *arguments: Any, **options: Any) -> Any:
     module = id(self.fn.__globals__)
-    if module in _prepared:
-        return self.rewrite()(*arguments, **named)
-    result = _call(self, *arguments, **named)
-    _prepared.add(module)
+    if module in _rewritten_modules:
+        return self.rewrite()(*arguments, **options)
+    result = _call(self, *arguments, **options)
+    _rewritten_modules.add(module)
     return result
 
 
@@ -135,11 +134,11 @@ def _tensor(data: Any, dtype: Any) -> Tensor:
     return torch.from_numpy(signed).view(_NARROW[dtype])
 
 
-def _refuse_bits(what: Any, *operands: Any) -> None:
+def _refuse_bits(function: Any, *operands: Any) -> None:
     for operand in operands:
         dtype = operand.dtype.scalar if isinstance(operand, interpreter.TensorHandle) else None
         if dtype in _NARROW:
-            name = getattr(what, "__name__", what)
+            name = getattr(function, "__name__", function)
             raise TypeError(
                 f"{name} of {dtype}: the interpreter would compute on its bits. "
                 "Convert right after the load: tl.load(...).to(tl.float32)"

@@ -1,12 +1,12 @@
-"""The platform that runs Triton kernels on the processor, by Triton's own interpreter.
+"""Platform that runs Triton kernels on the CPU by triton's interpreter.
 
-It computes what the kernels compute, at a thousandth of the speed: for checking them where there
-is no GPU. It is taken only where it is named::
+The interpreter lets you check kernels without a GPU, at about a thousandth of the speed. The
+platform is used only if you name it::
 
     TRITON_INTERPRET=1 interposer verify interposer-ops --platform interpreter
 
 float32, float16, bfloat16, float8 and integers convert as on hardware, see ``exact_interpreter``.
-What it cannot show are races, the accuracy of a GPU's own exp, rsqrt and matrix units, and speed.
+The interpreter cannot show races, speed, or the accuracy of a GPU's exp, rsqrt and matrix units.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from interposer_ops._triton.availability import INTERPRETER, judge_package
 
 
 class InterpreterPlatform(Platform):
-    """One device that interprets Triton kernels over tensors in host memory."""
+    """A platform of one device that interprets Triton kernels on tensors in host memory."""
 
     name = "interpreter"
     device_type = "cpu"
 
     def __init__(self) -> None:
-        # Imported here, as this module is loaded to be probed where triton is not installed.
+        # Imported late: ``probe`` must be callable without triton installed.
         from interposer_ops._triton.exact_interpreter import make_exact
 
         make_exact()
 
     @classmethod
     def probe(cls) -> Verdict:
-        """Accept where triton is installed and was imported to interpret."""
+        """Accept if triton is installed and was imported with TRITON_INTERPRET=1."""
         verdict = judge_package()
         if not verdict:
             return verdict
         import triton
         from triton.runtime.interpreter import InterpretedFunction
 
-        # Decided when a kernel is defined, triton's own ones included: later is too late.
+        # Kernels, also those of triton itself, read the variable when they are defined, so that a
+        # variable set after the import of triton has no effect.
         if triton.knobs.runtime.interpret and isinstance(triton.language.cdiv, InterpretedFunction):
             return Verdict.accept(f"triton {triton.__version__} interprets kernels")
         return Verdict.refuse(
@@ -49,20 +50,20 @@ class InterpreterPlatform(Platform):
         )
 
     def devices(self) -> Sequence[Device]:
-        """Return the one device."""
+        """Return the interpreter as the only device."""
         return [Device(self.name, "cpu", "Triton's interpreter", self.capability("cpu"))]
 
     def capability(self, device: str) -> Capability:
-        """Return what can be interpreted."""
+        """Return the features and dtypes of the interpreter."""
         formats = frozenset({"float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
         return Capability("interpreter", frozenset({"triton", INTERPRETER}), formats)
 
     def dtypes(self, device: str) -> Sequence[torch.dtype]:
-        """Return the dtypes that conversions are exact for, float32 first."""
+        """Return the dtypes with exact conversions, float32 first."""
         return (torch.float32, torch.bfloat16, torch.float16)
 
     def memory(self, device: str) -> Memory:
-        """Return the physical memory of this machine, all of it as free as it will get."""
+        """Return the total and the free physical memory of this machine."""
         pages = os.sysconf("SC_PAGE_SIZE")
         total, free = (pages * os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
         return Memory(total, free)

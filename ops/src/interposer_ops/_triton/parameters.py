@@ -5,15 +5,13 @@
     {"default": {"num_warps": 8, "num_stages": 1, "blocks": {"width": 8192, "tile": 1024}},
      "sm_90": {"num_warps": 16, "num_stages": 1, "blocks": {"width": 16384, "tile": 1024}}}
 
-``num_warps`` is a power of two up to 16, ``num_stages`` lies between 1 and 8, blocks are powers of
-two, and every entry has the block names of ``default``, which are what the kernel asks for. An
-architecture without an entry gets that of the nearest older one of its family (sm_86 that of sm_80,
-gfx90a none), else ``default``.
+``num_warps`` is a power of two up to 16, ``num_stages`` is between 1 and 8, and blocks are powers
+of two. Every entry must have the block names of ``default``, which the kernel reads. An
+architecture without an entry uses the entry of the nearest older architecture of its family (sm_86
+uses sm_80, gfx90a has none), or else ``default``.
 
-A file is read when a kernel is first launched on a device. Another distribution may bring better
-figures for some architecture as a file of the same form: ``table_of`` merges the entries that
-it is given over those of this package, so that naming such a file in a record of its own is all
-that is missing.
+A file is read when a kernel is first launched on a device. ``table_of`` can merge measured entries
+from another distribution over the entries of this package; no record names such a file yet.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ ARCHITECTURES = (
     *("gfx908", "gfx90a", "gfx942", "gfx950"),
     *("gfx1100", "gfx1101", "gfx1151", "gfx1200", "gfx1201"),
 )
-"""The architectures that a file may have an entry for."""
+"""The entry names that a tuning file may contain."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,12 +57,12 @@ _PowerOfTwo = Annotated[int, AfterValidator(_power_of_two)]
 
 
 class Parameters(BaseModel):
-    """The launch of a kernel on one architecture.
+    """Launch parameters of a kernel on one architecture.
 
     Attributes:
-        num_warps: the most that run one program.
-        num_stages: how many iterations of a loop are in flight.
-        blocks: sizes by name, powers of two; what they mean is the kernel's own.
+        num_warps: maximum number of warps per program.
+        num_stages: loop iterations in flight in triton's software pipeline.
+        blocks: tile sizes by name, powers of two; each kernel defines the names.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -75,14 +73,15 @@ class Parameters(BaseModel):
 
     @property
     def compiled(self) -> dict[str, int]:
-        """The launch options that say how a program is compiled."""
+        """Launch options of triton."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 def per_device(function: F) -> F:
-    """Return ``function`` with all its results remembered; one of its arguments is a device.
+    """Cache all results of ``function``, which takes a device among its arguments.
 
-    What depends on ``parameters_for`` is remembered this way, so that a launch looks up once.
+    Use this for every function that calls ``parameters_for``, so that each launch costs one lookup
+    and ``assumed`` can clear the caches.
     """
     cached = cache(function)
     _caches.append(cached)
@@ -100,17 +99,17 @@ def table_of(kernel: str, overrides: Mapping[str, Any] | None = None) -> dict[st
     """Return the parameters of ``kernel`` by architecture.
 
     Args:
-        overrides: entries in the form of a file, which replace those of this package.
+        overrides: entries in the form of a tuning file, which replace those of this package.
 
     Raises:
-        UnknownNameError: there is no such kernel, architecture, key or block.
-        ConfigError: a value is out of its range.
+        UnknownNameError: unknown kernel, architecture, key or block.
+        ConfigError: a value is out of range.
     """
-    known = tuned_kernels()
-    if kernel not in known:
-        raise UnknownNameError("kernel", kernel, known, where="in interposer_ops/*/tuning")
-    written = json.loads(known[kernel].read_text(encoding="utf-8"))
-    entries = {**written, **(overrides or {})}
+    files = tuned_kernels()
+    if kernel not in files:
+        raise UnknownNameError("kernel", kernel, files, where="in interposer_ops/*/tuning")
+    package_entries = json.loads(files[kernel].read_text(encoding="utf-8"))
+    entries = {**package_entries, **(overrides or {})}
     where = f"in the tuning of {kernel}"
     table = {name: _checked(name, entry, where) for name, entry in entries.items()}
     names = table["default"].blocks
@@ -124,14 +123,14 @@ def table_of(kernel: str, overrides: Mapping[str, Any] | None = None) -> dict[st
 
 @cache
 def tuned_kernels() -> Mapping[str, Path]:
-    """Return the files of all kernels that have one, by name."""
+    """Return the paths of all tuning files by kernel."""
     return {path.stem: path for path in sorted(_PACKAGE.glob("*/tuning/*.json"))}
 
 
 def architecture(device: torch.device) -> str:
-    """Return what ``device`` is called here: sm_90, gfx942, interpreter.
+    """Return the architecture name of ``device``: sm_90, gfx942, interpreter.
 
-    A tensor on the meta device stands for the architecture that is ``assumed``.
+    For the meta device, the name is the one set by ``assumed``.
     """
     if device in _assumptions:
         return _assumptions[device]
@@ -145,38 +144,38 @@ def architecture(device: torch.device) -> str:
 
 @contextmanager
 def assumed(name: str) -> Iterator[None]:
-    """Let tensors on the meta device stand for the architecture ``name``."""
-    _forget()
+    """Make the meta device report the architecture ``name`` within the ``with`` block."""
+    _clear_caches()
     _assumptions[_META] = name
     try:
         yield
     finally:
         _assumptions.pop(_META)
-        _forget()
+        _clear_caches()
 
 
-def _forget() -> None:
+def _clear_caches() -> None:
     for cached in _caches:
         cached.cache_clear()
 
 
 def _nearest(name: str, table: Mapping[str, Parameters]) -> str:
-    """Return the entry for the architecture, see the module's docstring."""
+    """Return the name of the entry for the architecture, see the module's docstring."""
     family, number = _generation(name)
-    older = [
-        (_generation(other)[1], other)
-        for other in table
-        if other != "default" and _generation(other)[0] == family
+    same_family = [
+        (_generation(entry)[1], entry)
+        for entry in table
+        if entry != "default" and _generation(entry)[0] == family
     ]
-    return max((pair for pair in older if pair[0] <= number), default=(0, "default"))[1]
+    return max((pair for pair in same_family if pair[0] <= number), default=(0, "default"))[1]
 
 
 def _generation(name: str) -> tuple[str, int]:
-    """Return family and number: sm_90a is 90 of sm, gfx942 is 0x42 of gfx9."""
-    if found := re.fullmatch(r"sm_(\d+)[af]?", name):
-        return "sm", int(found[1])
-    if found := re.fullmatch(r"(gfx\d+)([0-9a-f]{2})", name):
-        return found[1], int(found[2], 16)
+    """Return family and generation: ("sm", 90) for sm_90a, ("gfx9", 0x42) for gfx942."""
+    if match := re.fullmatch(r"sm_(\d+)[af]?", name):
+        return "sm", int(match[1])
+    if match := re.fullmatch(r"(gfx\d+)([0-9a-f]{2})", name):
+        return match[1], int(match[2], 16)
     return name, 0
 
 

@@ -1,4 +1,4 @@
-"""Tiles of kernels that treat rows one by one: how many rows and columns a program takes."""
+"""Tile sizes of row-wise kernels: rows and columns per program."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from interposer_ops._triton.parameters import parameters_for, per_device
 
 
 class RowTile(NamedTuple):
-    """Rows and columns of one program, and how it is compiled.
+    """Rows and columns per program, and launch options.
 
-    ``columns`` is a power of two, and either covers the row or is the step of a loop over it.
+    ``columns`` is a power of two that either covers the row or is the step of a loop over the row.
     """
 
     rows: int
@@ -23,28 +23,26 @@ class RowTile(NamedTuple):
     compiled: Mapping[str, int]
 
     def row_blocks(self, num_rows: int) -> int:
-        """Return how many programs cover ``num_rows``."""
+        """Return the number of programs that cover ``num_rows``."""
         return -(-num_rows // self.rows)
 
     def column_blocks(self, width: int) -> int:
-        """Return how many programs cover a row."""
+        """Return the number of programs that cover a row of ``width`` elements."""
         return -(-width // self.columns)
 
     @property
     def options(self) -> dict[str, int]:
-        """The launch options of a kernel that takes ``ROWS`` and ``COLUMNS``."""
+        """Launch options of a kernel with the constants ``ROWS`` and ``COLUMNS``."""
         return {"ROWS": self.rows, "COLUMNS": self.columns, **self.compiled}
 
 
 @per_device
 def row_tile(kernel: str, device: torch.device, width: int) -> RowTile:
-    """Return the tile of ``kernel`` for rows of ``width`` elements; it depends on nothing else.
+    """Return the tile of ``kernel`` for rows of ``width`` elements, at least 1.
 
-    The blocks of such kernels: ``width``, the most columns; ``tile``, how many elements a program
-    of short rows takes at least, with several rows then; ``warp``, the elements for each warp.
-
-    Args:
-        width: at least 1.
+    The tile does not depend on the number of rows. Blocks in the tuning file: ``width``, the
+    maximum of columns; ``tile``, the minimum of elements per program, reached by several rows if
+    rows are short; ``warp``, the elements per warp.
     """
     parameters = parameters_for(kernel, device)
     blocks = parameters.blocks
@@ -55,7 +53,7 @@ def row_tile(kernel: str, device: torch.device, width: int) -> RowTile:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Return ``x`` as ``[rows, H]`` whose elements follow each other; a copy only if need be."""
+    """View ``x`` as ``[rows, H]`` with contiguous rows; copy only if a view is impossible."""
     if x.ndim != 2:
         x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Numbers of 8 and 4 bits, made and read by kernels: exact on every architecture.
+"""Triton functions that encode and decode 8-bit and 4-bit numbers exactly on every architecture.
 
 Quotients are rounded once, halves to even, and saturate.
 
-Where the hardware rounds a float32 to the format in one step, the tensor is given to the kernel as
-it is, and triton's conversion is that instruction. Elsewhere triton 3.7.1 goes by way of float16,
-which it cuts down to: two roundings, so that what lies just beyond a tie is taken for one. There,
-and where triton has no such format at all, the kernel is given the bytes and computes the codes.
+If the hardware rounds float32 to the format in one step, the kernel takes the tensor as is, and
+triton's conversion compiles to that instruction. Otherwise triton 3.7.1 first truncates to float16:
+the second rounding then mistakes a number just above a tie for a tie. In that case, and if triton
+lacks the format, the kernel takes the tensor as bytes and computes the codes itself.
 
 Source: OCP 8-bit Floating Point Specification (OFP8) v1.0 and, for fnuz, arXiv:2206.02915; OCP
 Microscaling Formats (MX) Specification v1.0 (e2m1, e8m0).
@@ -25,12 +25,12 @@ from interposer_ops._triton.parameters import architecture, per_device
 
 
 class Fp8Format(NamedTuple):
-    """An 8-bit float.
+    """The layout of an 8-bit float format.
 
     Attributes:
-        mantissa: bits behind the point.
-        bias: what the exponent is stored with.
-        unsigned_zero: a zero has no sign, and its code with a sign is the one NaN (fnuz).
+        mantissa: number of mantissa bits.
+        bias: exponent bias.
+        unsigned_zero: True if the code of negative zero is the only NaN (fnuz).
         largest: the largest finite number.
     """
 
@@ -49,12 +49,12 @@ _FORMATS = {
 
 
 def fp8_format(dtype: torch.dtype) -> Fp8Format:
-    """Return what is known of an 8-bit float dtype."""
+    """Return the layout of an 8-bit float dtype."""
     return _FORMATS[dtype]
 
 
 def fp8_memory(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` where triton rounds to its dtype in one step, else its bytes as uint8."""
+    """Return ``tensor``, or a uint8 view if triton does not round to the dtype in one step."""
     return tensor if _rounds_once(tensor.dtype, tensor.device) else tensor.view(torch.uint8)
 
 
@@ -62,8 +62,8 @@ def fp8_memory(tensor: Tensor) -> Tensor:
 def _rounds_once(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether triton converts float32 to ``dtype`` by one instruction of the device.
 
-    Those are cvt.rn.satfinite.e4m3x2.f32 and .e5m2x2.f32, and v_cvt_pk_fp8_f32 and _bf8_f32, of
-    the fnuz formats on gfx942 and of OCP's on gfx950.
+    NVIDIA: cvt.rn.satfinite.e4m3x2.f32 and .e5m2x2.f32. AMD: v_cvt_pk_fp8_f32 and _bf8_f32, which
+    convert to fnuz formats on gfx942 and to OCP formats on gfx950.
     """
     name = architecture(device)
     if name.startswith("sm_"):
@@ -73,8 +73,8 @@ def _rounds_once(dtype: torch.dtype, device: torch.device) -> bool:
 
 @triton.jit
 def clamped(value, largest):
-    """Return ``value`` no farther from zero than ``largest``; a NaN stays one."""
-    # Comparisons that a NaN fails leave it in its place.
+    """Clamp ``value`` to [-``largest``, ``largest``]; a NaN stays a NaN."""
+    # Every comparison with a NaN is False, so that the NaN itself is returned.
     return tl.where(value > largest, largest, tl.where(value < -largest, -largest, value))
 
 
@@ -86,7 +86,7 @@ def to_fp8(
     BIAS: tl.constexpr,
     UNSIGNED_ZERO: tl.constexpr,
 ):
-    """Return float32 numbers within the format's range as it is stored: numbers, or bytes."""
+    """Convert float32 numbers within the format's range to ``dtype``, or to codes if uint8."""
     if dtype == tl.uint8:
         return fp8_codes(value, MANTISSA, BIAS, UNSIGNED_ZERO)
     else:
@@ -95,14 +95,14 @@ def to_fp8(
 
 @triton.jit
 def fp8_codes(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr, UNSIGNED_ZERO: tl.constexpr):
-    """Return the codes, as uint8, of the numbers nearest to ``value``, ties to even."""
+    """Encode float32 as 8-bit floats in uint8, rounded to nearest, ties to even."""
     bits = value.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
-    # Exponents as they stand in a float32. What is subnormal has the smallest one.
+    # Exponent bits in place as in float32. Subnormal numbers of the format share the lowest one.
     lowest: tl.constexpr = (128 - BIAS) << 23
     exponent = tl.maximum(bits & 0x7F800000, lowest)
-    # The power of two whose last place is worth as much as that of the format at this exponent:
-    # adding it rounds, and what its bits grow by is the result in units of that place.
+    # A power of two whose last mantissa bit has the value of the format's last mantissa bit at this
+    # exponent. Adding it rounds to that bit; the growth of its bits is the rounded mantissa.
     unit = exponent + ((23 - MANTISSA) << 23)
     total = tl.abs(value) + unit.to(tl.float32, bitcast=True)
     code = ((exponent - lowest) >> (23 - MANTISSA)) + total.to(tl.int32, bitcast=True) - unit
@@ -116,10 +116,10 @@ def fp8_codes(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr, UNSIGNED_ZERO: 
 
 @triton.jit
 def e2m1_codes(value):
-    """Return the codes, as int32, of the e2m1 numbers nearest to ``value``, saturating at 6.
+    """Encode ``value`` as e2m1 codes in int32: nearest, ties to even, saturating at 6.
 
-    The code of a magnitude counts the boundaries below it; a tie goes to the even code, so that
-    boundaries alternate in the side that they belong to. A zero keeps its sign.
+    The code of a magnitude is the number of rounding boundaries below the magnitude. A tie goes to
+    the even code, so that ``>`` and ``>=`` alternate. A zero keeps its sign.
     """
     magnitude = tl.abs(value)
     code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32)
@@ -131,7 +131,7 @@ def e2m1_codes(value):
 
 @triton.jit
 def e2m1_numbers(code):
-    """Return what int32 codes from 0 to 15 stand for, as float32."""
+    """Decode int32 e2m1 codes from 0 to 15 to float32."""
     exponent = (code >> 1) & 3
     normal = (((exponent + 126) << 23) | ((code & 1) << 22)).to(tl.float32, bitcast=True)
     magnitude = tl.where(exponent == 0, (code & 1).to(tl.float32) * 0.5, normal)
@@ -139,50 +139,50 @@ def e2m1_numbers(code):
 
 
 @triton.jit
-def unpacked(pair, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the int32 codes of ``[ROWS, COLUMNS / 2]`` bytes, that of the low nibble first."""
+def unpack_codes(pair, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Unpack ``[ROWS, COLUMNS / 2]`` bytes to int32 codes ``[ROWS, COLUMNS]``, low nibble first."""
     wide = pair.to(tl.int32)
     return tl.reshape(tl.join(wide & 15, (wide >> 4) & 15), (ROWS, COLUMNS))
 
 
 @triton.jit
 def _signed(magnitude, sign):
-    # Not by a minus, which is a difference from zero and would lose the sign of one.
+    # Triton compiles ``-x`` to ``0 - x``, which is +0 for x = 0, so set the sign bit instead.
     bits = magnitude.to(tl.int32, bitcast=True) | (sign << 31)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def divided(value, divisor):
-    """Return the quotient rounded once; ``divisor`` broadcasts to ``value``, or is a scalar."""
+def divide(value, divisor):
+    """Divide with one rounding; ``divisor`` broadcasts to ``value`` or is a scalar."""
     return tl.div_rn(value, tl.zeros_like(value) + divisor)
 
 
 @triton.jit
-def rounded(value):
-    """Return the whole numbers nearest to float32 numbers, halves to even."""
-    # Between 2^23 and 2^24 the last place of a float32 is worth 1, so that the sum is rounded to
-    # it; what is larger is whole already. Triton has no such function for every architecture.
+def round_half_even(value):
+    """Round float32 numbers to integers, halves to even."""
+    # Triton has no such function for every architecture. Between 2^23 and 2^24 the last bit of a
+    # float32 has the value 1, so that adding 2^23 rounds; larger numbers are integers already.
     magnitude = tl.abs(value)
-    whole = tl.where(magnitude < 8388608.0, (magnitude + 8388608.0) - 8388608.0, magnitude)
-    return tl.where(value < 0, -whole, whole)
+    integer = tl.where(magnitude < 8388608.0, (magnitude + 8388608.0) - 8388608.0, magnitude)
+    return tl.where(value < 0, -integer, integer)
 
 
 @triton.jit
-def quantized(value, scale, zero_point, largest, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """Return ``value / scale`` as int8, the zero point added, or as an 8-bit float without it.
+def quantize(value, scale, zero_point, largest, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """Quantize to int8, round(value / scale) + zero_point, or to an 8-bit float, value / scale.
 
     Args:
-        scale: of a shape that broadcasts to that of ``value``, or a scalar.
-        zero_point: float32, for int8.
-        largest: of the 8-bit float.
-        dtype: of the memory that the result goes to; uint8 stands for an 8-bit float.
-        FORMAT: the ``Fp8Format``; any for int8.
+        scale: a scalar, or a tensor that broadcasts to ``value``.
+        zero_point: float32, used for int8 only.
+        largest: the largest finite number of the 8-bit float.
+        dtype: dtype of the result's memory; uint8 means codes of an 8-bit float.
+        FORMAT: the ``Fp8Format``; ignored for int8.
     """
-    quotient = divided(value, scale)
+    quotient = divide(value, scale)
     if dtype == tl.int8:
-        total = rounded(quotient) + zero_point
+        total = round_half_even(quotient) + zero_point
         return tl.minimum(tl.maximum(total, -128.0), 127.0).to(tl.int8)
     else:
-        kept = clamped(quotient, largest)
-        return to_fp8(kept, dtype, FORMAT.mantissa, FORMAT.bias, FORMAT.unsigned_zero)
+        saturated = clamped(quotient, largest)
+        return to_fp8(saturated, dtype, FORMAT.mantissa, FORMAT.bias, FORMAT.unsigned_zero)

@@ -1,4 +1,4 @@
-"""Activations of single elements, and gated ones.
+"""Activations: elementwise and gated.
 
 Every name is loaded on first use.
 """

@@ -1,7 +1,9 @@
-"""Activations of single elements, and gated ones, where one half of the input gates the other.
+"""Activations: elementwise, and gated, where one half of the input gates the other half.
 
-T tokens, I intermediate size. Everything is computed in float32 or wider and rounded once; rows
-may lie apart in memory.
+All activations are computed in float32 or wider and rounded once. Rows need not be adjacent in
+memory.
+
+T tokens, I intermediate size.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from interposer_ops._declare import standard_op
 from interposer_ops._widening import widened
 
 _op = partial(standard_op, cases="interposer_ops.activations._activations_cases", batched=("x",))
-# The activation and the result may each be rounded; one more is left.
+# A kernel may round the activation and the result; the last rounding is for the error of float32.
 _single = partial(_op, tolerance=Tolerance(roundings=2))
 _gated = partial(_op, tolerance=Tolerance(roundings=3))
 
 
 @_single("gelu")
 def gelu(x: Tensor, approximate: str) -> Tensor:
-    """Multiply each element by the probability that a normal variable is below it.
+    """Apply GELU: multiply each element by the standard normal distribution function.
 
     y = x / 2 * (1 + erf(x / sqrt(2))), or x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
 
@@ -53,7 +55,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 @_single("relu2", batch_invariant=True)
 def relu2(x: Tensor) -> Tensor:
-    """Square the positive elements, replace the others by zero: y = max(x, 0)^2.
+    """Apply squared ReLU: y = max(x, 0)^2.
 
     Args: ``x``, as in ``gelu``.
     Returns: shape and dtype of ``x``.
@@ -79,18 +81,18 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return (functional.silu(gate) * up).to(x.dtype)
 
 
-# The cases stay clear of what rounds either way, so that every kernel finds the same numbers.
+# The cases avoid results so close to a rounding boundary that kernels may round differently.
 @_op("silu_and_mul_quantize_fp8", tolerance=Tolerance(roundings=0))
 def silu_and_mul_quantize_fp8(x: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Multiply the SiLU of the first half by the second half, and quantize by one scale.
 
     q = round(clamp(silu_and_mul(x) / scale, -m, m)), halves to even, where m is the largest number
-    of ``out_dtype``. The product is not rounded to the dtype of ``x`` on the way.
+    of ``out_dtype``. The product is not rounded to the dtype of ``x`` first.
 
     Args:
         x: ``[..., 2 I]``, any float dtype of at least 16 bits.
-        scale: ``[1]``, float32, above 0: what a quantized 1 stands for.
-        out_dtype: of 8 bits.
+        scale: ``[1]``, float32, above 0: the value of a quantized 1.
+        out_dtype: an 8-bit float dtype.
     Returns: ``[..., I]``, ``out_dtype``.
     Dims: intermediate_size, out_dtype.
     Source: arXiv:2209.05433 for the number formats; arXiv:2002.05202 for the activation.
@@ -117,13 +119,13 @@ def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
 
 @_gated("swiglu_oai_and_mul")
 def swiglu_oai_and_mul(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """Gate interleaved elements as gpt-oss does.
+    """Apply the clamped SwiGLU of gpt-oss to interleaved gate and up elements.
 
-    y = (u + 1) * g * sigmoid(alpha * g), where g = min(x[2 i], limit) is not limited from below and
+    y = (u + 1) * g * sigmoid(alpha * g), where g = min(x[2 i], limit) has no lower limit and
     u = x[2 i + 1] is clamped to [-limit, limit].
 
     Args:
-        x: ``[..., 2 I]``, any float dtype: gates at even places, what they gate at odd ones.
+        x: ``[..., 2 I]``, any float dtype: gates at even, up projections at odd positions.
         alpha: 1.702 in gpt-oss.
         limit: above 0; 7 in gpt-oss.
     Returns: ``[..., I]``, dtype of ``x``.

@@ -1,4 +1,7 @@
-"""Cases of the activations, of single elements and gated. T tokens, I intermediate size."""
+"""Cases of the elementwise and gated activations.
+
+T tokens, I intermediate size.
+"""
 
 from __future__ import annotations
 
@@ -25,48 +28,48 @@ _SHAPES = {
     "wide": (2, 2051),
     "width after a power of two": (3, 257),
 }
-# Where exponentials underflow and overflow, and where the forms of GELU differ.
+# Numbers at which exponentials underflow and overflow, and at which the forms of GELU differ.
 _EXTREMES = (-1e3, -104.0, -88.5, -20.0, -3.0, -1e-3, -0.0, 0.0, 1e-3, 3.0, 20.0, 88.5, 1e3)
 _FORMS = {"erf": {"approximate": "none"}, "tanh": {"approximate": "tanh"}}
 
-# Largest numbers of either sign, or the numbers themselves. Those of the first kind leave no
-# activation so small that it is lost beside 1, which would make its product with an infinity a
-# matter of precision. The square of 200 is a finite float16.
+# The largest magnitude, or the numbers themselves. A magnitude is small enough that no activation
+# underflows, since the product of an underflowed activation and an infinity would depend on the
+# kernel's precision. The square of 200 is a finite float16.
 _NUMBERS = {"": 4.0, "small": 1e-3, "large": 150.0, "extremes": _EXTREMES}
 _SQUARED = {**_NUMBERS, "extremes": (-6e4, -0.0, 0.0, 200.0, 1e-7)}
 _GATES = {"": 4.0, "small gates": 1e-3, "large gates": 150.0, "extreme gates": _EXTREMES}
 _ORDINARY: tuple[Special, ...] = ("subnormals", "negative zeros")
-# Whether a closed gate times an infinity is 0 or NaN depends on whether the product is taken, what
-# is left of minus infinity on how an activation is computed, and the maximum of a number and a NaN
-# is either, as the hardware has it.
+# Special values without a single correct result are left out: a closed gate times an infinity is 0
+# or NaN, depending on the kernel; so is a smooth activation of minus infinity; and the maximum of a
+# number and a NaN depends on the hardware.
 _SMOOTH: tuple[Special, ...] = ("NaN", *_ORDINARY)
 _SQUARES: tuple[Special, ...] = ("infinities", *_ORDINARY)
 _PRODUCTS: tuple[Special, ...] = ("infinities", "NaN", *_ORDINARY)
 
 _Options = Mapping[str, Any]
-_Arranged = Callable[[Tensor, Tensor], Tensor]
+_Arrange = Callable[[Tensor, Tensor], Tensor]
 _Bound = Callable[[float, float, _Options], float]
 
 
-def _products(gate: float, up: float, _: _Options) -> float:
-    """Bound gate times up.
+def _product(gate: float, up: float, _: _Options) -> float:
+    """Bound the magnitude by gate * up.
 
-    An activation takes about four float32 operations, and 1 + erf cancels down to the error of 1,
-    so that the error is one of the gate times the other half.
+    An activation takes about four float32 operations. 1 + erf may cancel and leave the absolute
+    error of 1, so that the error is relative to gate * up, not to the result.
     """
     return gate * up
 
 
-def _nothing(_: float, __: float, ___: _Options) -> float:
-    """Bound what multiplications in a row add up to: their errors are relative, and cancel none."""
+def _no_magnitude(_: float, __: float, ___: _Options) -> float:
+    """Return 0 for results of multiplications only, whose errors are relative to the result."""
     return 0.0
 
 
-def _clamped(gate: float, up: float, options: _Options) -> float:
-    """Bound the clamped gate times one more than the clamped other half.
+def _clamped_product(gate: float, up: float, options: _Options) -> float:
+    """Bound the magnitude by the clamped gate times (1 + the clamped up element).
 
-    A gate below the clamp is not bounded, but what its error is relative to, gate * sigmoid, is at
-    most 1 there for an alpha of at least 0.5.
+    A negative gate has no lower limit, but there the error is relative to gate * sigmoid, which is
+    at most 1 for an alpha of at least 0.5.
     """
     limit = float(options["limit"])
     return max(1.0, min(limit, gate)) * (1 + min(limit, up))
@@ -82,23 +85,24 @@ def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Activation:
-    """The arguments of one activation.
+    """Builder of the cases of one activation.
 
     Attributes:
-        arranged: makes ``x`` of gates and what they gate; None of an activation of single elements.
-        bound: of the magnitude of a case, by the largest gate, what it gates at most, and options.
-        sampled: the options of the sample.
+        arrange: combines gates and up elements into ``x``; None for an elementwise activation.
+        magnitude: returns the magnitude of a case from the largest gate, the largest up element and
+            the options.
+        sample_options: the options of the sample.
     """
 
-    arranged: _Arranged | None
-    bound: _Bound
-    sampled: _Options
+    arrange: _Arrange | None
+    magnitude: _Bound
+    sample_options: _Options
 
     def build(self, point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-        """Return the case of a point, what is gated drawn first."""
+        """Draw the case of a point; up elements are drawn before gates."""
         shape, numbers = point["shape"], point["numbers"]
         up = None
-        if self.arranged:
+        if self.arrange:
             high = 1.0 if isinstance(numbers, tuple) else 6.0
             up = uniform(shape, dtype, generator, -high, high)
         if isinstance(numbers, tuple):
@@ -110,35 +114,35 @@ class _Activation:
         return self.case(gate, up, point.values.get("options", {}))
 
     def sample(self, dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-        """Return T rows of the up projection, or of the merged gate and up projections."""
+        """Make T rows of the up projection, or of the merged gate and up projections."""
         generator = torch.Generator().manual_seed(seed)
         shape = (num_tokens, int(dims["intermediate_size"]))
         gate = normal_numbers(shape, dtype, generator, deviation=2.0)
-        up = normal_numbers(shape, dtype, generator, deviation=2.0) if self.arranged else None
-        options = {name: dims.get(name, value) for name, value in self.sampled.items()}
+        up = normal_numbers(shape, dtype, generator, deviation=2.0) if self.arrange else None
+        options = {name: dims.get(name, value) for name, value in self.sample_options.items()}
         return self.case(gate, up, options, f"{num_tokens} tokens")
 
     def case(self, gate: Tensor, up: Tensor | None, options: _Options, label: str = "") -> Case:
-        """Return the case of a gate and what it gates.
+        """Build the case of gates and up elements.
 
-        An activation that is held in the storage dtype among the subnormal numbers is rounded like
-        the smallest normal one, before it is multiplied.
+        A kernel may round the activation to the storage dtype before the multiplication; subnormal
+        activations then have the absolute error of the smallest normal number.
         """
         x, largest, rounded = gate, 1.0, 0.0
-        if self.arranged and up is not None:
-            x, largest = self.arranged(gate, up), peak(up)
+        if self.arrange and up is not None:
+            x, largest = self.arrange(gate, up), peak(up)
             rounded = torch.finfo(gate.dtype).smallest_normal * (1 + largest)
         return Case(
             label,
             {"x": x, **options},
-            # Forms are stated, numbers are not.
+            # Dims state the form of an activation, but not numeric options.
             {
                 "intermediate_size": gate.shape[-1],
                 **{name: value for name, value in options.items() if isinstance(value, str)},
             },
-            # A square alone is one multiplication.
-            reduction=1 if self.bound is _nothing and up is None else 4,
-            magnitude=self.bound(peak(gate), largest, options),
+            # ``relu2`` is one multiplication.
+            reduction=1 if self.magnitude is _no_magnitude and up is None else 4,
+            magnitude=self.magnitude(peak(gate), largest, options),
             rounded=rounded,
         )
 
@@ -147,13 +151,13 @@ _Sample = Callable[[torch.dtype, Dims, int, int], Case]
 
 
 def _activation(
-    arranged: _Arranged | None = _gate_first, bound: _Bound = _products,
+    arrange: _Arrange | None = _gate_first, magnitude: _Bound = _product,
     numbers: Mapping[str, Any] = _GATES, special: tuple[Special, ...] = _PRODUCTS,
     options: Mapping[str, _Options] | None = None, crossed_options: tuple[str, ...] = (),
-    **sampled: Any,
+    **sample_options: Any,
 ) -> tuple[CaseSpace, _Sample]:  # fmt: skip
-    """Return the cases and the sample of an activation."""
-    activation = _Activation(arranged, bound, sampled)
+    """Return the case space and the sample function of an activation."""
+    activation = _Activation(arrange, magnitude, sample_options)
     space = CaseSpace(
         activation.build,
         Axis("shape", _SHAPES),
@@ -171,14 +175,14 @@ def _activation(
     return space, activation.sample
 
 
-# Rows of several shapes and magnitudes, which for a square is finite.
-quick_gelu_cases, quick_gelu_sample = _activation(None, _products, _NUMBERS, _SMOOTH)
-relu2_cases, relu2_sample = _activation(None, _nothing, _SQUARED, _SQUARES)
+# Rows of several shapes and magnitudes; squares are finite.
+quick_gelu_cases, quick_gelu_sample = _activation(None, _product, _NUMBERS, _SMOOTH)
+relu2_cases, relu2_sample = _activation(None, _no_magnitude, _SQUARED, _SQUARES)
 gelu_cases, gelu_sample = _activation(
-    None, _products, _NUMBERS, _SMOOTH, options=_FORMS, approximate="tanh"
+    None, _product, _NUMBERS, _SMOOTH, options=_FORMS, approximate="tanh"
 )
 
-# Rows of several shapes, and gates at which exponentials leave the float range.
+# Rows of several shapes, and gates at which exponentials underflow and overflow.
 silu_and_mul_cases, silu_and_mul_sample = _activation()
 gelu_and_mul_cases, gelu_and_mul_sample = _activation(options=_FORMS, approximate="tanh")
 
@@ -199,10 +203,10 @@ def _quantized(point: Point, dtype: torch.dtype, generator: torch.Generator) -> 
 def _quantized_case(
     gate: Tensor, up: Tensor, scale: Tensor, out_dtype: torch.dtype, label: str = ""
 ) -> Case:
-    """Return the case with zeros for what is gated where float32 could round either way."""
+    """Build the case, with up elements of 0 where a result is near a rounding boundary."""
     largest = torch.finfo(out_dtype).max
     exact = torch.nn.functional.silu(gate.double()) * up.double() / scale.double()
-    # Far more than four operations of float32 and an approximate exponential are wrong by.
+    # The margin is far above the error of four float32 operations and an approximate exponential.
     below, above = (
         (exact * (1 + side)).clamp(-largest, largest).to(out_dtype).double()
         for side in (-(2.0**-16), 2.0**-16)
@@ -228,13 +232,13 @@ silu_and_mul_quantize_fp8_cases = CaseSpace(
     },
     alone={"shape": ("no rows",)},
 )
-"""Rows of several shapes whose results are spread over and beyond each format's range."""
+"""Rows of several shapes with results within and above each format's range."""
 
 
 def silu_and_mul_quantize_fp8_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
-    """Return T rows of the merged projections and a scale at which hardly any saturate."""
+    """Make T rows of the merged projections and a scale at which hardly any result saturates."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_tokens, int(dims["intermediate_size"]))
     gate, up = (normal_numbers(shape, dtype, generator, deviation=2.0) for _ in range(2))
@@ -243,10 +247,10 @@ def silu_and_mul_quantize_fp8_sample(
     return _quantized_case(gate, up, scale, out_dtype, f"{num_tokens} tokens")
 
 
-# Limits that few and many gates exceed; samples have those of gpt-oss and of DeepSeek-V4.
+# Limits that few and many gates exceed; samples have the limits of gpt-oss and DeepSeek-V4.
 swiglu_oai_and_mul_cases, swiglu_oai_and_mul_sample = _activation(
     _interleaved,
-    _clamped,
+    _clamped_product,
     special=_ORDINARY,
     options={
         "": {"alpha": 1.702, "limit": 7.0},

@@ -1,7 +1,9 @@
-"""Gated activations by torch's own functions. I is the intermediate size.
+"""Gated activations by torch functions, for any device.
 
-torch's own activations compute in float32 whatever the dtype, so that no wide copy is needed;
-the product overwrites what they returned.
+torch's activations compute in float32 for every dtype, so that no wide copy is needed; the
+multiplication by the other half is in place.
+
+I intermediate size.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Activations of single elements and gated ones, by one source. I intermediate size."""
+"""Triton kernel for all activations, elementwise and gated.
+
+I intermediate size.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 from interposer_ops._triton.build import BF16, E4M3, FP32, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
-from interposer_ops._triton.small_floats import fp8_format, fp8_memory, quantized
+from interposer_ops._triton.small_floats import fp8_format, fp8_memory, quantize
 
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -19,57 +22,58 @@ _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 @triton_kernel("gelu")
 def gelu_triton(x: Tensor, approximate: str) -> Tensor:
     """Compute ``gelu``."""
-    return _activated(x, _GELU[approximate], "single")
+    return _launch_activation(x, _GELU[approximate], "single")
 
 
 @triton_kernel("quick_gelu")
 def quick_gelu_triton(x: Tensor) -> Tensor:
     """Compute ``quick_gelu``."""
-    return _activated(x, "silu", "single", 1.702)
+    return _launch_activation(x, "silu", "single", 1.702)
 
 
 @triton_kernel("relu2")
 def relu2_triton(x: Tensor) -> Tensor:
     """Compute ``relu2``."""
-    return _activated(x, "relu2", "single")
+    return _launch_activation(x, "relu2", "single")
 
 
 @triton_kernel("silu_and_mul")
 def silu_and_mul_triton(x: Tensor) -> Tensor:
     """Compute ``silu_and_mul``."""
-    return _activated(x, "silu", "gate first")
+    return _launch_activation(x, "silu", "gate first")
 
 
 @triton_kernel("silu_and_mul_quantize_fp8")
 def silu_and_mul_quantize_fp8_triton(x: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Compute ``silu_and_mul_quantize_fp8``."""
-    return _activated(x, "silu", "gate first", scale=scale, out_dtype=out_dtype)
+    return _launch_activation(x, "silu", "gate first", scale=scale, out_dtype=out_dtype)
 
 
 @triton_kernel("gelu_and_mul")
 def gelu_and_mul_triton(x: Tensor, approximate: str) -> Tensor:
     """Compute ``gelu_and_mul``."""
-    return _activated(x, _GELU[approximate], "gate first")
+    return _launch_activation(x, _GELU[approximate], "gate first")
 
 
 @triton_kernel("swiglu_oai_and_mul")
 def swiglu_oai_and_mul_triton(x: Tensor, alpha: float, limit: float) -> Tensor:
     """Compute ``swiglu_oai_and_mul``."""
-    return _activated(x, "silu", "pairs", alpha, limit)
+    return _launch_activation(x, "silu", "pairs", alpha, limit)
 
 
-def _activated(
+def _launch_activation(
     x: Tensor, kind: str, order: str, alpha: float = 1.0, limit: float = 0.0,
     scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the activation ``kind`` of the gates times what they gate.
+    """Return the activation ``kind`` of the gates, times the up elements if there are any.
 
     Args:
-        order: where a gate and what it gates stand in a row: ``single`` (there is nothing that it
-            gates), ``gate first`` (halves), or ``pairs``.
+        order: layout of a row: ``single`` (gates only), ``gate first`` (gates in the first half, up
+            elements in the second), or ``pairs`` (alternating gate and up elements).
         alpha: factor of the sigmoid's argument.
-        limit: what gates are clamped to from above, and what they gate from both sides.
-        scale, out_dtype: of the 8-bit float that results are quantized to; None where they aren't.
+        limit: upper limit of gates, and limit of the magnitude of up elements.
+        scale: divides the results before they are quantized to ``out_dtype``.
+        out_dtype: an 8-bit float dtype; None to return the dtype of ``x``.
     """
     width = x.shape[-1] if order == "single" else x.shape[-1] // 2
     y = torch.empty((*x.shape[:-1], width), dtype=out_dtype or x.dtype, device=x.device)
@@ -101,12 +105,12 @@ def _activation(
         gate = tl.load(x + 2 * column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + 2 * column + 1, mask=inside, other=0.0).to(tl.float32)
         gate = tl.where(gate > limit, limit, gate)
-        up = _clamped(up, limit) + 1.0
+        up = _clamp(up, limit) + 1.0
     else:
         gate = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
         if ORDER == "gate first":
             up = tl.load(x + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    # Comparisons that a NaN fails leave it in its place.
+    # Every comparison with a NaN is False, so that the NaN itself is kept.
     if KIND == "relu2":
         positive = tl.where(gate < 0, 0.0, gate)
         result = positive * positive
@@ -122,14 +126,14 @@ def _activation(
         result *= up
     dtype: tl.constexpr = y.dtype.element_ty
     if divisor is not None:
-        code = quantized(result, tl.load(divisor), 0.0, largest, dtype, FORMAT)
+        code = quantize(result, tl.load(divisor), 0.0, largest, dtype, FORMAT)
         tl.store(y + row * WIDTH + column, code, mask=inside)
     else:
         tl.store(y + row * WIDTH + column, result.to(dtype), mask=inside)
 
 
 @triton.jit
-def _clamped(value, limit):
+def _clamp(value, limit):
     return tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))
 
 

@@ -1,4 +1,4 @@
-"""Parts of the cases of standard ops, for those of ops in other distributions."""
+"""Parts of the standard ops' cases, to build the cases of ops in other distributions."""
 
 from __future__ import annotations
 

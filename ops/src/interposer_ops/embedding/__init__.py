@@ -1,4 +1,4 @@
-"""Lookups of rows: embeddings, plain and quantized.
+"""Embedding lookups in float and quantized tables.
 
 Every name is loaded on first use.
 """

@@ -1,7 +1,9 @@
-"""Lookup of rows in tables, plain and of integers.
+"""Embedding lookups in float, 4-bit and 8-bit tables.
 
-T tokens, V rows of the table, H hidden size, G numbers per scale. Tables of integers lie as the
-weights of ``w4a16_linear`` and ``w8a16_linear`` do, so that a head can multiply by the same memory.
+Integer tables have the layout of the weights of ``w4a16_linear`` and ``w8a16_linear``, so that a
+tied LM head can use the same memory.
+
+T tokens, V rows of the table, H hidden size, G numbers per scale.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ _plain = partial(_lookup, constants=("weight",), tolerance=Tolerance(roundings=0
 _quantized = partial(
     _lookup, constants=("weight", "scale", "zero_points"), tolerance=Tolerance(roundings=1)
 )
-_MIDDLE = 8
+_DEFAULT_ZERO_POINT = 8  # the middle of the unsigned 4-bit codes
 
 
 @_plain("embedding")
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """Return the rows of ``weight`` that ``token_ids`` name.
+    """Look up the rows of ``weight`` by ``token_ids``.
 
     Args:
-        token_ids: ``[T]``, int64, each in ``[0, V)``; tokens may skip memory.
+        token_ids: ``[T]``, int64, each in ``[0, V)``, with any stride.
         weight: ``[V, H]``, any dtype.
     Returns: ``[T, H]``, dtype of ``weight``.
-    Dims: vocab_size, hidden_size; tied: a head multiplies by the same ``weight``, so that a kernel
-        may prepare one copy for both.
+    Dims: vocab_size, hidden_size; tied: True if the LM head uses the same ``weight``, so that a
+        kernel may prepare one copy for both.
     """
     return functional.embedding(token_ids, weight)
 
@@ -51,24 +53,24 @@ def w4a16_embedding(
     zero_points: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Return the rows of four bits that ``token_ids`` name, dequantized.
+    """Look up and dequantize rows of a 4-bit table.
 
-    y = (weight - zero_points) * scale, in float32 or wider and rounded once; each scale and zero
-    point holds for G numbers of one row.
+    y = (weight - zero_points) * scale, in float32 or wider and rounded once; G numbers of one row
+    share a scale and a zero point.
 
     Args:
-        token_ids: ``[T]``, int64, each in ``[0, V)``; tokens may skip memory.
-        weight: ``[V, H / 2]`` uint8, each of two unsigned codes, that of the first number in the
-            low nibble.
+        token_ids: ``[T]``, int64, each in ``[0, V)``, with any stride.
+        weight: ``[V, H / 2]`` uint8, two unsigned codes per byte, the code of the first number in
+            the low nibble.
         scale: ``[V, H / G]`` float32.
         zero_points: ``[V, H / G]`` uint8 from 0 to 15, not packed; None for 8.
         out_dtype: any float dtype.
     Returns: ``[T, H]``, ``out_dtype``.
     Dims: ``vocab_size``, ``hidden_size``, ``group_size``, ``num_groups``, ``asymmetric``;
-        ``tied``, where a head multiplies by the same ``weight``.
+        ``tied``, if the LM head uses the same ``weight``.
     """
     codes = unpack_nibbles(weight[token_ids])
-    return _dequantized(token_ids, codes, scale, zero_points, _MIDDLE, out_dtype)
+    return _dequantize(token_ids, codes, scale, zero_points, _DEFAULT_ZERO_POINT, out_dtype)
 
 
 @_quantized("w8a16_embedding")
@@ -79,24 +81,24 @@ def w8a16_embedding(
     zero_points: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Return the rows of int8 that ``token_ids`` name, dequantized.
+    """Look up and dequantize rows of an int8 table.
 
-    y = (weight - zero_points) * scale, in float32 or wider and rounded once; each scale and zero
-    point holds for G numbers of one row.
+    y = (weight - zero_points) * scale, in float32 or wider and rounded once; G numbers of one row
+    share a scale and a zero point.
 
     Args:
         token_ids, out_dtype: as in ``w4a16_embedding``.
         weight: ``[V, H]`` int8.
-        scale: ``[V, H / G]`` float32; ``[V, 1]`` or ``[V]`` is one per row.
+        scale: ``[V, H / G]`` float32; ``[V, 1]`` or ``[V]`` for one scale per row.
         zero_points: ``[V, H / G]`` int8; None for 0.
     Returns: ``[T, H]``, ``out_dtype``.
     Dims: those of ``w4a16_embedding``.
     """
     scales = scale if scale.ndim == 2 else scale.unsqueeze(1)
-    return _dequantized(token_ids, weight[token_ids], scales, zero_points, 0, out_dtype)
+    return _dequantize(token_ids, weight[token_ids], scales, zero_points, 0, out_dtype)
 
 
-def _dequantized(
+def _dequantize(
     token_ids: Tensor,
     codes: Tensor,
     scale: Tensor,

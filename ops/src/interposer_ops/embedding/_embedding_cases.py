@@ -1,4 +1,4 @@
-"""Cases of lookup in tables, plain and of integers.
+"""Cases of embedding lookups in float and integer tables.
 
 T tokens, V rows of the table, H hidden size, G numbers per scale.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from interposer import Case, Dims
-from interposer_ops._case_numbers import codes_of, normal_numbers
+from interposer_ops._case_numbers import normal_numbers, random_integers
 from interposer_ops.quantizers._small_floats import pack_nibbles
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, uniform
 
@@ -33,7 +33,7 @@ _W4_TABLES = {  # V, H, G
     "wide": (9, 1032, 24),
     "many rows": (5000, 16, 8),
 }
-_W8_TABLES = {  # None for as many numbers as H whose scales are [V]
+_W8_TABLES = {  # V, H, G; None for one scale per row, in a scale tensor of shape [V]
     "groups of 32": (200, 128, 32),
     "one scale per row": (70, 256, 256),
     "a row of scales": (48, 64, None),
@@ -43,8 +43,8 @@ _W8_TABLES = {  # None for as many numbers as H whose scales are [V]
     "wide": (9, 1032, 24),
     "many rows": (5000, 16, 8),
 }
-_Drawn = Callable[[int, torch.Generator], Tensor]
-TOKENS: dict[str, _Drawn] = {
+_DrawTokens = Callable[[int, torch.Generator], Tensor]
+TOKENS: dict[str, _DrawTokens] = {
     "many tokens": lambda rows, generator: torch.randint(rows, (65,), generator=generator),
     "one token": lambda rows, _: torch.tensor([rows // 2]),
     "first and last row": lambda rows, _: torch.tensor([0, rows - 1]),
@@ -52,13 +52,13 @@ TOKENS: dict[str, _Drawn] = {
     "descending": lambda rows, _: torch.arange(min(rows, 17)).flip(0),
     "no tokens": lambda _, __: torch.zeros(0, dtype=torch.int64),
 }
-"""Token ids of a vocabulary of so many rows."""
+"""Functions that draw token ids for a table with the passed number of rows."""
 
 
 def _embedding(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
     rows, hidden_size = point["table"]
     token_ids = point["tokens"](rows, generator)
-    weight = _read_rows(token_ids, rows, hidden_size, dtype, generator)
+    weight = _table_with_unread_rows(token_ids, rows, hidden_size, dtype, generator)
     dims = {"vocab_size": rows, "hidden_size": hidden_size, "tied": point["tied"]}
     return Case("", {"token_ids": token_ids, "weight": weight}, dims, reduction=0)
 
@@ -72,17 +72,17 @@ embedding_cases = CaseSpace(
     special={"weight": ("infinities", "NaN", "subnormals", "negative zeros")},
     crossed={"tokens": ("many tokens", "first and last row"), "table": ("", "odd width", "wide")},
     alone={"tokens": ("no tokens",)},
-    # The only row is the first, the last and the one that is repeated.
+    # In a table of one row, the other kinds of token lists are the same.
     valid=lambda point, _: (
         point.labels["table"] != "one element"
         or point.labels["tokens"] in ("one token", "one token repeated")
     ),
 )
-"""One, many, repeated and no tokens; rows of the table that nobody reads are NaN."""
+"""One, many, repeated and no tokens; rows that a kernel must not read are NaN."""
 
 
 def embedding_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T tokens from anywhere in the vocabulary."""
+    """Make T random tokens and a table."""
     generator = torch.Generator().manual_seed(seed)
     weight = _table(dims, dtype, generator)
     token_ids = torch.randint(len(weight), (num_tokens,), generator=generator)
@@ -95,12 +95,12 @@ def _table(dims: Dims, dtype: torch.dtype, generator: torch.Generator) -> Tensor
     return normal_numbers(shape, dtype, generator)
 
 
-def _read_rows(
-    read: Tensor, rows: int, width: int, dtype: torch.dtype, generator: torch.Generator
+def _table_with_unread_rows(
+    token_ids: Tensor, rows: int, width: int, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
-    """Return a table of NaN but for the rows ``read``."""
+    """Draw a table whose rows are NaN except for those of ``token_ids``."""
     weight = torch.full((rows, width), torch.nan, dtype=dtype)
-    distinct = read.unique()
+    distinct = token_ids.unique()
     weight[distinct] = normal((len(distinct), width), dtype, generator)
     return weight
 
@@ -109,14 +109,14 @@ def _quantized_arguments(
     token_ids: Tensor, sizes: tuple[int, int, int | None], bits: int, asymmetric: bool,
     dtype: torch.dtype, generator: torch.Generator,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the arguments of a lookup; scales of rows that nobody reads are NaN."""
+    """Draw the arguments of a lookup; scales of rows that a kernel must not read are NaN."""
     rows, width, group = sizes
     num_groups = width // (group or width)
     scale = torch.full((rows, num_groups), torch.nan)
-    read = token_ids.unique()
-    scale[read] = uniform((len(read), num_groups), torch.float32, generator, 0.01, 0.04)
-    codes = codes_of(bits, (rows, width), generator)
-    zero_points = codes_of(bits, (rows, num_groups), generator) if asymmetric else None
+    distinct = token_ids.unique()
+    scale[distinct] = uniform((len(distinct), num_groups), torch.float32, generator, 0.01, 0.04)
+    codes = random_integers(bits, (rows, width), generator)
+    zero_points = random_integers(bits, (rows, num_groups), generator) if asymmetric else None
     return {
         "token_ids": token_ids,
         "weight": pack_nibbles(codes) if bits == 4 else codes,
@@ -160,7 +160,7 @@ def _quantized_space(
             "zero points": ("zero points",),
         },
         alone={"tokens": ("no tokens",)},
-        # The only row is the first, the last and the one that is repeated.
+        # In a table of one row, the other kinds of token lists are the same.
         valid=lambda point, _: (
             point.labels["table"] not in ("one pair", "one number")
             or point.labels["tokens"] in ("one token", "one token repeated")
@@ -168,7 +168,7 @@ def _quantized_space(
     )
 
 
-# One, many, repeated and no tokens, sizes of groups, zero points or none.
+# One, many, repeated and no tokens; sizes of groups; with and without zero points.
 w4a16_embedding_cases = _quantized_space(4, _W4_TABLES, ("groups of 32", "odd groups"))
 w8a16_embedding_cases = _quantized_space(8, _W8_TABLES, ("groups of 32", "odd sizes"))
 
@@ -185,6 +185,6 @@ def _quantized_sample(
     return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
 
 
-# T tokens from anywhere in the vocabulary.
+# T random tokens.
 w4a16_embedding_sample = partial(_quantized_sample, bits=4)
 w8a16_embedding_sample = partial(_quantized_sample, bits=8)

@@ -1,4 +1,4 @@
-"""Lookup of rows in a table by torch's own function. T tokens, V rows, H hidden size."""
+"""Embedding lookup by ``torch.index_select``, for any device."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from interposer_ops._declare import torch_kernel
 
 @torch_kernel("embedding", "index_select")
 def embedding_index_select(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """Compute ``embedding`` without the checks of ``functional.embedding``."""
+    """Compute ``embedding`` without the overhead of checks in ``functional.embedding``."""
     return weight.index_select(0, token_ids)

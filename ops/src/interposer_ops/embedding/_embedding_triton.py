@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Copies of rows of a table. Nothing is computed, so that numbers keep all their bits."""
+"""Triton kernel that copies rows of a table bit by bit."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def _select(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    there = row < num_rows
-    index = tl.load(indices + row * index_stride, mask=there, other=0)
+    row_mask = row < num_rows
+    index = tl.load(indices + row * index_stride, mask=row_mask, other=0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = there & (column < WIDTH)
+    inside = row_mask & (column < WIDTH)
     numbers = tl.load(table + index * table_stride + column, mask=inside, other=0.0)
     tl.store(rows + row * WIDTH + column, numbers, mask=inside)
 

@@ -1,4 +1,4 @@
-"""Products of rows by plain weights.
+"""Dense linear layers.
 
 Every name is loaded on first use.
 """

@@ -1,6 +1,6 @@
-"""Cases of dense projections by one weight, or by one of several.
+"""Cases of dense linear layers: one weight, one per group of rows, or one per head.
 
-Dimensions: T tokens, I input features, O output features, E experts, N heads.
+T tokens, I input features, O output features, E experts, N heads.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _linear(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Cas
         {"in_features": in_features, "out_features": out_features, "biased": point["bias"]},
         reduction=in_features + point["bias"],
         magnitude=peak(terms) + (peak(bias) if bias is not None else 0.0),
-        # The product may be stored before the bias is added to it.
+        # A kernel may round the matmul to the storage dtype before the bias is added.
         rounded=peak(x.double() @ weight.double().T) if point["bias"] else 0.0,
     )
 
@@ -77,7 +77,7 @@ linear_cases = CaseSpace(
     Axis("rows", _ROWS),
     Axis("features", _FEATURES),
     Axis("bias", {"": False, "bias": True}),
-    # Sums of many equal signs outgrow what 16 bits can count, if they are kept in them.
+    # A kernel that accumulates in 16 bits loses digits of a long sum of equal signs.
     Axis("numbers", {"": False, "all positive": True}),
     strided={"x": "leading", "weight": "offset", "bias": "offset"},
     special={"x": ("NaN", "subnormals", "negative zeros")},
@@ -92,11 +92,11 @@ linear_cases = CaseSpace(
         or (point.labels["features"] in ("", "long sum", "odd sizes") and not point["bias"])
     ),
 )
-"""Several shapes with and without a bias; sums that cancel and that don't."""
+"""Several shapes with and without a bias; sums that cancel and sums that do not."""
 
 
 def linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states and a weight, with the bias that the dims state."""
+    """Make T rows of hidden states and a weight, with a bias if the dims state ``biased``."""
     generator = torch.Generator().manual_seed(seed)
     in_features, out_features = int(dims["in_features"]), int(dims["out_features"])
     shape = (out_features, in_features)
@@ -128,16 +128,16 @@ grouped_linear_cases = CaseSpace(
     Axis("features", _GROUPED_FEATURES),
     Axis("spare", {"": 0, "rows behind the last group": 3}),
     strided={"x": "rows", "weight": "offset", "group_starts": "offset"},
-    # A row that is not a number must stay alone with it.
+    # A NaN in one row must not spread to other rows.
     special={"x": ("NaN", "subnormals", "negative zeros")},
     crossed={"groups": ("several groups", "empty groups"), "features": ("", "odd sizes")},
     alone={"groups": ("no rows",)},
 )
-"""Groups of several sizes, also empty ones, and rows that belong to none."""
+"""Groups of several sizes, empty groups, and rows that belong to no group."""
 
 
 def grouped_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows, each of which went to an expert by chance."""
+    """Make T rows, each assigned to a random expert."""
     generator = torch.Generator().manual_seed(seed)
     experts, out_features = int(dims["num_experts"]), int(dims["out_features"])
     in_features = int(dims["in_features"])
@@ -173,14 +173,14 @@ batched_linear_cases = CaseSpace(
         "order": ("",),
     },
     alone={"tokens": ("no tokens",)},
-    # One token or one head lies the same in memory either way.
+    # One token or one head has the same memory layout in either order.
     valid=lambda point, _: not point["order"] or (point["tokens"] > 1 and point["heads"] > 1),
 )
-"""Heads beside and within tokens in memory, as a projection leaves them."""
+"""Heads before tokens and tokens before heads in memory, as projections store them."""
 
 
 def batched_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return heads cut out of the projected queries of T tokens."""
+    """Make the projected queries of T tokens as a strided ``[N, T, I]`` view."""
     generator = torch.Generator().manual_seed(seed)
     heads, in_features = int(dims["num_heads"]), int(dims["in_features"])
     shape = (heads, in_features, int(dims["out_features"]))

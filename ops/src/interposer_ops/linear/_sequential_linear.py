@@ -1,4 +1,4 @@
-"""The products of groups of rows one after the other, for any device."""
+"""Grouped GEMM as one matmul per group, for any device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from interposer import Requires
 from interposer_ops._declare import standard_kernel
 
 
-# It waits for the sizes of groups, where the reference multiplies all rows by all weights.
+# Opaque: ``tolist`` waits for the group sizes. The reference multiplies all rows by all weights.
 @standard_kernel(
     "grouped_linear",
     "in_turn",
@@ -20,7 +20,7 @@ from interposer_ops._declare import standard_kernel
     properties=frozenset({"deterministic", "opaque"}),
 )
 def grouped_linear_in_turn(x: Tensor, weight: Tensor, group_starts: Tensor) -> Tensor:
-    """Compute ``grouped_linear``; each product is that of torch's ``linear``."""
+    """Compute ``grouped_linear`` by one call of torch's ``linear`` per group."""
     result = x.new_zeros(x.shape[0], weight.shape[1])
     for matrix, (start, stop) in zip(weight, pairwise(group_starts.tolist()), strict=True):
         if start < stop:

@@ -1,11 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Projections of few rows, whose sums are split among programs.
+"""Split-K linear layers for few rows.
 
-One row of tiles covers all outputs of a few rows and leaves most of a GPU idle. So each program
-adds up a part of the inputs, and a second launch adds the parts in their order: nothing depends on
-which program ends first, so that the same call gives the same bits. How inputs are split depends on
-the sizes of the weight alone, not on the number of rows. More rows than ``MOST_SPLIT_ROWS`` go to
-what multiplies many of them.
+With few rows one row of tiles covers all outputs and leaves most of a GPU idle. So each program
+sums over one part of the inputs, and a second launch adds the parts in a fixed order: the same call
+always gives the same bits. The split depends on the sizes of the weight, not on the number of rows.
+More than ``MOST_SPLIT_ROWS`` rows go to a kernel without split-K.
 
 T tokens, I input features, O output features, P parts of the sum.
 """
@@ -40,11 +39,11 @@ from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
 from interposer_ops.quantized_linear import _scaled_linear_triton as scaled_linear
 from interposer_ops.quantized_linear._linear_tiles_triton import (
-    join_parts,
-    parts_of_sum,
-    product,
-    stored,
-    tiles,
+    add_matmul,
+    allocate_parts,
+    load_tiles,
+    reduce_parts,
+    store_tile,
 )
 
 
@@ -56,7 +55,7 @@ from interposer_ops.quantized_linear._linear_tiles_triton import (
     batch_invariant=False,
 )
 def linear_split(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``linear``; more than ``MOST_SPLIT_ROWS`` rows by torch's own product."""
+    """Compute ``linear`` by split-K; more than ``MOST_SPLIT_ROWS`` rows by torch's ``linear``."""
     out_features = weight.shape[0]
     if not 0 < x.numel() // max(x.shape[-1], 1) <= MOST_SPLIT_ROWS or not out_features:
         return functional.linear(x, weight, bias)
@@ -73,30 +72,31 @@ def fp8_linear_split(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor,
     bias: Tensor | None, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute ``fp8_linear``; more than ``MOST_SPLIT_ROWS`` rows by the kernel for any number.
+    """Compute ``fp8_linear`` by split-K; more than ``MOST_SPLIT_ROWS`` by ``fp8_linear_triton``.
 
-    The parts are added before they are scaled, once.
+    The scales are applied once, to the sum of the parts.
     """
     out_features = weight.shape[0]
     if not 0 < x.numel() // max(x.shape[-1], 1) <= MOST_SPLIT_ROWS or not out_features:
         return scaled_linear.fp8_linear_triton(x, weight, x_scale, weight_scale, bias, out_dtype)
     y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)
     tile = _tile("fp8_linear_split", x.device)
-    how = operands(x.device, x.dtype, weight.dtype, tile.operand_bits)
-    if how.decoded:
+    formats = operands(x.device, x.dtype, weight.dtype, tile.operand_bits)
+    if formats.is_decoded:
         x, weight = x.view(torch.int8), weight.view(torch.int8)
-    _launch(tile, x, weight, x_scale, weight_scale, bias, y, how.x, how.weight)
+    _launch(tile, x, weight, x_scale, weight_scale, bias, y, formats.x, formats.weight)
     return y
 
 
 class _Tile(NamedTuple):
-    """The tile that a program computes, and its compilation.
+    """Tile sizes of one program and launch options; the fields are named in the tuning files.
 
     Attributes:
-        outputs: how many columns of the result.
-        inputs: step of the loop over the input features.
-        least: input features of a part at least, since each part is written and read again.
-        programs: about how many fill the device.
+        outputs: columns of the result per program.
+        inputs: input features per loop step.
+        least: minimum input features of a part, since each part is written and read again.
+        programs: approximate number of programs that occupy the device.
+        compiled: launch options of triton.
         operand_bits: see ``LinearTile``.
     """
 
@@ -108,12 +108,12 @@ class _Tile(NamedTuple):
     operand_bits: int = 16
 
     def split(self, in_features: int, out_features: int) -> tuple[int, int]:
-        """Return how many parts there are, and the inputs of each, a multiple of the step."""
+        """Return the number of parts and the inputs per part, a multiple of ``inputs``."""
         tiles = -(-out_features // self.outputs)
-        wanted = max(1, min(self.programs // tiles, in_features // self.least))
+        max_parts = max(1, min(self.programs // tiles, in_features // self.least))
         steps = -(-in_features // self.inputs)
-        each = -(-steps // wanted)
-        return -(-steps // each), each * self.inputs
+        part_steps = -(-steps // max_parts)
+        return -(-steps // part_steps), part_steps * self.inputs
 
 
 @per_device
@@ -127,12 +127,12 @@ def _launch(
     weight_scale: Tensor | None, bias: Tensor | None, y: Tensor, x_format: str,
     weight_format: str,
 ) -> None:  # fmt: skip
-    """Fill ``y``, by one launch where there is one part, else by two."""
+    """Compute ``y`` by one launch, or by two if the sum has several parts."""
     rows = as_rows(x)
     num_rows, (out_features, in_features) = rows.shape[0], weight.shape
     num_parts, part_inputs = tile.split(in_features, out_features)
-    parts = parts_of_sum(num_parts, num_rows, y)
-    # One scale of all rows or outputs is read again and again.
+    parts = allocate_parts(num_parts, num_rows, y)
+    # Stride 0 makes every row or output read the one scale of the tensor.
     x_scale_stride = 0 if x_scale is None or x_scale.numel() == 1 else 1
     weight_scale_stride = 0 if weight_scale is None or weight_scale.numel() == 1 else 1
     _part_of_sum[(-(-out_features // tile.outputs), num_parts)](
@@ -143,10 +143,10 @@ def _launch(
         WEIGHT_FORMAT=weight_format, **tile.compiled,
     )  # fmt: skip
     if parts is not None:
-        join_parts(parts, y, bias, x_scale, weight_scale, x_scale_stride, weight_scale_stride)
+        reduce_parts(parts, y, bias, x_scale, weight_scale, x_scale_stride, weight_scale_stride)
 
 
-# Not specialised to counts of rows: each would be compiled again.
+# Without this, triton compiles again for row counts and strides of 1 and of multiples of 16.
 @triton.jit(do_not_specialize=["num_rows", "x_scale_stride", "weight_scale_stride"])
 def _part_of_sum(
     x, weight, x_scale, weight_scale, bias, target, num_rows, x_stride, x_scale_stride,
@@ -158,27 +158,27 @@ def _part_of_sum(
     part = tl.program_id(1)
     row = tl.arange(0, ROW_TILE)
     output = tl.program_id(0) * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
-    # What is past the end reads the first row or output instead, and is not stored.
-    there = tl.where(row < num_rows, row, 0).to(tl.int64)
-    known = tl.where(output < OUTPUTS, output, 0)
+    # Rows and outputs past the end read row or output 0 instead and are not stored.
+    safe_row = tl.where(row < num_rows, row, 0).to(tl.int64)
+    safe_output = tl.where(output < OUTPUTS, output, 0)
     column = part * PART_INPUTS + tl.arange(0, STEP)
-    x += there[:, None] * x_stride + column[None, :]
-    weight += known[None, :].to(tl.int64) * INPUTS + column[:, None]
+    x += safe_row[:, None] * x_stride + column[None, :]
+    weight += safe_output[None, :].to(tl.int64) * INPUTS + column[:, None]
     total = tl.zeros([ROW_TILE, OUTPUT_TILE], tl.float32)
     for start in range(0, PART_INPUTS, STEP):
-        a, b = tiles(x, weight, start, column, INPUTS, PARTS * PART_INPUTS == INPUTS)
-        total = product(a, b, total, STEP, X_FORMAT, WEIGHT_FORMAT)
+        a, b = load_tiles(x, weight, start, column, INPUTS, PARTS * PART_INPUTS == INPUTS)
+        total = add_matmul(a, b, total, STEP, X_FORMAT, WEIGHT_FORMAT)
     if PARTS == 1:
         if x_scale is not None:
-            total *= tl.load(x_scale + there * x_scale_stride)[:, None]
-            total *= tl.load(weight_scale + known * weight_scale_stride)[None, :]
-        stored(total, bias, target, row, output, known, num_rows, OUTPUTS)
+            total *= tl.load(x_scale + safe_row * x_scale_stride)[:, None]
+            total *= tl.load(weight_scale + safe_output * weight_scale_stride)[None, :]
+        store_tile(total, bias, target, row, output, safe_output, num_rows, OUTPUTS)
     else:
         target += part.to(tl.int64) * num_rows * OUTPUTS
-        stored(total, None, target, row, output, known, num_rows, OUTPUTS)
+        store_tile(total, None, target, row, output, safe_output, num_rows, OUTPUTS)
 
 
-_OTHERS = all_but("gfx90a", "gfx942", "gfx950")
+_WITHOUT_SPLIT = all_but("gfx90a", "gfx942", "gfx950")
 
 
 def _plain(
@@ -187,12 +187,12 @@ def _plain(
     offset = (dtype, outputs) if bias else None
     arguments = given((dtype, rows, inputs), (dtype, outputs, inputs), offset)
     dims: Dims = {"in_features": inputs, "out_features": outputs}
-    return Build("linear_split", label, arguments, dtype_name(dtype), dims, True, _OTHERS)
+    return Build("linear_split", label, arguments, dtype_name(dtype), dims, True, _WITHOUT_SPLIT)
 
 
 def _fp8(
     label: str, rows: int, outputs: int, dtype: torch.dtype = E4M3, scales_per_row: bool = True,
-    without: frozenset[str] = _OTHERS,
+    without: frozenset[str] = _WITHOUT_SPLIT,
 ) -> Build:  # fmt: skip
     scales = ((FP32, rows, 1), (FP32, outputs)) if scales_per_row else ((FP32, 1), (FP32, 1))
     arguments = given((dtype, rows, 4096), (dtype, outputs, 4096), *scales, None, BF16)

@@ -1,4 +1,4 @@
-"""Low-rank adapters.
+"""Ops of low-rank adapters (LoRA).
 
 Every name is loaded on first use.
 """

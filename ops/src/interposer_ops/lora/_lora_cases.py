@@ -1,6 +1,6 @@
 """Cases of low-rank adapters.
 
-Dimensions: T tokens, I input features, O output features, A adapters, R rank.
+T tokens, I input features, O output features, A adapters, R rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
 from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, normal, peak
 
-_TOKENS = {  # the adapters of some rows in turn, -1 for none; A is 3
+_TOKENS = {  # repeating pattern of adapters (-1 for none) and T; A is 3
     "adapters in turn": ([0, -1, 2, 1, 2], 23),
     "one token": ([1], 1),
     "one adapter": ([2], 9),
@@ -47,16 +47,16 @@ lora_shrink_cases = CaseSpace(
         "scale": ("",),
     },
     alone={"tokens": ("no adapter", "no tokens")},
-    # Neither a rank nor where rows stand is another by its scale.
+    # The scale does not depend on ranks and widths.
     valid=lambda point, _: (
         not (point.labels["scale"] and (point.labels["rank"] or point.labels["width"]))
     ),
 )
-"""Rows that share an adapter, take turns and have none."""
+"""Rows that share an adapter, have different adapters, and have none."""
 
 
 def lora_shrink_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows, each with an adapter or none by chance."""
+    """Make T rows, each with a random adapter or none."""
     generator = torch.Generator().manual_seed(seed)
     adapters, rank, width = (int(dims[n]) for n in ("num_adapters", "rank", "in_features"))
     shape = (adapters, rank, width)
@@ -70,8 +70,8 @@ def _expand(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Cas
     adapter_ids = _adapter_ids(point)
     shrunk = normal((len(adapter_ids), point["rank"]), torch.float32, generator)
     lora_b = _matrices((_ADAPTERS, point["width"], point["rank"]), dtype, generator)
-    before, behind = point["columns"]
-    y = normal((len(adapter_ids), before + point["width"] + behind), dtype, generator)
+    before, after = point["columns"]
+    y = normal((len(adapter_ids), before + point["width"] + after), dtype, generator)
     return _expand_case(shrunk, lora_b, adapter_ids, y, before, "")
 
 
@@ -90,14 +90,14 @@ lora_expand_cases = CaseSpace(
         "columns": ("", "columns on both sides"),
     },
     alone={"tokens": ("no adapter", "no tokens")},
-    # What stands beside the columns doesn't depend on how long the sums are.
+    # Unchanged columns do not depend on the rank.
     valid=lambda point, _: not (point.labels["columns"] and point.labels["rank"]),
 )
-"""The adapters of ``lora_shrink``, added to all columns or some of them."""
+"""The adapters of ``lora_shrink``, added to all or to some columns."""
 
 
 def lora_expand_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows, each with an adapter or none by chance, and one projection by itself."""
+    """Make T rows, each with a random adapter or none, for a linear layer of one projection."""
     generator = torch.Generator().manual_seed(seed)
     adapters, rank, width = (int(dims[n]) for n in ("num_adapters", "rank", "out_features"))
     lora_b = normal_numbers((adapters, width, rank), dtype, generator, deviation=rank**-0.5)

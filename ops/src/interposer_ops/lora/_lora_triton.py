@@ -1,8 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Low-rank adapters. T tokens, I input, O output features of the adapters, A adapters, R rank.
+"""Triton kernels for multi-LoRA.
 
-A program takes the rows of its tile of tokens that have its adapter, and ends at once where there
-are none. Every row is of one program, so that nothing is added atomically.
+A program has one tile of tokens and one adapter, computes the rows of the tile that use the
+adapter, and ends at once if no row does. Exactly one program computes a row, so that no atomic
+additions are needed.
+
+T tokens, I input features, O output features of the adapters, A adapters, R rank.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops.quantized_linear._linear_tiles_triton import FeatureTile
 
-_LEAST = 16  # of each side of a tile that matrix instructions take
+_LEAST = 16  # the smallest side of a tile that matrix instructions take
 
 
 @triton_kernel("lora_shrink")
@@ -67,23 +70,23 @@ def lora_expand_triton(
 def _shrink_tile(
     device: torch.device, dtype: torch.dtype, rank: int, in_features: int
 ) -> FeatureTile:
-    return _fitted("lora_shrink", device, dtype, rank, in_features)
+    return _tile("lora_shrink", device, dtype, rank, in_features)
 
 
 @per_device
 def _expand_tile(device: torch.device, dtype: torch.dtype, rank: int) -> FeatureTile:
-    return _fitted("lora_expand", device, dtype, None, rank)
+    return _tile("lora_expand", device, dtype, None, rank)
 
 
-def _fitted(
+def _tile(
     name: str, device: torch.device, dtype: torch.dtype, columns: int | None, inputs: int
 ) -> FeatureTile:
-    """Return the tile of ``name``, no larger than the columns and inputs that there are."""
+    """Return the tile of ``name``, limited to the existing columns and inputs."""
     parameters = parameters_for(f"{name}_float32" if dtype == torch.float32 else name, device)
     blocks = parameters.blocks
-    there = blocks["columns"] if columns is None else triton.next_power_of_2(columns)
+    max_columns = blocks["columns"] if columns is None else triton.next_power_of_2(columns)
     return FeatureTile(
-        max(_LEAST, min(there, blocks["columns"])),
+        max(_LEAST, min(max_columns, blocks["columns"])),
         blocks["tokens"],
         max(_LEAST, min(triton.next_power_of_2(inputs), blocks["inputs"])),
         parameters.compiled,
@@ -98,21 +101,20 @@ def _shrink(
 ):  # fmt: skip
     adapter = tl.program_id(2)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    there = token < num_tokens
-    own_adapter = tl.load(adapter_ids + token, mask=there, other=-2)
-    own = own_adapter == adapter
-    # The programs of the first adapter store the zeros of rows without one.
-    stored = own | ((own_adapter == -1) & (adapter == 0))
+    token_adapter = tl.load(adapter_ids + token, mask=token < num_tokens, other=-2)
+    uses_adapter = token_adapter == adapter
+    # The programs of adapter 0 also store the zeros of rows without adapter.
+    store_mask = uses_adapter | ((token_adapter == -1) & (adapter == 0))
     column = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
-    # Columns behind the last one compute it again and are not stored.
+    # Columns past the end compute the last column again and are not stored.
     row = adapter.to(tl.int64) * RANK + tl.minimum(column, RANK - 1)
     total = tl.zeros((TOKENS, FEATURES), tl.float32)
-    for first in range(0, tl.max(own.to(tl.int32)) * WIDTH, INPUTS):
+    for first in range(0, tl.max(uses_adapter.to(tl.int32)) * WIDTH, INPUTS):
         element = first + tl.arange(0, INPUTS)
         inside = element < WIDTH
         inputs = tl.load(
             x + token[:, None] * x_stride + element[None, :],
-            mask=own[:, None] & inside[None, :],
+            mask=uses_adapter[:, None] & inside[None, :],
             other=0.0,
         )
         matrix = lora_a + row[None, :] * WIDTH + element[:, None]
@@ -121,9 +123,9 @@ def _shrink(
         else:
             weights = tl.load(matrix, mask=inside[:, None], other=0.0)
         total = tl.dot(inputs, weights, total, input_precision="ieee")
-    result = tl.where(own[:, None], total * scale, 0.0)
+    result = tl.where(uses_adapter[:, None], total * scale, 0.0)
     target = y + token[:, None] * RANK + column[None, :]
-    tl.store(target, result, mask=stored[:, None] & (column < RANK)[None, :])
+    tl.store(target, result, mask=store_mask[:, None] & (column < RANK)[None, :])
 
 
 @triton.jit
@@ -134,8 +136,8 @@ def _expand(
 ):  # fmt: skip
     adapter = tl.program_id(2)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    own = tl.load(adapter_ids + token, mask=token < num_tokens, other=-1) == adapter
-    if tl.max(own.to(tl.int32)) > 0:
+    uses_adapter = tl.load(adapter_ids + token, mask=token < num_tokens, other=-1) == adapter
+    if tl.max(uses_adapter.to(tl.int32)) > 0:
         column = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
         row = adapter.to(tl.int64) * OUTPUTS + tl.minimum(column, OUTPUTS - 1)
         total = tl.zeros((TOKENS, FEATURES), tl.float32)
@@ -144,36 +146,36 @@ def _expand(
             inside = element < RANK
             inputs = tl.load(
                 shrunk + token[:, None] * shrunk_stride + element[None, :],
-                mask=own[:, None] & inside[None, :],
+                mask=uses_adapter[:, None] & inside[None, :],
                 other=0.0,
             )
             matrix = lora_b + row[None, :] * RANK + element[:, None]
             weights = tl.load(matrix, mask=inside[:, None], other=0.0)
-            total = _added(total, inputs, weights)
-        place = y + token[:, None] * y_stride + column[None, :]
-        target = own[:, None] & (column < OUTPUTS)[None, :]
-        before = tl.load(place, mask=target, other=0.0).to(tl.float32)
-        tl.store(place, (before + total).to(y.dtype.element_ty), mask=target)
+            total = _add_matmul(total, inputs, weights)
+        pointer = y + token[:, None] * y_stride + column[None, :]
+        store_mask = uses_adapter[:, None] & (column < OUTPUTS)[None, :]
+        before = tl.load(pointer, mask=store_mask, other=0.0).to(tl.float32)
+        tl.store(pointer, (before + total).to(y.dtype.element_ty), mask=store_mask)
 
 
 @triton.jit
-def _added(total, inputs, weights):
-    """Return ``total`` and the product of float32 ``inputs``, as exact as one of float32.
+def _add_matmul(total, inputs, weights):
+    """Return ``total + inputs @ weights`` for float32 ``inputs``, with the precision of float32.
 
-    Three numbers of bfloat16 hold one of float32, and two of them one of float16, so that matrix
-    instructions multiply them.
+    Matrix instructions multiply in bfloat16: a float32 number is split into a sum of three bfloat16
+    numbers, a float16 number into a sum of two.
     """
     if weights.dtype == tl.float32:
         total = tl.dot(inputs, weights, total, input_precision="ieee")
     else:
         high = inputs.to(tl.bfloat16)
-        rest = _rest(inputs, high)
-        middle = rest.to(tl.bfloat16)
-        low = _rest(rest, middle).to(tl.bfloat16)
+        remainder = _rounding_error(inputs, high)
+        middle = remainder.to(tl.bfloat16)
+        low = _rounding_error(remainder, middle).to(tl.bfloat16)
         if weights.dtype == tl.float16:
             wide = weights.to(tl.float32)
             weights_high = wide.to(tl.bfloat16)
-            weights_low = _rest(wide, weights_high).to(tl.bfloat16)
+            weights_low = _rounding_error(wide, weights_high).to(tl.bfloat16)
             total = tl.dot(middle, weights_low, tl.dot(high, weights_low, total))
         else:
             weights_high = weights
@@ -184,30 +186,30 @@ def _added(total, inputs, weights):
 
 
 @triton.jit
-def _rest(number, rounded):
-    """Return what rounding lost, nothing of infinity."""
+def _rounding_error(number, rounded):
+    """Return ``number - rounded``, and 0 for infinities."""
     wide = rounded.to(tl.float32)
     return tl.where(number == wide, 0.0, number - wide)
 
 
-def _shrunk(label: str, rank: int, dtype: torch.dtype = BF16) -> Build:
+def _shrink_build(label: str, rank: int, dtype: torch.dtype = BF16) -> Build:
     arguments = given((dtype, 64, 4096), (dtype, 8, rank, 4096), (INT64, 64), 0.5)
     return Build("lora_shrink_triton", label, arguments, dtype_name(dtype), matrix=dtype != FP32)
 
 
-def _expanded(label: str, rank: int, dtype: torch.dtype = BF16) -> Build:
+def _expand_build(label: str, rank: int, dtype: torch.dtype = BF16) -> Build:
     matrices, y = (dtype, 8, 4096, rank), (dtype, 64, 6144)
     arguments = given((FP32, 64, rank), matrices, (INT64, 64), y, 1024)
     return Build("lora_expand_triton", label, arguments, dtype_name(dtype), matrix=dtype != FP32)
 
 
 BUILDS = (
-    _shrunk("8 adapters of rank 16, 4096 inputs", 16),
-    _shrunk("8 adapters of rank 64, 4096 inputs", 64),
-    _shrunk("float16, 8 adapters of rank 8", 8, FP16),
-    _shrunk("float32, 8 adapters of rank 64", 64, FP32),
-    _expanded("8 adapters of rank 16, 4096 outputs", 16),
-    _expanded("8 adapters of rank 64, 4096 outputs", 64),
-    _expanded("float16, 8 adapters of rank 64", 64, FP16),
-    _expanded("float32, 8 adapters of rank 64", 64, FP32),
+    _shrink_build("8 adapters of rank 16, 4096 inputs", 16),
+    _shrink_build("8 adapters of rank 64, 4096 inputs", 64),
+    _shrink_build("float16, 8 adapters of rank 8", 8, FP16),
+    _shrink_build("float32, 8 adapters of rank 64", 64, FP32),
+    _expand_build("8 adapters of rank 16, 4096 outputs", 16),
+    _expand_build("8 adapters of rank 64, 4096 outputs", 64),
+    _expand_build("float16, 8 adapters of rank 64", 64, FP16),
+    _expand_build("float32, 8 adapters of rank 64", 64, FP32),
 )

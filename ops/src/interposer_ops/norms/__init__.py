@@ -1,4 +1,4 @@
-"""Normalisation of rows and of heads.
+"""Normalisation ops: RMSNorm, layer norm and L2 norm, of rows, groups or heads.
 
 Every name is loaded on first use.
 """

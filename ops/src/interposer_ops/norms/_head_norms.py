@@ -1,4 +1,4 @@
-"""Normalisation of every head, or group of a row, by itself.
+"""Normalisation of each head, or of each group of elements of a row.
 
 T tokens, N heads, K kv heads, D head size, H hidden size.
 """
@@ -48,15 +48,15 @@ def qk_norm(
     return normalised[0].to(query.dtype).contiguous(), normalised[1].to(key.dtype).contiguous()
 
 
-# The norm is applied to the element before it is rounded; one more is allowed.
+# One rounding of the result, and one more for the error of the computation before it.
 @_op("l2_norm", tolerance=Tolerance(roundings=2), batched=("x",))
 def l2_norm(x: Tensor, eps: float) -> Tensor:
-    """Scale each row of ``x`` to unit Euclidean length, as linear attention does its keys.
+    """Scale each row of ``x`` to unit Euclidean length, as for the keys of linear attention.
 
     y = x / sqrt(sum(x^2) + eps), accumulated in float32 or wider.
 
     Args:
-        x: ``[..., D]``, any float dtype; rows may lie apart.
+        x: ``[..., D]``, any float dtype; rows need not be adjacent.
     Returns: shape and dtype of ``x``.
     Dims: head_size.
     Source: arXiv:2412.06464 (Gated DeltaNet).
@@ -76,16 +76,16 @@ def gated_rms_norm(
     float32 or wider.
 
     Args:
-        x: ``[..., H]``, any float dtype; rows may lie apart, here and in ``gate``.
+        x: ``[..., H]``, any float dtype; rows need not be adjacent, nor those of ``gate``.
         gate: shape and dtype of ``x``.
         weight: ``[H]``, dtype of ``x``.
-        group_size: divides H; H itself for one statistic per row.
+        group_size: a divisor of H; equal to H for one group per row.
     Returns: shape and dtype of ``x``.
     Dims: hidden_size, group_size, norm_before_gate.
-    Source: arXiv:2405.21060 (Mamba-2); arXiv:2412.06464 (Gated DeltaNet) for the norm first.
+    Source: arXiv:2405.21060 (Mamba-2); arXiv:2412.06464 (Gated DeltaNet) for ``norm_before_gate``.
     """
-    opening = functional.silu(widened(gate))
-    rows = widened(x) if norm_before_gate else widened(x) * opening
+    gate_factor = functional.silu(widened(gate))
+    rows = widened(x) if norm_before_gate else widened(x) * gate_factor
     groups = rows.unflatten(-1, (rows.shape[-1] // group_size, group_size))
     y = unit_rows(groups, eps).flatten(-2) * weight
-    return (y * opening if norm_before_gate else y).to(x.dtype)
+    return (y * gate_factor if norm_before_gate else y).to(x.dtype)

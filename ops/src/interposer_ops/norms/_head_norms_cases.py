@@ -36,7 +36,7 @@ _GROUPS = {
     "groups of one": (16, 1),
     "wide groups": (2050, 1025),
 }
-# Deviation of x, deviation and mean of the gates. Closed gates leave less than eps.
+# Deviation of x, deviation and mean of the gates. With closed gates the mean square is below eps.
 _GATES = {
     "": (1.0, 2.0, 0.0),
     "zeros": (0.0, 2.0, 0.0),
@@ -67,11 +67,11 @@ qk_norm_cases = CaseSpace(
     crossed={"tokens": ("", "one token"), "head_size": ("", "head 80"), "scale": ("",)},
     alone={"tokens": ("no tokens",)},
 )
-"""Heads of several numbers, sizes and magnitudes, query and key of different weights."""
+"""Several numbers, sizes and magnitudes of heads; different weights of query and key."""
 
 
 def qk_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return query and key as slices of one projection of T tokens."""
+    """Make query and key of T tokens as slices of one projection."""
     generator = torch.Generator().manual_seed(seed)
     heads, kv_heads, size = (int(dims[n]) for n in ("num_heads", "num_kv_heads", "head_size"))
     weights = [norm_weight(size, dtype, generator) for _ in range(2)]
@@ -82,8 +82,8 @@ def qk_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -
 
 def _qk_norm_case(query: Tensor, key: Tensor, weights: list[Tensor], label: str = "") -> Case:
     size = query.shape[-1]
-    of_weights = {"query_weight": weights[0], "key_weight": weights[1]}
-    arguments = {"query": query, "key": key, **of_weights, "eps": _EPS}
+    weight_arguments = {"query_weight": weights[0], "key_weight": weights[1]}
+    arguments = {"query": query, "key": key, **weight_arguments, "eps": _EPS}
     dims = {"num_heads": query.shape[1], "num_kv_heads": key.shape[1], "head_size": size}
     magnitude = max(rms_peak(x) * peak(w) for x, w in zip((query, key), weights, strict=True))
     return Case(label, arguments, dims, reduction=size, magnitude=magnitude)
@@ -107,16 +107,16 @@ l2_norm_cases = CaseSpace(
 
 
 def l2_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return the heads of T tokens; 16 of them, unless the dims say how many."""
+    """Make the heads of T tokens: as many as the dims state, or 16."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_tokens, int(dims.get("num_heads", 16)), int(dims["head_size"]))
     return _l2_norm_case(normal_numbers(shape, dtype, generator), _EPS, f"{num_tokens} tokens")
 
 
 def _l2_norm_case(x: Tensor, eps: float, label: str = "") -> Case:
-    """Return the case of ``x``.
+    """Build the case of ``x``.
 
-    The squares are all positive, so the error of their sum shows as a relative one of the result,
+    All squares are positive, so that the error of their sum is a relative error of the result,
     which is at most 1.
     """
     dims = {"head_size": x.shape[-1]}
@@ -147,40 +147,40 @@ gated_rms_norm_cases = CaseSpace(
         "values": ("",),
     },
     alone={"tokens": ("no rows",)},
-    # One row differs from many in how it is split, which values have no part in.
+    # One row differs from many rows only in its tiles, which do not depend on values.
     valid=lambda point, _: point.labels["tokens"] == "" or not point.labels["values"],
 )
 """Groups of several sizes, gates that open, close and overflow, in both orders."""
 
 
 def gated_rms_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows and their gates; one group and the gate first, unless the dims say more."""
+    """Make T rows and their gates; by default one group per row, the gate before the norm."""
     generator = torch.Generator().manual_seed(seed)
     hidden_size = int(dims["hidden_size"])
     shape = (num_tokens, hidden_size)
     weight = norm_weight(hidden_size, dtype, generator)
     x, gate = (normal_numbers(shape, dtype, generator, deviation) for deviation in (1.0, 2.0))
     group_size = int(dims.get("group_size", hidden_size))
-    first = bool(dims.get("norm_before_gate", False))
-    return _gated_case(x, gate, weight, group_size, first, f"{num_tokens} tokens")
+    norm_before_gate = bool(dims.get("norm_before_gate", False))
+    return _gated_case(x, gate, weight, group_size, norm_before_gate, f"{num_tokens} tokens")
 
 
 def _gated_case(
     x: Tensor, gate: Tensor, weight: Tensor, group_size: int, norm_before_gate: bool,
     label: str = "",
 ) -> Case:  # fmt: skip
-    """Return the case of ``x``.
+    """Build the case of ``x``.
 
-    Squares are positive, so the error of their sum shows as a relative one of the result; SiLU
-    adds four operations, and an exponential's error of |gate| roundings, which is relative too
-    where the gate is closed. What is below the smallest normal number may be flushed before eps
-    amplifies it. A row that is held in the storage dtype among the subnormal numbers is rounded
-    like the smallest normal one, before the gate multiplies it.
+    Squares are positive, so that the error of their sum is a relative error of the result. SiLU
+    adds four operations and the error of an exponential, |gate| roundings, which is relative too
+    where the gate is closed. A kernel may flush subnormal numbers to zero before eps amplifies the
+    difference. A subnormal row in the storage dtype is rounded by as much as the smallest normal
+    number is, before the gate multiplies the row.
     """
-    opening = functional.silu(gate.double())
-    rows = x.double() if norm_before_gate else x.double() * opening
+    gate_factor = functional.silu(gate.double())
+    rows = x.double() if norm_before_gate else x.double() * gate_factor
     magnitude = rms_peak(rows.unflatten(-1, (-1, group_size))) if x.numel() else 0.0
-    gain = peak(opening) if norm_before_gate else 1.0
+    gain = peak(gate_factor) if norm_before_gate else 1.0
     options = {"group_size": group_size, "norm_before_gate": norm_before_gate}
     return Case(
         label,

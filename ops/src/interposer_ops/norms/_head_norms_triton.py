@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Norms of the heads or groups of a row, each by itself.
+"""Triton kernels that normalise each head or group of a row.
 
 T tokens, N heads, K kv heads, D head size, H hidden size.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from interposer_ops._triton.build import BF16, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import row_tile
-from interposer_ops.norms._norms_triton import norm_rows, normalised
+from interposer_ops.norms._norms_triton import norm_rows, normalise
 
 
 @triton_kernel("qk_norm")
@@ -22,7 +22,7 @@ def qk_norm_triton(
     query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute ``qk_norm``, both in one launch."""
+    """Compute ``qk_norm`` of query and key in one launch."""
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads = key.shape[1]
     y = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -42,7 +42,7 @@ def qk_norm_triton(
 @triton_kernel("l2_norm")
 def l2_norm_triton(x: Tensor, eps: float) -> Tensor:
     """Compute ``l2_norm``."""
-    return normalised("head_norm", "l2", x, None, eps)[0]
+    return normalise("head_norm", "l2", x, None, eps)[0]
 
 
 @triton_kernel("gated_rms_norm")
@@ -52,7 +52,7 @@ def gated_rms_norm_triton(
 ) -> Tensor:  # fmt: skip
     """Compute ``gated_rms_norm``."""
     kind = "norm first" if norm_before_gate else "gate first"
-    return normalised("head_norm", kind, x, weight, eps, group_size=group_size, gate=gate)[0]
+    return normalise("head_norm", kind, x, weight, eps, group_size=group_size, gate=gate)[0]
 
 
 @triton.jit
@@ -67,18 +67,18 @@ def _norm_heads(
         head = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         token = head // NUM_HEADS
         x = query + token * query_stride + (head % NUM_HEADS) * SIZE
-        there, target = token < num_tokens, y + head * SIZE
+        row_mask, target = token < num_tokens, y + head * SIZE
         norm_rows(
-            x, None, None, query_weight, None, None, target, None, there, eps, None,
+            x, None, None, query_weight, None, None, target, None, row_mask, eps, None,
             SIZE, "rms", None, COLUMNS,
         )  # fmt: skip
     else:
         head = (block - query_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         token = head // NUM_KV_HEADS
         x = key + token * key_stride + (head % NUM_KV_HEADS) * SIZE
-        there, target = token < num_tokens, key_y + head * SIZE
+        row_mask, target = token < num_tokens, key_y + head * SIZE
         norm_rows(
-            x, None, None, key_weight, None, None, target, None, there, eps, None,
+            x, None, None, key_weight, None, None, target, None, row_mask, eps, None,
             SIZE, "rms", None, COLUMNS,
         )  # fmt: skip
 

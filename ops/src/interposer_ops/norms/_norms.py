@@ -1,6 +1,7 @@
-"""Normalisation of the hidden states over their last dimension. H is the hidden size.
+"""Normalisation of the hidden states over their last dimension.
 
-Rows may lie apart in memory. Kernels accumulate in float32 or wider and round the result once.
+H hidden size. Rows need not be adjacent in memory. Kernels accumulate in float32 or wider and round
+the result once.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ def fused_add_rms_norm(
 
     s = x + residual; y = rms_norm(s, weight, eps)
 
-    The sum is rounded to the residual's dtype before it is normalised, so that the residual that
-    is returned is the one that was normalised.
+    The sum is rounded to the residual's dtype before the norm, so that ``y`` is the norm of the
+    returned residual.
 
     Args:
         x: ``[..., H]``, any float dtype.
-        residual: shape of ``x``; its dtype, or float32 to keep the stream exact.
+        residual: shape of ``x``; dtype of ``x``, or float32 to keep the residual stream exact.
         weight: ``[H]``, dtype of ``x``.
     Returns: ``(y, s)`` of the shape of ``x``: y in the dtype of ``x``, s in that of ``residual``.
     Dims: hidden_size, residual_dtype.
@@ -57,13 +58,13 @@ def fused_add_rms_norm(
     return (unit_rows(total, eps) * weight).to(x.dtype), total
 
 
-# What is left after the result's own rounding allows one more.
+# One rounding of the result, and one more for the error of the computation before it.
 @_op("gemma_rms_norm", tolerance=Tolerance(roundings=2))
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each row of ``x`` to unit root mean square, then by one more than ``weight``.
+    """Scale each row of ``x`` to unit root mean square, then by ``1 + weight``.
 
-    y = x / sqrt(mean(x^2) + eps) * (1 + weight), all of it in float32 or wider: neither the row of
-    unit length nor 1 + weight is rounded on the way.
+    y = x / sqrt(mean(x^2) + eps) * (1 + weight), computed in float32 or wider: neither the
+    normalised row nor 1 + weight is rounded to the dtype of ``x``.
 
     Args:
         x: ``[..., H]``, any float dtype.
@@ -84,7 +85,7 @@ def fused_add_gemma_rms_norm(
 
     s = x + residual; y = gemma_rms_norm(s, weight, eps)
 
-    The sum is rounded to the residual's dtype before it is normalised.
+    The sum is rounded to the residual's dtype before the norm.
 
     Args: those of ``fused_add_rms_norm``; ``weight`` is around zero.
     Returns: those of ``fused_add_rms_norm``.
@@ -94,7 +95,7 @@ def fused_add_gemma_rms_norm(
     return (unit_rows(total, eps) * (1 + widened(weight))).to(x.dtype), total
 
 
-# What is left after the result's own rounding allows one more.
+# One rounding of the result, and one more for the error of the computation before it.
 @_op("layer_norm", tolerance=Tolerance(roundings=2), constants=("weight", "bias"))
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Shift and scale each row of ``x`` to mean 0 and variance 1, then by ``weight`` and ``bias``.
@@ -116,7 +117,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return y.to(x.dtype)
 
 
-# The cases stay clear of what rounds either way, so that every kernel finds the same numbers.
+# The cases avoid results so close to a rounding boundary that kernels may round differently.
 @_op("rms_norm_quantize_fp8", tolerance=Tolerance(roundings=0))
 def rms_norm_quantize_fp8(
     x: Tensor, weight: Tensor, scale: Tensor, eps: float, out_dtype: torch.dtype
@@ -124,14 +125,13 @@ def rms_norm_quantize_fp8(
     """Normalise each row of ``x`` and quantize the result by one scale.
 
     q = round(clamp(rms_norm(x, weight, eps) / scale, -m, m)), halves to even, where m is the
-    largest number of ``out_dtype``. The normalised row is not rounded to the dtype of ``x`` on the
-    way.
+    largest number of ``out_dtype``. The normalised row is not rounded to the dtype of ``x`` first.
 
     Args:
-        x: ``[..., H]``, any float dtype of at least 16 bits; rows may lie apart.
+        x: ``[..., H]``, any float dtype of at least 16 bits; rows need not be adjacent.
         weight: ``[H]``, dtype of ``x``.
-        scale: ``[1]``, float32, above 0: what a quantized 1 stands for.
-        out_dtype: of 8 bits.
+        scale: ``[1]``, float32, above 0: the value of a quantized 1.
+        out_dtype: an 8-bit float dtype.
     Returns: shape of ``x``, ``out_dtype``.
     Dims: hidden_size, out_dtype.
     Source: arXiv:2209.05433 for the number formats; arXiv:1910.07467 for the norm.
@@ -140,7 +140,7 @@ def rms_norm_quantize_fp8(
     return (unit_rows(x, eps) * weight / scale).clamp(-largest, largest).to(out_dtype)
 
 
-# In the dtypes of its cases the sum is exact, so that it is compared exactly as well.
+# The sum is exact in the dtypes of the cases, so that the sum is compared exactly too.
 @_op(
     "fused_add_rms_norm_quantize_fp8",
     tolerance=Tolerance(roundings=0),
@@ -157,8 +157,8 @@ def fused_add_rms_norm_quantize_fp8(
         x: ``[..., H]``, any float dtype of at least 16 bits.
         residual: shape of ``x``, float32 or wider.
         weight: ``[H]``, dtype of ``x``.
-        scale: ``[1]``, float32, above 0: what a quantized 1 stands for.
-        out_dtype: of 8 bits.
+        scale: ``[1]``, float32, above 0: the value of a quantized 1.
+        out_dtype: an 8-bit float dtype.
     Returns: ``(q, s)`` of the shape of ``x``: q in ``out_dtype``, s in the dtype of ``residual``.
     Dims: hidden_size, residual_dtype, out_dtype.
     Source: as of ``rms_norm_quantize_fp8``.
@@ -168,6 +168,6 @@ def fused_add_rms_norm_quantize_fp8(
 
 
 def unit_rows(x: Tensor, eps: float) -> Tensor:
-    """Return the rows of ``x`` at unit root mean square, in float32 or wider."""
+    """Scale the rows of ``x`` to unit root mean square, in float32 or wider."""
     wide = widened(x)
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

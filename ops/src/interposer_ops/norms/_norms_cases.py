@@ -1,8 +1,8 @@
 """Cases of the norms over the hidden states. T tokens, H hidden size.
 
-Where a norm quantizes, 8 bits are compared exactly, so no element may lie where float32 could round
-it either way. There are no ties: a reciprocal root is not exact, so that no kernel can be held to
-one.
+Quantized results are compared exactly, so that no element may lie so close to a rounding boundary
+that float32 errors decide its side. No element lies on a tie: a reciprocal root is not exact, so
+that no kernel must round ties correctly here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHAPES = {
 # The square of 1e-3 is a tenth of the larger eps; the squares of 5e3 are beyond float16.
 _SCALES = {"": 1.0, "zeros": 0.0, "smaller than eps": 1e-3, "large": 5e3}
 _EPS = 1e-5
-# Deviation and mean; all but the first are where a kernel divides by eps, or loses digits: equal
+# Deviation and mean. All but the first make a kernel divide by about eps or lose digits: equal
 # elements, a variance below eps, squares beyond float16, a mean of several deviations.
 _DEVIATIONS = {
     "": (1.0, 0.5),
@@ -49,8 +49,8 @@ _FORMATS = {
     "e5m2": torch.float8_e5m2,
     "e4m3fnuz": torch.float8_e4m3fnuz,
 }
-# Deviation of x, and the quantized size of a normalised 1: a share of the largest number, or so
-# many of the smallest normal one.
+# Deviation of x, and the quantized value of a normalised 1: a fraction of the format's largest
+# number plus a multiple of the format's smallest normal number.
 _VALUES = {
     "": (1.0, 0.2, 0.0),
     "saturating": (1.0, 1.1, 0.0),
@@ -64,15 +64,15 @@ _VALUES = {
 def norm_weight(
     width: int, dtype: torch.dtype, generator: torch.Generator, centre: float = 1.0
 ) -> Tensor:
-    """Return weights ``[width]`` around ``centre``."""
+    """Draw weights ``[width]`` around ``centre``."""
     return (centre + 0.1 * torch.randn(width, generator=generator)).to(dtype)
 
 
 def rms_peak(rows: Tensor) -> float:
-    """Return a bound of what is left of the rows after they were normalised.
+    """Return the largest magnitude of the normalised rows.
 
-    The squares are all positive, so the error of their sum is relative, and shows as one of the
-    result: a bound of the result is the magnitude of a case.
+    All squares are positive, so that the error of their sum is a relative error of the result. So
+    the largest result is the magnitude of a case.
     """
     wide = rows.double()
     ratio = wide.abs().amax(-1) / wide.square().mean(-1).sqrt()
@@ -108,7 +108,7 @@ def _sample(
 def _rms_case(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, added: float, label: str = ""
 ) -> Case:
-    """Return the case of ``x``, or its sum with ``residual``, by ``weight`` and ``added``."""
+    """Build the case of ``x``, or of ``x + residual``, scaled by ``weight + added``."""
     arguments = {"x": x} if residual is None else {"x": x, "residual": residual}
     normalised = x if residual is None else x.float() + residual.float()
     magnitude = rms_peak(normalised) * peak(weight.double() + added)
@@ -156,7 +156,7 @@ gemma_rms_norm_sample = partial(_sample, added=1.0)
 """T rows of the hidden states, and weights to which one is added."""
 
 fused_add_rms_norm_sample = partial(_sample, fused=True)
-"""T rows with a residual stream in the dtype that the dims state, float32 or wider without it."""
+"""T rows with a residual stream in the dims' ``residual_dtype``; by default float32 or wider."""
 
 fused_add_gemma_rms_norm_sample = partial(_sample, added=1.0, fused=True)
 """The sample of ``fused_add_rms_norm`` with weights to which one is added."""
@@ -183,14 +183,14 @@ layer_norm_cases = CaseSpace(
     },
     crossed={**_CROSSED, "rows": ("",), "affine": ("", "no weight")},
     alone=_ALONE,
-    # One element is its own mean, whatever it is.
+    # One element equals its mean, so that its magnitude does not matter.
     valid=lambda point, _: point.labels["shape"] != "one element" or not point.labels["rows"],
 )
 """Rows of several shapes, means and deviations, with and without weight and bias."""
 
 
 def layer_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of the hidden states; weight and bias unless the dims deny them."""
+    """Make T rows of the hidden states, with weight and bias unless the dims exclude them."""
     generator = torch.Generator().manual_seed(seed)
     width = int(dims["hidden_size"])
     weight = norm_weight(width, dtype, generator) if dims.get("weighted", True) else None
@@ -200,11 +200,11 @@ def layer_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 
 
 def _layer_case(x: Tensor, weight: Tensor | None, bias: Tensor | None, label: str = "") -> Case:
-    """Return the case of ``x``.
+    """Build the case of ``x``.
 
-    The error of the sum of H elements is H u sum|x|, that of the mean H u mean|x|, which the row's
-    deviation divides. The squares are all positive, so that the error of their sum shows as a
-    relative one of the result.
+    With unit roundoff u, the error of the sum of H elements is H u sum|x|, and the error of the
+    mean is H u mean|x|, divided by the row's deviation. All squares are positive, so that the error
+    of their sum is a relative error of the result.
     """
     wide = x.double()
     centred = wide - wide.mean(-1, keepdim=True)
@@ -221,11 +221,11 @@ def _layer_case(x: Tensor, weight: Tensor | None, bias: Tensor | None, label: st
 def _quantize(
     point: Point, dtype: torch.dtype, generator: torch.Generator, *, fused: bool = False
 ) -> Case:
-    deviation, share, count = point["values"]
+    deviation, max_factor, normal_factor = point["values"]
     facts = torch.finfo(point["format"])
     x = normal(point["shape"], dtype, generator, deviation)
     weight = norm_weight(x.shape[-1], dtype, generator)
-    scale = torch.tensor([1 / (share * facts.max + count * facts.smallest_normal)])
+    scale = torch.tensor([1 / (max_factor * facts.max + normal_factor * facts.smallest_normal)])
     stream = normal(point["shape"], torch.float32, generator, deviation) if fused else None
     return _quantized_case(x, stream, weight, scale, point["format"])
 
@@ -248,10 +248,10 @@ def _quantizing_space(fused: bool = False) -> CaseSpace:
 
 
 rms_norm_quantize_fp8_cases = _quantizing_space()
-"""Rows of several shapes whose results are spread over, beyond and below each format's range."""
+"""Rows of several shapes with results within, above and below each format's normal range."""
 
 fused_add_rms_norm_quantize_fp8_cases = _quantizing_space(fused=True)
-"""Such rows as sums with a float32 stream, which are exact in any order of additions."""
+"""The rows of ``rms_norm_quantize_fp8`` plus a float32 residual; the sums are exact."""
 
 
 def _quantizing_sample(
@@ -269,7 +269,7 @@ def _quantizing_sample(
 
 
 rms_norm_quantize_fp8_sample = _quantizing_sample
-"""T rows of the hidden states and a scale at which hardly any saturate."""
+"""T rows of the hidden states and a scale at which hardly any element saturates."""
 
 fused_add_rms_norm_quantize_fp8_sample = partial(_quantizing_sample, fused=True)
 """The same with a residual stream of float32 or wider."""
@@ -283,9 +283,9 @@ def _quantized_case(
     out_dtype: torch.dtype,
     label: str = "",
 ) -> Case:
-    """Return the case of ``x``, or its sum with ``stream``, away from what rounds either way.
+    """Build the case of ``x``, or of ``x + stream``, with no element near a rounding boundary.
 
-    Numbers of both terms are then whole multiples of a power of two, of which float32 holds sums.
+    Both terms of a sum are integer multiples of one power of two, so that float32 sums are exact.
     """
     dims: Dims = {"hidden_size": x.shape[-1], "out_dtype": dtype_name(out_dtype)}
     terms = {"x": x}
@@ -293,11 +293,15 @@ def _quantized_case(
         terms["x"] = _cleared(x, weight, scale, out_dtype, lambda rows: rows.to(x.dtype))
     else:
         unit = 2.0 ** (math.frexp(peak(x) + peak(stream) + 1e-9)[1] - 14)
-        whole = (x.double() / unit).round() * unit
+        x_multiples = (x.double() / unit).round() * unit
         total = _cleared(
-            whole + stream, weight, scale, out_dtype, lambda rows: (rows / unit).round() * unit
+            x_multiples + stream,
+            weight,
+            scale,
+            out_dtype,
+            lambda rows: (rows / unit).round() * unit,
         )
-        terms = {"x": whole.to(x.dtype), "residual": (total - whole).to(stream.dtype)}
+        terms = {"x": x_multiples.to(x.dtype), "residual": (total - x_multiples).to(stream.dtype)}
         dims = {**dims, "residual_dtype": dtype_name(stream.dtype)}
     options = {"weight": weight, "scale": scale, "eps": _EPS, "out_dtype": out_dtype}
     return Case(label, {**terms, **options}, dims, reduction=0, magnitude=0.0)
@@ -308,20 +312,20 @@ def _cleared(
     weight: Tensor,
     scale: Tensor,
     out_dtype: torch.dtype,
-    held: Callable[[Tensor], Tensor],
+    as_stored: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return ``x`` with those elements moved that float32 could round either way.
+    """Move the elements of ``x`` whose results float32 errors could round to either neighbour.
 
-    The squares are all positive, so that the error of the result is relative: that of the sum,
-    (H - 1) roundings halved by the root, and some eight operations. Twice that is the margin.
-    What moves changes the statistic of its row, so the others are looked at again. An element
-    moves in one direction only, every second one upwards, so that the statistic stays about the
-    same; at the latest they come to an end beyond the format's range or at zero.
+    All squares are positive, so that the error of the result is relative: the error of the sum,
+    (H - 1) roundings halved by the root, and some eight operations. The margin is twice that. A
+    moved element changes its row's mean square, so that all elements are checked again. Elements
+    move in one direction only, every second one upwards, so that the mean square stays about the
+    same. The loop ends because elements leave the format's range or reach zero.
 
     Args:
-        held: returns float64 numbers as those that the arguments can hold.
+        as_stored: rounds float64 numbers to numbers that the arguments' dtypes hold.
     """
-    x = held(x.double())
+    x = as_stored(x.double())
     margin = (x.shape[-1] + 16) * torch.finfo(torch.float32).eps / 2
     factor = weight.double() / scale.double()
     step = torch.where(torch.arange(x.shape[-1]) % 2 == 0, 1.02, 1 / 1.02)
@@ -332,7 +336,7 @@ def _cleared(
         unclear = below != above
         if not unclear.any():
             return x
-        moved = held(wide * step)
+        moved = as_stored(wide * step)
         moved = torch.where(moved == x, 0.0, moved)  # too small for a step
         x = torch.where(unclear, moved, x)
 

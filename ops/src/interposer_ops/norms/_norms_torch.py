@@ -1,7 +1,4 @@
-"""Normalisation over the last dimension by torch's own functions. H is the hidden size.
-
-T tokens, N heads, K kv heads, D head size.
-"""
+"""Norms by torch functions, for any device."""
 
 from __future__ import annotations
 
@@ -10,17 +7,17 @@ from torch.nn import functional
 
 from interposer_ops._declare import torch_kernel
 
-# Elements up to which the calls cost more than the memory traffic.
-_FEW = 1 << 15
+# Number of elements below which the calls into torch take longer than the memory traffic.
+_SMALL_INPUT = 1 << 15
 
 
 @torch_kernel("rms_norm", "vector_norm")
 def rms_norm_vector_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute ``rms_norm``: in one call for few elements, with few passes for many.
+    """Compute ``rms_norm``: small inputs in one call, large inputs in few passes over memory.
 
-    The norm is one reduction, so no squares are stored, and the products are done in place.
+    ``vector_norm`` is one reduction that stores no squares; the multiplications are in place.
     """
-    if x.numel() < _FEW:
+    if x.numel() < _SMALL_INPUT:
         return torch.rms_norm(x, weight.shape, weight, eps)
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -33,7 +30,7 @@ def rms_norm_vector_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> t
 def fused_add_rms_norm_vector_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``fused_add_rms_norm``; a wider sum is weighted before it is rounded."""
+    """Compute ``fused_add_rms_norm``; a sum wider than ``weight`` is scaled before the rounding."""
     total = x + residual
     if total.dtype == weight.dtype:
         return rms_norm_vector_norm(total, weight, eps), total
@@ -49,7 +46,7 @@ def qk_norm_functional(
     key_weight: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``qk_norm``, each of the two in one call."""
+    """Compute ``qk_norm`` by one call for the query and one for the key."""
     size = query_weight.shape
     normalised = (
         torch.rms_norm(query, size, query_weight, eps),

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Normalisation of rows, or of groups of a row, by one source. T rows, H width."""
+"""Triton kernels that normalise rows or groups of a row; one source for all norms."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor
 from interposer_ops._triton.build import BF16, E4M3, FP16, FP32, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
-from interposer_ops._triton.small_floats import fp8_format, fp8_memory, quantized
+from interposer_ops._triton.small_floats import fp8_format, fp8_memory, quantize
 
 
 @triton_kernel("rms_norm")
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute ``rms_norm``; a row stays in registers where it fits a tile."""
-    return normalised("rms_norm", "rms", x, weight, eps)[0]
+    return normalise("rms_norm", "rms", x, weight, eps)[0]
 
 
 @triton_kernel("gemma_rms_norm")
 def gemma_rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute ``gemma_rms_norm``."""
-    return normalised("rms_norm", "plus one", x, weight, eps)[0]
+    return normalise("rms_norm", "plus one", x, weight, eps)[0]
 
 
 @triton_kernel("fused_add_rms_norm")
@@ -34,7 +34,7 @@ def fused_add_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Compute ``fused_add_rms_norm``."""
-    return normalised("fused_add_rms_norm", "rms", x, weight, eps, residual=residual)
+    return normalise("fused_add_rms_norm", "rms", x, weight, eps, residual=residual)
 
 
 @triton_kernel("fused_add_gemma_rms_norm")
@@ -42,7 +42,7 @@ def fused_add_gemma_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Compute ``fused_add_gemma_rms_norm``."""
-    return normalised("fused_add_rms_norm", "plus one", x, weight, eps, residual=residual)
+    return normalise("fused_add_rms_norm", "plus one", x, weight, eps, residual=residual)
 
 
 @triton_kernel("rms_norm_quantize_fp8")
@@ -50,7 +50,7 @@ def rms_norm_quantize_fp8_triton(
     x: Tensor, weight: Tensor, scale: Tensor, eps: float, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Compute ``rms_norm_quantize_fp8``."""
-    return normalised("rms_norm_quantize", "rms", x, weight, eps, scale=scale, out_dtype=out_dtype)[
+    return normalise("rms_norm_quantize", "rms", x, weight, eps, scale=scale, out_dtype=out_dtype)[
         0
     ]
 
@@ -60,7 +60,7 @@ def fused_add_rms_norm_quantize_fp8_triton(
     x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float, out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``fused_add_rms_norm_quantize_fp8``."""
-    return normalised(
+    return normalise(
         "fused_add_rms_norm_quantize", "rms", x, weight, eps, residual=residual, scale=scale,
         out_dtype=out_dtype,
     )  # fmt: skip
@@ -68,23 +68,24 @@ def fused_add_rms_norm_quantize_fp8_triton(
 
 @triton_kernel("layer_norm")
 def layer_norm_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Compute ``layer_norm``: the mean first, then the variance of what is left."""
-    return normalised("layer_norm", "layer", x, weight, eps, bias=bias)[0]
+    """Compute ``layer_norm``: first the mean, then the variance of the centred row."""
+    return normalise("layer_norm", "layer", x, weight, eps, bias=bias)[0]
 
 
-def normalised(
+def normalise(
     tuning: str, kind: str, x: Tensor, weight: Tensor | None, eps: float, *,
     group_size: int | None = None, residual: Tensor | None = None,
     gate: Tensor | None = None, bias: Tensor | None = None,
     scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the normalised rows, and the sum that was normalised where there is a residual.
+    """Return the normalised rows and, with a residual, the sum of rows and residual.
 
     Args:
-        tuning: names the launch parameters.
+        tuning: name of the file of launch parameters.
         kind: the norm, see ``norm_rows``.
-        group_size: how many elements of a row are normalised by themselves, None for all.
-        scale, out_dtype: of the 8-bit float that the rows are quantized to; None where they aren't.
+        group_size: elements of a row that share one norm; None for the row.
+        scale: divides the normalised rows before they are quantized to ``out_dtype``.
+        out_dtype: an 8-bit float dtype; None to return the dtype of ``x``.
     """
     y = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
     format_ = None if out_dtype is None else fp8_format(out_dtype)
@@ -95,14 +96,16 @@ def normalised(
     if y.numel() == 0:
         return y, total
     rows = as_rows(x)
-    stream, gates = (None if beside is None else as_rows(beside) for beside in (residual, gate))
-    other = stream if gates is None else gates
+    stream, gates = (None if tensor is None else as_rows(tensor) for tensor in (residual, gate))
+    # No norm has both a residual and a gate, so that one stride is enough.
+    paired = stream if gates is None else gates
     size = group_size or rows.shape[1]
     num_groups = y.numel() // size
     tile = row_tile(tuning, x.device, size)
     _norm_groups[(tile.row_blocks(num_groups),)](
         rows, stream, gates, weight, bias, scale, memory, total, num_groups, rows.stride(0),
-        0 if other is None else other.stride(0), eps, None if format_ is None else format_.largest,
+        0 if paired is None else paired.stride(0), eps,
+        None if format_ is None else format_.largest,
         PER_ROW=rows.shape[1] // size, SIZE=size, KIND=kind, FORMAT=format_, **tile.options,
     )  # fmt: skip
     return y, total
@@ -134,95 +137,102 @@ def _norm_groups(
 
 @triton.jit
 def norm_rows(
-    x, residual, gate, weight, bias, divisor, y, total, there, eps, largest,
+    x, residual, gate, weight, bias, divisor, y, total, row_mask, eps, largest,
     SIZE: tl.constexpr, KIND: tl.constexpr, FORMAT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Normalise the row at each of a column of pointers.
+    """Normalise the rows whose first elements the pointers ``x`` point to.
 
     Args:
-        KIND: "rms", to the root mean square of 1; "plus one", the same with weights that are one
-            less than they count; "gate first" and "norm first", the same with a gate; "l2", to the
-            length of 1; "layer", to the mean of 0 and the variance of 1.
+        row_mask: ``[ROWS, 1]``, False for rows past the end.
+        KIND: "rms" scales to root mean square 1; "plus one" does too, by ``weight + 1``; "gate
+            first" and "norm first" do too, with a gate before or after the norm; "l2" scales to
+            length 1; "layer" shifts to mean 0 and scales to variance 1.
     """
     column = tl.arange(0, COLUMNS)[None, :]
-    share: tl.constexpr = 1.0 if KIND == "l2" else 1.0 / SIZE
+    scale_of_sum: tl.constexpr = 1.0 if KIND == "l2" else 1.0 / SIZE
     if COLUMNS >= SIZE:
-        inside = there & (column < SIZE)
-        value = _given(x, residual, gate, total, column, inside, KIND)
+        inside = row_mask & (column < SIZE)
+        value = _norm_input(x, residual, gate, total, column, inside, KIND)
         if residual is not None:
             tl.store(total + column, value.to(total.dtype.element_ty), mask=inside)
         if KIND == "layer":
-            mean = tl.sum(value, axis=1, keep_dims=True) * share
+            mean = tl.sum(value, axis=1, keep_dims=True) * scale_of_sum
             value = tl.where(inside, value - mean, 0.0)
-        scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) * share + eps)
-        result = _finished(value * scale, gate, weight, bias, column, inside, SIZE, KIND)
+        scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) * scale_of_sum + eps)
+        result = _apply_affine_and_gate(
+            value * scale, gate, weight, bias, column, inside, SIZE, KIND
+        )
         _store(y + column, result, inside, divisor, largest, FORMAT)
     else:
-        zeros = tl.zeros_like(there).to(tl.float32) + tl.zeros([1, COLUMNS], tl.float32)
+        zeros = tl.zeros_like(row_mask).to(tl.float32) + tl.zeros([1, COLUMNS], tl.float32)
         if KIND == "layer":
             sums = zeros
             for start in range(0, SIZE, COLUMNS):
-                inside = there & (start + column < SIZE)
-                sums += _given(x, residual, gate, total, start + column, inside, KIND)
-            mean = tl.sum(sums, axis=1, keep_dims=True) * share
+                inside = row_mask & (start + column < SIZE)
+                sums += _norm_input(x, residual, gate, total, start + column, inside, KIND)
+            mean = tl.sum(sums, axis=1, keep_dims=True) * scale_of_sum
         squares = zeros
         for start in range(0, SIZE, COLUMNS):
-            place = start + column
-            inside = there & (place < SIZE)
-            value = _given(x, residual, gate, total, place, inside, KIND)
+            position = start + column
+            inside = row_mask & (position < SIZE)
+            value = _norm_input(x, residual, gate, total, position, inside, KIND)
             if residual is not None:
-                tl.store(total + place, value.to(total.dtype.element_ty), mask=inside)
+                tl.store(total + position, value.to(total.dtype.element_ty), mask=inside)
             if KIND == "layer":
                 value = tl.where(inside, value - mean, 0.0)
             squares += value * value
-        scale = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) * share + eps)
+        scale = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) * scale_of_sum + eps)
         for start in range(0, SIZE, COLUMNS):
-            place = start + column
-            inside = there & (place < SIZE)
-            # Added again: what this program has just stored, another of its threads may hold.
-            value = _given(x, residual, gate, total, place, inside, KIND)
+            position = start + column
+            inside = row_mask & (position < SIZE)
+            # The sum is computed again: a load of ``total`` could miss the store of another thread.
+            value = _norm_input(x, residual, gate, total, position, inside, KIND)
             if KIND == "layer":
                 value -= mean
-            result = _finished(value * scale, gate, weight, bias, place, inside, SIZE, KIND)
-            _store(y + place, result, inside, divisor, largest, FORMAT)
+            result = _apply_affine_and_gate(
+                value * scale, gate, weight, bias, position, inside, SIZE, KIND
+            )
+            _store(y + position, result, inside, divisor, largest, FORMAT)
 
 
 @triton.jit
-def _given(x, residual, gate, total, column, inside, KIND: tl.constexpr):
-    """Return what is normalised; a sum is rounded to the dtype that it is stored in."""
+def _norm_input(x, residual, gate, total, column, inside, KIND: tl.constexpr):
+    """Load the norm's input; a sum with the residual is rounded to the dtype of ``total``."""
     value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
         value += tl.load(residual + column, mask=inside, other=0.0).to(tl.float32)
         value = value.to(total.dtype.element_ty).to(tl.float32)
     if KIND == "gate first":
-        value *= _opening(gate, column, inside)
+        value *= _gate_factor(gate, column, inside)
     return value
 
 
 @triton.jit
-def _finished(value, gate, weight, bias, column, inside, SIZE: tl.constexpr, KIND: tl.constexpr):
-    """Return what becomes of a normalised row."""
+def _apply_affine_and_gate(
+    value, gate, weight, bias, column, inside, SIZE: tl.constexpr, KIND: tl.constexpr
+):
+    """Apply weight, bias and gate to a normalised row."""
     if weight is not None:
         factor = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
         value *= factor + 1.0 if KIND == "plus one" else factor
     if bias is not None:
         value += tl.load(bias + column, mask=column < SIZE, other=0.0).to(tl.float32)
     if KIND == "norm first":
-        value *= _opening(gate, column, inside)
+        value *= _gate_factor(gate, column, inside)
     return value
 
 
 @triton.jit
-def _opening(gate, column, inside):
-    closed = tl.load(gate + column, mask=inside, other=0.0).to(tl.float32)
-    return closed / (1.0 + tl.exp(-closed))
+def _gate_factor(gate, column, inside):
+    gates = tl.load(gate + column, mask=inside, other=0.0).to(tl.float32)
+    return gates / (1.0 + tl.exp(-gates))
 
 
 @triton.jit
 def _store(target, value, inside, divisor, largest, FORMAT: tl.constexpr):
     dtype: tl.constexpr = target.dtype.element_ty
     if divisor is not None:
-        code = quantized(value, divisor, 0.0, largest, dtype, FORMAT)
+        code = quantize(value, divisor, 0.0, largest, dtype, FORMAT)
         tl.store(target, code, mask=inside)
     else:
         tl.store(target, value.to(dtype), mask=inside)

@@ -1,4 +1,4 @@
-"""Products of rows by quantized weights, by format.
+"""Linear layers with quantized weights, by format.
 
 Every name is loaded on first use.
 """

@@ -1,7 +1,9 @@
-"""Projections of the formats whose small blocks share a scale. I input, O output features.
+"""Linear layers of MXFP4, MXFP8 and NVFP4.
 
-The scales of blocks lie in the order of their blocks, not in that of ``tile_scales``. Dequantized
-numbers and sums are float32 or wider; of two quantized operands, until the bias was added.
+The scales are in the order of their blocks, not in that of ``tile_scales``. Dequantized numbers and
+sums are float32 or wider; if both operands are quantized, the bias is added before the rounding.
+
+I input features, O output features.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ _both_quantized = partial(_op, tolerance=Tolerance(WITH_OUT_DTYPE), batched=("x"
     batched=("x",),
 )
 def mxfp4_linear(x: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None) -> Tensor:
-    """Project ``x``, which is not quantized, by MXFP4 weights.
+    """Project float inputs ``x`` by an MXFP4 weight.
 
-    y = x (e2m1(weight) * 2^(weight_scales - 127))^T + bias; a scale holds for 32 inputs
+    y = x (e2m1(weight) * 2^(weight_scales - 127))^T + bias; 32 inputs share a scale
 
     Args:
         x: ``[..., I]``, any float dtype; I a multiple of 32.
-        weight: ``[O, I / 2]`` uint8 of two e2m1 codes, that of the first input in the low nibble.
+        weight: ``[O, I / 2]`` uint8, two e2m1 codes per byte, the first input in the low nibble.
         weight_scales: ``[O, I / 32]`` uint8.
         bias: ``[O]``, dtype of ``x``, or None.
     Returns: ``[..., O]``, dtype of ``x``.
@@ -46,7 +48,7 @@ def mxfp4_linear(x: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor 
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     codes = decode_e2m1(unpack_nibbles(weight), wide)
-    dequantized = _scaled(codes, decode_e8m0(weight_scales, wide))
+    dequantized = _scale_blocks(codes, decode_e8m0(weight_scales, wide))
     offset = None if bias is None else bias.to(wide)
     return functional.linear(x.to(wide), dequantized, offset).to(x.dtype)
 
@@ -60,10 +62,10 @@ def mxfp8_linear(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Project MXFP8 by MXFP8.
+    """Project MXFP8 inputs by an MXFP8 weight.
 
-    y = (x * 2^(x_scales - 127)) (weight * 2^(weight_scales - 127))^T + bias; a scale holds for 32
-    inputs
+    y = (x * 2^(x_scales - 127)) (weight * 2^(weight_scales - 127))^T + bias; 32 inputs share a
+    scale
 
     Args:
         x: ``[..., I]`` float8_e4m3fn; I a multiple of 32.
@@ -75,11 +77,11 @@ def mxfp8_linear(
     Dims: ``in_features``, ``out_features``, ``biased``.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    product = functional.linear(
-        _scaled(x.to(wide), decode_e8m0(x_scales, wide)),
-        _scaled(weight.to(wide), decode_e8m0(weight_scales, wide)),
+    matmul = functional.linear(
+        _scale_blocks(x.to(wide), decode_e8m0(x_scales, wide)),
+        _scale_blocks(weight.to(wide), decode_e8m0(weight_scales, wide)),
     )
-    return (product if bias is None else product + bias).to(out_dtype)
+    return (matmul if bias is None else matmul + bias).to(out_dtype)
 
 
 @_both_quantized("nvfp4_linear", constants=("weight", "weight_scales", "alpha", "bias"))
@@ -92,32 +94,32 @@ def nvfp4_linear(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Project NVFP4 by NVFP4.
+    """Project NVFP4 inputs by an NVFP4 weight.
 
-    y = (e2m1(x) * x_scales) (e2m1(weight) * weight_scales)^T * alpha + bias; a scale holds for 16
-    inputs
+    y = (e2m1(x) * x_scales) (e2m1(weight) * weight_scales)^T * alpha + bias; 16 inputs share a
+    scale
 
     Args:
-        x: ``[..., I / 2]`` uint8 of two e2m1 codes, that of the first input in the low nibble; I
+        x: ``[..., I / 2]`` uint8, two e2m1 codes per byte, the first input in the low nibble; I
             a multiple of 16.
         x_scales: ``[..., I / 16]`` float8_e4m3fn.
-        weight: ``[O, I / 2]`` uint8, as ``x``.
+        weight: ``[O, I / 2]`` uint8, packed as ``x``.
         weight_scales: ``[O, I / 16]`` float8_e4m3fn.
-        alpha: ``[1]`` float32, the reciprocal of the product of both global scales.
+        alpha: ``[1]`` float32, 1 / (global scale of ``x`` * global scale of ``weight``).
         bias, out_dtype: as in ``fp8_linear``.
     Returns: ``[..., O]``, ``out_dtype``.
     Dims: ``in_features``, ``out_features``, ``biased``.
     """
     wide = alpha.dtype
-    product = alpha * functional.linear(
-        _scaled(decode_e2m1(unpack_nibbles(x), wide), x_scales.to(wide)),
-        _scaled(decode_e2m1(unpack_nibbles(weight), wide), weight_scales.to(wide)),
+    matmul = alpha * functional.linear(
+        _scale_blocks(decode_e2m1(unpack_nibbles(x), wide), x_scales.to(wide)),
+        _scale_blocks(decode_e2m1(unpack_nibbles(weight), wide), weight_scales.to(wide)),
     )
-    return (product if bias is None else product + bias).to(out_dtype)
+    return (matmul if bias is None else matmul + bias).to(out_dtype)
 
 
-def _scaled(elements: Tensor, scales: Tensor) -> Tensor:
-    """Return ``[..., I]`` elements, multiplied by the ``[..., I / B]`` scales of their blocks."""
+def _scale_blocks(elements: Tensor, scales: Tensor) -> Tensor:
+    """Multiply ``[..., I]`` elements by the ``[..., I / B]`` scales of their blocks."""
     num_blocks = scales.shape[-1]
     blocks = elements.unflatten(-1, (num_blocks, elements.shape[-1] // num_blocks))
     result: Tensor = (blocks * scales.unsqueeze(-1)).flatten(-2)

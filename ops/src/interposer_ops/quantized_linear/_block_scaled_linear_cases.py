@@ -1,4 +1,4 @@
-"""Cases of projections of the formats whose small blocks share a scale.
+"""Cases of linear layers of MXFP4, MXFP8 and NVFP4.
 
 I input features, O output features.
 """
@@ -35,7 +35,7 @@ _SHAPES = {
     "long sum": ((3,), 64, 16),
     "many outputs": ((3,), 4, 144),
 }
-# Biased exponents: equal ones, such that differ a little or a lot, large and small ones.
+# Bounds of biased exponents of the scales.
 _EXPONENTS = {
     "": (120, 126),
     "equal": (124, 125),
@@ -43,7 +43,7 @@ _EXPONENTS = {
     "large": (128, 132),
     "small": (100, 104),
 }
-# Codes of e4m3: 0x38 is 1; the smallest are subnormal.
+# Bounds of e4m3 codes of the scales: 0x38 is 1.0; the smallest are subnormal.
 _E4M3_CODES = {
     "": (0x28, 0x40),
     "equal": (0x38, 0x39),
@@ -56,7 +56,7 @@ _CROSSED = {"shape": ("many rows", "odd sizes", "three dimensions"), "bias": ("b
 _ALONE = {"shape": ("no rows",)}
 
 
-def _mxfp4_drawn(
+def _draw_mxfp4(
     dims: Dims,
     rows: tuple[int, ...],
     dtype: torch.dtype,
@@ -70,12 +70,12 @@ def _mxfp4_drawn(
     return {"x": x, "weight": weight, "weight_scales": scales, "bias": None}
 
 
-def _mxfp4_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+def _dequantize_mxfp4(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     scales = decode_e8m0(arguments["weight_scales"], wide)
     return arguments["x"].to(wide), scaled_groups(_e2m1(arguments["weight"], wide), scales)
 
 
-def _mxfp8_drawn(
+def _draw_mxfp8(
     dims: Dims,
     rows: tuple[int, ...],
     dtype: torch.dtype,
@@ -91,7 +91,7 @@ def _mxfp8_drawn(
     return {**operands, "bias": None, "out_dtype": dtype}
 
 
-def _mxfp8_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+def _dequantize_mxfp8(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     x, weight = (
         scaled_groups(arguments[name].to(wide), decode_e8m0(arguments[f"{name}_scales"], wide))
         for name in ("x", "weight")
@@ -99,7 +99,7 @@ def _mxfp8_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor,
     return x, weight
 
 
-def _nvfp4_drawn(
+def _draw_nvfp4(
     dims: Dims, rows: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator,
     codes: tuple[int, int] = _E4M3_CODES[""], alpha: float = _ALPHA,
 ) -> dict[str, Any]:  # fmt: skip
@@ -119,7 +119,7 @@ def _nvfp4_drawn(
     }
 
 
-def _nvfp4_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+def _dequantize_nvfp4(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     x, weight = (
         scaled_groups(_e2m1(arguments[name], wide), arguments[f"{name}_scales"].to(wide))
         for name in ("x", "weight")
@@ -127,10 +127,10 @@ def _nvfp4_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor,
     return x * arguments["alpha"].to(wide), weight
 
 
-_MXFP4 = LinearFormat(_mxfp4_drawn, _mxfp4_dequantized, scalings=0, stored_product=True)
-_MXFP8 = LinearFormat(_mxfp8_drawn, _mxfp8_dequantized, scalings=0)
-# The scalings of both operands and that of the sum.
-_NVFP4 = LinearFormat(_nvfp4_drawn, _nvfp4_dequantized, scalings=4)
+_MXFP4 = LinearFormat(_draw_mxfp4, _dequantize_mxfp4, scalings=0, stored_product=True)
+_MXFP8 = LinearFormat(_draw_mxfp8, _dequantize_mxfp8, scalings=0)
+# The scalings of both operands, and alpha.
+_NVFP4 = LinearFormat(_draw_nvfp4, _dequantize_nvfp4, scalings=4)
 
 
 def _build(
@@ -138,23 +138,23 @@ def _build(
     dtype: torch.dtype,
     generator: torch.Generator,
     *,
-    made_of: LinearFormat,
+    weight_format: LinearFormat,
     block_size: int,
     **axes: str,
 ) -> Case:
-    """Return the case of a point.
+    """Build the case of a point.
 
     Args:
-        axes: those whose values are options of ``made_of.drawn``.
+        axes: names of axes by the options of ``weight_format.draw`` that take their values.
     """
     rows, num_blocks, out_features = point["shape"]
     dims = {"in_features": block_size * num_blocks, "out_features": out_features}
     options = {name: point[axis] for name, axis in axes.items()}
-    return made_of.case(dims, rows, dtype, generator, biased=point["bias"], **options)
+    return weight_format.case(dims, rows, dtype, generator, biased=point["bias"], **options)
 
 
 mxfp4_linear_cases = CaseSpace(
-    partial(_build, made_of=_MXFP4, block_size=32, exponents="exponents"),
+    partial(_build, weight_format=_MXFP4, block_size=32, exponents="exponents"),
     Axis("shape", _SHAPES),
     Axis("exponents", _EXPONENTS),
     Axis("bias", _BIAS),
@@ -162,10 +162,10 @@ mxfp4_linear_cases = CaseSpace(
     crossed={**_CROSSED, "exponents": ("", "far apart")},
     alone=_ALONE,
 )
-"""All codes with scales that are equal, near or far apart; the weights are exact in bfloat16."""
+"""All codes; scales that are equal, near or far apart; the weights are exact in bfloat16."""
 
 mxfp8_linear_cases = CaseSpace(
-    partial(_build, made_of=_MXFP8, block_size=32, exponents="exponents"),
+    partial(_build, weight_format=_MXFP8, block_size=32, exponents="exponents"),
     Axis("shape", _SHAPES),
     Axis("exponents", _EXPONENTS),
     Axis("bias", _BIAS),
@@ -180,7 +180,7 @@ mxfp8_linear_cases = CaseSpace(
 """Scales of both operands that are equal, near or far apart."""
 
 nvfp4_linear_cases = CaseSpace(
-    partial(_build, made_of=_NVFP4, block_size=16, codes="block scales", alpha="alpha"),
+    partial(_build, weight_format=_NVFP4, block_size=16, codes="block scales", alpha="alpha"),
     Axis("shape", _SHAPES),
     Axis("block scales", _E4M3_CODES),
     Axis("alpha", {"": _ALPHA, "alpha of one": 1.0}),
@@ -192,13 +192,13 @@ nvfp4_linear_cases = CaseSpace(
     },
     crossed={**_CROSSED, "block scales": ("",), "alpha": ("",)},
     alone=_ALONE,
-    # 64 blocks of the largest numbers are beyond float16.
+    # Sums of 64 blocks of the largest numbers exceed float16.
     valid=lambda point, dtype: (
         not (point.labels["block scales"] == "largest" and dtype == torch.float16)
         and (point["alpha"] != 1 or not point.labels["block scales"])
     ),
 )
-"""Block scales from subnormal to the largest, with and without a scale of the whole."""
+"""Block scales from subnormal to the largest, with and without a global scale."""
 
 mxfp4_linear_sample, mxfp8_linear_sample = _MXFP4.sample, _MXFP8.sample
 nvfp4_linear_sample = _NVFP4.sample

@@ -1,7 +1,9 @@
-"""Projections of 8-bit floats. I input features, O output features.
+"""Linear layers of 8-bit floats.
 
-The formats are torch's, of OCP or of other hardware; both operands need not have the same one.
-Sums, scaled in whatever order, are float32 or wider until the bias was added.
+The operands may have different 8-bit dtypes of torch (OCP or fnuz). Sums, scaled in any order, are
+float32 or wider; the bias is added before the rounding to ``out_dtype``.
+
+I input features, O output features.
 """
 
 from __future__ import annotations
@@ -33,15 +35,15 @@ def fp8_linear(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Project ``x`` by weights of 8 bits with scales per tensor or per row of each.
+    """Project 8-bit ``x`` by an 8-bit weight; each has one scale, or one scale per row.
 
     y = (x weight^T) * x_scale * weight_scale + bias
 
     Args:
         x: ``[..., I]``, an 8-bit float.
         weight: ``[O, I]``, an 8-bit float.
-        x_scale: ``[1]`` or, one per token, ``[..., 1]``; float32.
-        weight_scale: ``[1]`` or, one per output, ``[O]``; float32.
+        x_scale: ``[1]``, or ``[..., 1]`` for one scale per token; float32.
+        weight_scale: ``[1]``, or ``[O]`` for one scale per output; float32.
         bias: ``[O]`` in ``out_dtype``, or None.
         out_dtype: float32, bfloat16 or float16.
     Returns: ``[..., O]``, ``out_dtype``.
@@ -64,10 +66,12 @@ def fp8_block_linear(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Project ``x`` by weights of 8 bits with a scale for every block of each.
+    """Project 8-bit ``x`` by an 8-bit weight; each block of either has a scale.
 
-    A block of the weight is R outputs by C inputs, one of ``x`` C inputs of one token. The last
-    blocks of either dimension may be smaller. y = (x * x_scales) (weight * weight_scales)^T + bias
+    y = (x * x_scales) (weight * weight_scales)^T + bias
+
+    A block of the weight has R outputs and C inputs; a block of ``x`` has C inputs of one token.
+    The last blocks of a dimension may be smaller.
 
     Args:
         x, weight, bias, out_dtype: as in ``fp8_linear``.
@@ -81,8 +85,8 @@ def fp8_block_linear(
     """
     wide = x_scales.dtype
     out_features, in_features = weight.shape
-    columns = x_scales.repeat_interleave(block_columns, -1)[..., :in_features]
-    rows = weight_scales.repeat_interleave(block_rows, 0)[:out_features]
-    blocks = rows.repeat_interleave(block_columns, 1)[:, :in_features]
-    product = functional.linear(x.to(wide) * columns, weight.to(wide) * blocks)
-    return (product if bias is None else product + bias).to(out_dtype)
+    x_factors = x_scales.repeat_interleave(block_columns, -1)[..., :in_features]
+    row_scales = weight_scales.repeat_interleave(block_rows, 0)[:out_features]
+    weight_factors = row_scales.repeat_interleave(block_columns, 1)[:, :in_features]
+    matmul = functional.linear(x.to(wide) * x_factors, weight.to(wide) * weight_factors)
+    return (matmul if bias is None else matmul + bias).to(out_dtype)

@@ -1,4 +1,7 @@
-"""Cases of projections of 8-bit floats. I input features, O output features."""
+"""Cases of linear layers of 8-bit floats.
+
+I input features, O output features.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +50,11 @@ _BLOCKED_SHAPES = {
     "long sum": ((2,), 4096, 24, 128, 128),
 }
 _BIAS = {"": False, "bias": True}
-# Beyond the range of the other formats, for which there is e5m2.
+# Standard deviations of x: that of e5m2 exceeds the range of the other formats.
 _DEVIATIONS = {"float8_e5m2": 1000.0}
 
 
-def _drawn(
+def _draw(
     dims: Dims, rows: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Any]:
     in_features, out_features = features_of(dims)
@@ -65,13 +68,13 @@ def _drawn(
     return {**operands, "bias": None, "out_dtype": dtype}
 
 
-def _dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+def _dequantize(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     x, weight = arguments["x"].to(wide), arguments["weight"].to(wide)
     weight_scale = arguments["weight_scale"].to(wide).unsqueeze(-1)
     return x * arguments["x_scale"].to(wide), weight * weight_scale
 
 
-def _blocks_drawn(
+def _draw_blocks(
     dims: Dims, rows: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Any]:
     in_features, out_features = features_of(dims)
@@ -87,7 +90,7 @@ def _blocks_drawn(
     return {**operands, **block, "bias": None, "out_dtype": dtype}
 
 
-def _blocks_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+def _dequantize_blocks(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     out_features, in_features = arguments["weight"].shape
     columns, blocks = (
         arguments[name]
@@ -99,8 +102,8 @@ def _blocks_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor
     return arguments["x"].to(wide) * columns, arguments["weight"].to(wide) * blocks
 
 
-_FP8 = LinearFormat(_drawn, _dequantized, scalings=3)
-_FP8_BLOCKS = LinearFormat(_blocks_drawn, _blocks_dequantized, scalings=3)
+_FP8 = LinearFormat(_draw, _dequantize, scalings=3)
+_FP8_BLOCKS = LinearFormat(_draw_blocks, _dequantize_blocks, scalings=3)
 
 
 def _fp8_linear(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -151,13 +154,13 @@ fp8_linear_cases = CaseSpace(
         "bias": ("bias",),
     },
     alone={"shape": ("no rows",)},
-    # A single row or output has one scale either way.
+    # A single row or output has one scale in either granularity.
     valid=lambda point, _: (
         point.labels["shape"] != "one element"
         or point["x scales"] == point["weight scales"] == "tensor"
     ),
 )
-"""Granularities of both scales in all combinations, with three pairs of formats."""
+"""All combinations of scale granularities of both operands, with three pairs of formats."""
 
 fp8_block_linear_cases = CaseSpace(
     _fp8_block_linear,
@@ -178,13 +181,13 @@ fp8_block_linear_cases = CaseSpace(
     },
     alone={"shape": ("no rows",)},
 )
-"""Blocks that divide the weight or not. Kernels want scales of ``x`` in either order of memory."""
+"""Blocks that divide the weight or not; scales of ``x`` in row-major and column-major order."""
 
 fp8_linear_sample, fp8_block_linear_sample = _FP8.sample, _FP8_BLOCKS.sample
 
 
 def _scales(shape: tuple[int, ...], size: float, generator: torch.Generator) -> Tensor:
-    """Return scales that differ by up to four times."""
+    """Draw scales between half and twice ``size``."""
     return uniform(shape, torch.float32, generator, 0.5 * size, 2.0 * size)
 
 

@@ -1,4 +1,7 @@
-"""Projections of int8. I input features, O output features, G inputs per scale of a weight."""
+"""Linear layers of int8 inputs and int8 or 4-bit weights.
+
+I input features, O output features, G inputs per scale of a weight.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,10 @@ def int8_linear(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Project ``x`` by int8 weights that are symmetric around zero.
+    """Project int8 inputs ``x`` by an int8 weight with zero point 0.
 
-    y = ((x - x_zero_point) weight^T) * x_scale * weight_scale + bias; the sum is exact, the rest
-    float32 or wider until the bias was added.
+    y = ((x - x_zero_point) weight^T) * x_scale * weight_scale + bias; the integer sum is
+    exact, and all other steps are float32 or wider.
 
     Args:
         x: ``[..., I]`` int8.
@@ -44,8 +47,8 @@ def int8_linear(
         x_zero_point: shape of ``x_scale``, int32 between -128 and 127; None for 0.
     Returns: ``[..., O]``, ``out_dtype``.
     Dims: ``in_features``, ``out_features``, ``x_scales`` ("tensor" or "token"), ``weight_scales``
-        ("tensor" or "channel"), ``asymmetric``, ``biased``; ``tied``, where rows of ``weight`` are
-        looked up too.
+        ("tensor" or "channel"), ``asymmetric``, ``biased``; ``tied``, if ``weight`` is also an
+        embedding table.
     """
     shifted = x.int() if x_zero_point is None else x.int() - x_zero_point
     # Exact: float64 holds all integers below 2^53.
@@ -65,23 +68,23 @@ def w4a8_linear(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Project ``x`` by weights of four bits; each of their scales holds for G inputs.
+    """Project int8 inputs ``x`` by a weight of 4-bit integers; G inputs share a scale.
 
     y = sum_g(((x_g - x_zero_point) (weight_g - weight_zero_points_g)^T) * weight_scales_g)
         * x_scale + bias
 
-    The sum of each group is exact, the rest float32 or wider until the bias was added.
+    The integer sum of each group is exact, and all other steps are float32 or wider.
 
     Args:
         x, x_scale, x_zero_point, bias, out_dtype: as in ``int8_linear``.
-        weight: ``[O, I / 2]`` uint8, each of two unsigned codes, that of the first input in the
-            low nibble.
+        weight: ``[O, I / 2]`` uint8, two unsigned codes per byte, the code of the first input in
+            the low nibble.
         weight_scales: ``[O, I / G]`` float32.
         weight_zero_points: ``[O, I / G]`` uint8 from 0 to 15, not packed; None for 8.
     Returns: ``[..., O]``, ``out_dtype``.
     Dims: ``in_features``, ``out_features``, ``group_size``, ``num_groups``, ``x_scales``
         ("tensor" or "token"), ``asymmetric_inputs``, ``asymmetric_weights``, ``biased``; ``tied``,
-        where rows of ``weight`` are looked up too.
+        if ``weight`` is also an embedding table.
     """
     shifted = x.int() if x_zero_point is None else x.int() - x_zero_point
     zero = 8 if weight_zero_points is None else weight_zero_points.double().unsqueeze(-1)
@@ -89,6 +92,6 @@ def w4a8_linear(
     codes = unpack_nibbles(weight).double()
     groups = codes.unflatten(1, (num_groups, codes.shape[1] // num_groups))
     scaled = ((groups - zero) * weight_scales.double().unsqueeze(-1)).flatten(1)
-    # As good as sums of groups: float64 holds all products of three such factors exactly.
+    # Equal to the sums of groups: float64 holds the product of input, code and scale exactly.
     total = functional.linear(shifted.double(), scaled).to(x_scale.dtype) * x_scale
     return (total if bias is None else total + bias).to(out_dtype)

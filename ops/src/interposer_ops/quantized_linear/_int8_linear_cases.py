@@ -1,4 +1,4 @@
-"""Cases of projections of int8 by weights of eight and of four bits.
+"""Cases of linear layers of int8 inputs and 8-bit or 4-bit integer weights.
 
 I input features, O output features, G groups of S inputs that share a scale of the weight.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from interposer import Case, Dims
-from interposer_ops._case_numbers import codes_of
+from interposer_ops._case_numbers import random_integers
 from interposer_ops.quantized_linear._quantized_linear_cases import (
     Arguments,
     LinearFormat,
@@ -49,14 +49,14 @@ _W4A8_SHAPES = {
     "long group": ((2, 4096), 24, 4096),
     "odd groups": ((3, 90), 11, 15),
 }
-# Rows of the ends of ranges make the sum of a few products exceed 16 bits; -128 has no negative.
+# Rows of extreme codes make a sum of few terms exceed 16 bits; int8 has no negative of -128.
 _INT8_CODES = {"": "", "ends of int8": "ends"}
 _W4A8_CODES = {"": "", "ends of codes": "ends"}
-# The standard deviations of codes that are all equally likely, of eight and of four bits.
+# Standard deviations of uniformly distributed codes of eight and of four bits.
 _DEVIATION, _W4_DEVIATION = 74.0, 4.6
 
 
-def _int8_drawn(
+def _draw_int8(
     dims: Dims,
     rows: tuple[int, ...],
     dtype: torch.dtype,
@@ -65,7 +65,7 @@ def _int8_drawn(
 ) -> dict[str, Any]:
     in_features, out_features = features_of(dims)
     per_output = dims["weight_scales"] == "channel"
-    draw = _ends if codes else codes_of
+    draw = _ends if codes else random_integers
     weight = draw(8, (out_features, in_features), generator)
     weight_scale = _scales((out_features,) if per_output else (1,), _DEVIATION, generator)
     inputs = _inputs(dims, rows, generator, shifted=bool(dims["asymmetric"]), draw=draw)
@@ -80,21 +80,21 @@ def _int8_drawn(
     }
 
 
-def _int8_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+def _dequantize_int8(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     weight = arguments["weight"].to(wide) * arguments["weight_scale"].to(wide).unsqueeze(-1)
     return _shifted_inputs(arguments, wide), weight
 
 
-def _shares(arguments: Arguments, weight: Tensor) -> float:
-    """Return a bound of what a zero point adds to a sum, 0 without one."""
+def _zero_point_sums(arguments: Arguments, weight: Tensor) -> float:
+    """Return the largest term that the zero points of ``x`` add to a result, or 0."""
     zero_point, x_scale = arguments["x_zero_point"], arguments["x_scale"]
     if zero_point is None:
         return 0.0
     return peak(zero_point.double() * x_scale.double()) * peak(weight.sum(-1))
 
 
-# A kernel may subtract the zero point's share only after it has scaled the sum.
-_INT8 = LinearFormat(_int8_drawn, _int8_dequantized, scalings=3, beside=_shares)
+# A kernel may scale the sum first and subtract the term of the zero points afterwards.
+_INT8 = LinearFormat(_draw_int8, _dequantize_int8, scalings=3, beside=_zero_point_sums)
 
 
 def _int8_linear(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -108,7 +108,7 @@ def _int8_linear(point: Point, dtype: torch.dtype, generator: torch.Generator) -
     }
     options = {"biased": point["bias"], "codes": point["codes"]}
     case = _INT8.case(dims, rows, dtype, generator, **options)
-    # The sum is exact: only its conversion and the scalings round.
+    # The sum is exact: only the conversion to float32 and the scalings round.
     return replace(case, reduction=6)
 
 
@@ -133,7 +133,7 @@ int8_linear_cases = CaseSpace(
         "bias": ("bias",),
     },
     alone={"shape": ("no rows",)},
-    # One element has one scale either way; where codes are at their ends, scales matter no more.
+    # One element has one scale in either granularity; extreme codes test sums, not scales.
     valid=lambda point, _: (
         not (
             (point.labels["shape"] == "one element" or point["codes"])
@@ -141,7 +141,7 @@ int8_linear_cases = CaseSpace(
         )
     ),
 )
-"""Granularities of both scales in all combinations, zero points, and the ends of int8."""
+"""All combinations of scale granularities, zero points, and codes at the ends of int8."""
 
 
 int8_linear_sample = _INT8.sample
@@ -159,7 +159,7 @@ def _w4a8(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
         "asymmetric_weights": point["weight zero points"],
         "biased": point["bias"],
     }
-    arguments = _w4a8_drawn(dims, shape, dtype, generator)
+    arguments = _draw_w4a8(dims, shape, dtype, generator)
     if point["codes"] == "ends":
         arguments["x"] = _ends(8, shape, generator)
         codes = _ends(4, (out_features, shape[-1]), generator)
@@ -194,8 +194,8 @@ w4a8_linear_cases = CaseSpace(
         "bias": ("bias",),
     },
     alone={"shape": ("no rows",)},
-    # At the ends sums are largest with both zero points; one scale of all rows changes nothing
-    # about weights.
+    # Sums of extreme codes are largest with both zero points; one scale for all rows does not
+    # affect weights.
     valid=lambda point, _: (
         not (
             (point["codes"] and point["x zero points"] != point["weight zero points"])
@@ -203,13 +203,13 @@ w4a8_linear_cases = CaseSpace(
         )
     ),
 )
-"""Sizes of groups, zero points of either operand or none, and codes at the ends of their ranges."""
+"""Sizes of groups, zero points of either operand or none, and codes at the ends of the range."""
 
 
 def w4a8_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of quantized hidden states and a weight, with the bias that the dims state."""
+    """Make T rows of quantized hidden states and a weight, with a bias if the dims state it."""
     generator = torch.Generator().manual_seed(seed)
-    arguments = _w4a8_drawn(dims, (num_tokens, int(dims["in_features"])), dtype, generator)
+    arguments = _draw_w4a8(dims, (num_tokens, int(dims["in_features"])), dtype, generator)
     x, weight = _groups(arguments)
     terms = longest_row(x.flatten(-2)) * longest_row(weight.flatten(-2))
     if dims.get("biased"):
@@ -218,15 +218,15 @@ def w4a8_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: in
     return _w4a8_case(arguments, dims, weight, terms, f"{num_tokens} tokens")
 
 
-def _w4a8_drawn(
+def _draw_w4a8(
     dims: Dims, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Any]:
-    """Return arguments without bias; those of the weight are drawn first."""
+    """Draw arguments without a bias; the weight is drawn first."""
     in_features, out_features = features_of(dims)
     grouped = (out_features, int(dims["num_groups"]))
     weight = torch.randint(0, 256, (out_features, in_features // 2), generator=generator)
     weight_scales = _scales(grouped, _W4_DEVIATION * in_features**0.5, generator)
-    zero_points = codes_of(4, grouped, generator) if dims["asymmetric_weights"] else None
+    zero_points = random_integers(4, grouped, generator) if dims["asymmetric_weights"] else None
     inputs = _inputs(dims, shape[:-1], generator, shifted=bool(dims["asymmetric_inputs"]))
     return {
         "x": inputs["x"],
@@ -241,7 +241,7 @@ def _w4a8_drawn(
 
 
 def _groups(arguments: Arguments) -> tuple[Tensor, Tensor]:
-    """Return the float64 groups of the inputs ``[..., G, S]`` and of the weight ``[O, G, S]``."""
+    """Dequantize to float64 groups of inputs ``[..., G, S]`` and of the weight ``[O, G, S]``."""
     scales, zero_points = arguments["weight_scales"], arguments["weight_zero_points"]
     codes = unpack_nibbles(arguments["weight"]).double()
     zero = 8.0 if zero_points is None else zero_points.double()
@@ -254,22 +254,24 @@ def _groups(arguments: Arguments) -> tuple[Tensor, Tensor]:
 def _w4a8_case(
     arguments: Arguments, dims: Dims, weight: Tensor, magnitude: float, label: str = ""
 ) -> Case:
-    """Return the case of sums of groups whose absolute values add up to ``magnitude`` at most.
+    """Build a case; the absolute values of a result's group sums add up to at most ``magnitude``.
 
-    The sum of a group is exact: its conversion, the two scalings and the bias round, and the
-    additions of groups. A kernel may take the shares of an input's zero point from groups that
-    were added without it; it adds up twice as many then.
+    The sum of a group is exact. The conversion to float32, the two scalings, the bias and the
+    additions of groups round. A kernel may subtract the terms of the inputs' zero points from
+    groups that were summed without zero points, which doubles the number of additions.
 
     Args:
         weight: groups ``[O, G, S]``, dequantized.
     """
     num_groups, zero = weight.shape[1], arguments["x_zero_point"]
-    shares = 0.0
+    zero_point_sums = 0.0
     if zero is not None:
-        of_groups = peak(weight.sum(-1).abs().sum(-1))
-        shares = 2 * peak(zero.double() * arguments["x_scale"].double()) * of_groups
+        largest_sum = peak(weight.sum(-1).abs().sum(-1))
+        zero_point_sums = 2 * peak(zero.double() * arguments["x_scale"].double()) * largest_sum
     additions = num_groups if zero is None else 2 * num_groups
-    return Case(label, arguments, dims, reduction=additions + 4, magnitude=magnitude + shares)
+    return Case(
+        label, arguments, dims, reduction=additions + 4, magnitude=magnitude + zero_point_sums
+    )
 
 
 def _inputs(
@@ -278,18 +280,18 @@ def _inputs(
     generator: torch.Generator,
     *,
     shifted: bool,
-    draw: Callable[[int, tuple[int, ...], torch.Generator], Tensor] = codes_of,
+    draw: Callable[[int, tuple[int, ...], torch.Generator], Tensor] = random_integers,
 ) -> dict[str, Any]:
-    """Return ``x``, its scales and, if it is ``shifted``, its zero points."""
-    of_tokens = (*rows, 1) if dims["x_scales"] == "token" else (1,)
+    """Draw ``x``, the scales of ``x`` and, if ``shifted``, the zero points of ``x``."""
+    scale_shape = (*rows, 1) if dims["x_scales"] == "token" else (1,)
     x = draw(8, (*rows, int(dims["in_features"])), generator)
-    x_scale = _scales(of_tokens, _DEVIATION, generator)
-    zero_point = codes_of(8, of_tokens, generator, torch.int32) if shifted else None
+    x_scale = _scales(scale_shape, _DEVIATION, generator)
+    zero_point = random_integers(8, scale_shape, generator, torch.int32) if shifted else None
     return {"x": x, "x_scale": x_scale, "x_zero_point": zero_point}
 
 
 def _shifted_inputs(arguments: Arguments, wide: torch.dtype) -> Tensor:
-    """Return what ``x`` stands for."""
+    """Return the dequantized ``x``."""
     zero_point = arguments["x_zero_point"]
     shifted = arguments["x"].to(wide) - (0 if zero_point is None else zero_point)
     result: Tensor = shifted * arguments["x_scale"].to(wide)
@@ -297,12 +299,12 @@ def _shifted_inputs(arguments: Arguments, wide: torch.dtype) -> Tensor:
 
 
 def _ends(bits: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return rows of one end of the codes or the other."""
+    """Draw rows that each repeat the smallest or the largest code."""
     low, high, dtype = (0, 15, torch.uint8) if bits == 4 else (-128, 127, torch.int8)
     upper = torch.randint(0, 2, (*shape[:-1], 1), generator=generator).bool()
     return torch.where(upper, high, low).to(dtype).expand(shape).clone()
 
 
 def _scales(shape: tuple[int, ...], deviation: float, generator: torch.Generator) -> Tensor:
-    """Return scales that differ by up to four times and bring codes to around one."""
+    """Draw scales between half and twice 1 / ``deviation``, so that numbers are around 1."""
     return uniform(shape, torch.float32, generator, 0.5 / deviation, 2.0 / deviation)

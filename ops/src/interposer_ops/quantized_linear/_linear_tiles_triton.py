@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Tiles of kernels that multiply rows by a weight. T rows, I input features, O output features."""
+"""Tile sizes, loads, stores and split-K of the Triton linear kernels.
+
+T rows, I input features, O output features, P parts of a split sum.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +15,33 @@ import triton.language as tl
 from torch import Tensor
 
 from interposer_ops._triton.availability import MOST_SPLIT_ROWS
-from interposer_ops._triton.float8_operands import decoded
+from interposer_ops._triton.float8_operands import decode
 from interposer_ops._triton.parameters import Parameters, parameters_for, per_device
 
 STEPS = tuple(
     (f"{tokens} tokens, 4096 to {outputs}", tokens, outputs)
     for tokens, outputs in ((1, 4096), (64, 14336), (4096, 14336))
 )
-"""Builds of an 8B model's sizes: a step of one sequence, of some, and a prefill."""
+"""Build sizes of an 8B model: decoding 1 sequence, decoding 64 sequences, and a prefill."""
 
 
-# A part of a sum is written and read again, so that it is not of fewer steps.
-_LEAST_STEPS = 4
+# Minimum loop steps of a part: shorter parts cost more to write and read than to compute.
+_MIN_PART_STEPS = 4
 
 
 class LinearTile(NamedTuple):
-    """The tile that a program computes, and its compilation.
+    """Tile sizes of one program and launch options; the fields are named in the tuning files.
 
     Attributes:
-        rows: how many rows of the result.
-        outputs: how many of its columns.
-        inputs: step of the loop over the input features.
-        group: how many programs follow each other down the rows before they go on to the next
-            outputs, so that what both read is still in the cache.
-        operand_bits: bits of the floats that matrix instructions are given at least: 16 where those
-            of 8-bit floats add in less than float32.
-        most: of a tile for few rows, up to how many of them it is taken.
+        rows: rows of the result per program.
+        outputs: columns of the result per program.
+        inputs: input features per loop step.
+        group: row tiles that consecutive programs compute for the same columns, so that the weight
+            tile is still in the L2 cache.
+        compiled: launch options of triton.
+        operand_bits: minimum bits of matrix instruction operands: 16 where the instructions for
+            8-bit floats accumulate in less than float32.
+        most: maximum rows for a ``<kernel>_few`` tile.
     """
 
     rows: int
@@ -49,21 +53,26 @@ class LinearTile(NamedTuple):
     most: int = 0
 
     def num_programs(self, num_rows: int, out_features: int) -> int:
-        """Return how many programs cover the result."""
+        """Return the number of tiles of the result."""
         return -(-num_rows // self.rows) * -(-out_features // self.outputs)
 
     @property
     def options(self) -> dict[str, int]:
-        """The launch options of a kernel with such tiles."""
+        """Launch options of a kernel with these tile sizes."""
         sizes = {"ROW_TILE": self.rows, "OUTPUT_TILE": self.outputs, "STEP": self.inputs}
         return {**sizes, "GROUP": self.group, **self.compiled}
 
 
 class FeatureTile(NamedTuple):
-    """Output features, tokens and inputs of one step, and how it is compiled.
+    """Tile sizes of one program for kernels that compute the transposed result.
 
     Attributes:
-        programs: about how many fill the device, for which sums are split; 1 splits none.
+        features: output features per program.
+        tokens: tokens per program.
+        inputs: input features per loop step.
+        compiled: launch options of triton.
+        programs: approximate number of programs that occupy the device, reached by split-K; 1
+            disables split-K.
     """
 
     features: int
@@ -73,21 +82,24 @@ class FeatureTile(NamedTuple):
     programs: int = 1
 
     def split(self, num_tokens: int, out_features: int, num_steps: int) -> tuple[int, int]:
-        """Return how many parts there are of a sum of so many steps, and the steps of each."""
+        """Return the number of split-K parts of ``num_steps`` loop steps and the steps per part."""
         tiles = -(-num_tokens // self.tokens) * -(-out_features // self.features)
-        wanted = max(1, min(self.programs // tiles, num_steps // _LEAST_STEPS))
-        each = -(-num_steps // wanted)
-        return -(-num_steps // each), each
+        max_parts = max(1, min(self.programs // tiles, num_steps // _MIN_PART_STEPS))
+        part_steps = -(-num_steps // max_parts)
+        return -(-num_steps // part_steps), part_steps
 
     @property
     def options(self) -> dict[str, int]:
-        """The launch options of a kernel with such tiles."""
+        """Launch options of a kernel with these tile sizes."""
         sizes = {"FEATURES": self.features, "TOKENS": self.tokens, "INPUTS": self.inputs}
         return {**sizes, **self.compiled}
 
 
-def parameters_of(kernel: str, device: torch.device, num_tokens: int) -> Parameters:
-    """Return those of ``kernel``_few up to 16 tokens, else of ``kernel``_some up to its tokens."""
+def parameters_by_tokens(kernel: str, device: torch.device, num_tokens: int) -> Parameters:
+    """Return the parameters of ``kernel``_few, ``kernel``_some or ``kernel`` by number of tokens.
+
+    ``kernel``_few is for up to 16 tokens, ``kernel``_some for up to the ``tokens`` in its file.
+    """
     if num_tokens <= MOST_SPLIT_ROWS:
         return parameters_for(f"{kernel}_few", device)
     some = parameters_for(f"{kernel}_some", device)
@@ -95,9 +107,9 @@ def parameters_of(kernel: str, device: torch.device, num_tokens: int) -> Paramet
 
 
 def linear_tile(kernel: str, device: torch.device, num_rows: int) -> LinearTile:
-    """Return the tile of ``kernel``, or that of ``kernel``_few where there are few rows."""
-    few = _tile(f"{kernel}_few", device)
-    return few if num_rows <= few.most else _tile(kernel, device)
+    """Return the tile of ``kernel``, or of ``kernel``_few for at most its ``most`` rows."""
+    small_tile = _tile(f"{kernel}_few", device)
+    return small_tile if num_rows <= small_tile.most else _tile(kernel, device)
 
 
 @per_device
@@ -106,41 +118,40 @@ def _tile(kernel: str, device: torch.device) -> LinearTile:
     return LinearTile(**parameters.blocks, compiled=parameters.compiled)
 
 
-_JOINED = 1024  # outputs of a program that adds parts
+_REDUCE_WIDTH = 1024  # outputs per program of the split-K reduction
 
 
-def parts_of_sum(num_parts: int, num_tokens: int, y: Tensor) -> Tensor | None:
-    """Return memory for the parts of ``y``, ``[P, T, O]`` in float32; None where it is whole."""
+def allocate_parts(num_parts: int, num_tokens: int, y: Tensor) -> Tensor | None:
+    """Allocate the parts of a split-K ``y``, ``[P, T, O]`` in float32; None for one part."""
     if num_parts == 1:
         return None
     shape = (num_parts, num_tokens, y.shape[-1])
     return torch.empty(shape, dtype=torch.float32, device=y.device)
 
 
-def join_parts(
+def reduce_parts(
     parts: Tensor, y: Tensor, bias: Tensor | None, x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None, x_scale_stride: int = 0, weight_scale_stride: int = 0,
 ) -> None:  # fmt: skip
-    """Fill ``y`` with sums of which programs left parts, added in their order.
-
-    P parts, T tokens, O output features.
+    """Add the parts of a split-K sum in order, scale the sum, add the bias and store ``y``.
 
     Args:
         parts: ``[P, T, O]``, float32.
         y: ``[..., O]`` of T rows.
         bias: ``[O]``.
-        x_scale, weight_scale: factors of rows and outputs, one for all where the stride is 0.
+        x_scale: factors of rows; one factor if ``x_scale_stride`` is 0.
+        weight_scale: factors of outputs; one factor if ``weight_scale_stride`` is 0.
     """
     num_parts, num_rows, out_features = parts.shape
-    width = min(_JOINED, triton.next_power_of_2(out_features))
-    _join_parts[(num_rows, -(-out_features // width))](
+    width = min(_REDUCE_WIDTH, triton.next_power_of_2(out_features))
+    _reduce_parts[(num_rows, -(-out_features // width))](
         parts, x_scale, weight_scale, bias, y, num_rows, x_scale_stride, weight_scale_stride,
         OUTPUTS=out_features, PARTS=num_parts, WIDTH=width, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "x_scale_stride", "weight_scale_stride"])
-def _join_parts(
+def _reduce_parts(
     parts, x_scale, weight_scale, bias, y, num_rows, x_scale_stride, weight_scale_stride,
     OUTPUTS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -161,29 +172,33 @@ def _join_parts(
 
 
 @triton.jit
-def place_of(
+def tile_position(
     num_rows,
     OUTPUTS: tl.constexpr,
     ROW_TILE: tl.constexpr,
     OUTPUT_TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Return the rows, int64, and the outputs of this program; past the end they start again."""
+    """Return the row numbers, int64, and the output numbers of this program's tile.
+
+    Numbers may exceed ``num_rows`` and ``OUTPUTS`` in the last tiles.
+    """
     program = tl.program_id(0)
-    down = tl.cdiv(num_rows, ROW_TILE)
-    across: tl.constexpr = (OUTPUTS + OUTPUT_TILE - 1) // OUTPUT_TILE
-    first = program // (GROUP * across) * GROUP
-    height = tl.minimum(down - first, GROUP)
-    within = program % (GROUP * across)
-    row = (first + within % height).to(tl.int64) * ROW_TILE + tl.arange(0, ROW_TILE)
-    output = within // height * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
+    row_tiles = tl.cdiv(num_rows, ROW_TILE)
+    output_tiles: tl.constexpr = (OUTPUTS + OUTPUT_TILE - 1) // OUTPUT_TILE
+    # Programs are numbered down GROUP row tiles, then across the outputs, then in the next group.
+    first_tile = program // (GROUP * output_tiles) * GROUP
+    group_height = tl.minimum(row_tiles - first_tile, GROUP)
+    number = program % (GROUP * output_tiles)
+    row = (first_tile + number % group_height).to(tl.int64) * ROW_TILE + tl.arange(0, ROW_TILE)
+    output = number // group_height * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
     return row, output
 
 
 @triton.jit
-def tiles(x, weight, start, column, INPUTS: tl.constexpr, WHOLE: tl.constexpr):
-    """Return the tiles of both operands at ``start``; zeros past the last input."""
-    if WHOLE:
+def load_tiles(x, weight, start, column, INPUTS: tl.constexpr, FULL_STEPS: tl.constexpr):
+    """Load the tiles of both operands at input ``start``, with zeros past the last input."""
+    if FULL_STEPS:
         a = tl.load(x + start)
         b = tl.load(weight + start)
     else:
@@ -194,48 +209,53 @@ def tiles(x, weight, start, column, INPUTS: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, total, STEP: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
-    """Return ``total`` plus the product of tiles of floats, of 8 bits or else "plain"."""
+def add_matmul(
+    a, b, total, STEP: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr
+):  # fmt: skip
+    """Return ``total + a @ b``; a format is "plain" or one of ``Operands``."""
     if X_FORMAT == "plain":
         total = tl.dot(a, b, total)
     elif X_FORMAT == "stored":
-        # Where the instruction adds in less than float32, its sums leave it after every step.
+        # Hopper's instruction accumulates in less than float32; promote its sum after every step.
         total = tl.dot(a, b, total, max_num_imprecise_acc=STEP)
     else:
-        total = tl.dot(decoded(a, X_FORMAT), decoded(b, WEIGHT_FORMAT), total)
+        total = tl.dot(decode(a, X_FORMAT), decode(b, WEIGHT_FORMAT), total)
     return total
 
 
 @triton.jit
-def stored(result, bias, y, row, output, known, num_rows, OUTPUTS: tl.constexpr):
-    """Add the bias and store what there are rows and outputs of, in the dtype of ``y``."""
+def store_tile(result, bias, y, row, output, safe_output, num_rows, OUTPUTS: tl.constexpr):
+    """Add the bias and store the existing rows and outputs in the dtype of ``y``."""
     if bias is not None:
-        result += tl.load(bias + known).to(tl.float32)[None, :]
+        result += tl.load(bias + safe_output).to(tl.float32)[None, :]
     target = y + row[:, None] * OUTPUTS + output[None, :]
     inside = (row < num_rows)[:, None] & (output < OUTPUTS)[None, :]
     tl.store(target, result.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def nibbles(
+def load_nibbles(
     weight, row, first, end,
     IN_FEATURES: tl.constexpr, GROUP_SIZE: tl.constexpr, MASKED: tl.constexpr,
     INPUTS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Return codes of four bits from input ``first`` on, any number for those from ``end`` on."""
+    """Load 4-bit codes of ``INPUTS`` inputs from ``first`` on; any codes from ``end`` on."""
     if GROUP_SIZE % 2 == 0:
         pair = first // 2 + tl.arange(0, INPUTS // 2)[None, :]
-        both = loaded(weight + row[:, None] * (IN_FEATURES // 2) + pair, pair < end // 2, MASKED)
-        codes = tl.join((both & 15).to(DTYPE), (both >> 4).to(DTYPE)).reshape(row.shape[0], INPUTS)
-    else:  # every second group begins within a byte
+        bytes_of_two = load_masked(
+            weight + row[:, None] * (IN_FEATURES // 2) + pair, pair < end // 2, MASKED
+        )
+        codes = tl.join((bytes_of_two & 15).to(DTYPE), (bytes_of_two >> 4).to(DTYPE))
+        codes = codes.reshape(row.shape[0], INPUTS)
+    else:  # every second group starts in the high nibble of a byte
         element = first + tl.arange(0, INPUTS)[None, :]
-        place = weight + row[:, None] * (IN_FEATURES // 2) + element // 2
-        shifted = loaded(place, element < end, MASKED) >> (element % 2 * 4).to(tl.uint8)
+        pointer = weight + row[:, None] * (IN_FEATURES // 2) + element // 2
+        shifted = load_masked(pointer, element < end, MASKED) >> (element % 2 * 4).to(tl.uint8)
         codes = (shifted & 15).to(DTYPE)
     return codes
 
 
 @triton.jit
-def loaded(place, there, MASKED: tl.constexpr):
-    """Return the numbers at ``place``, zeros where they are not ``there`` if some are not."""
-    return tl.load(place, mask=there, other=0) if MASKED else tl.load(place)
+def load_masked(pointer, mask, MASKED: tl.constexpr):
+    """Load from ``pointer``: zeros where ``mask`` is False, or everything if not ``MASKED``."""
+    return tl.load(pointer, mask=mask, other=0) if MASKED else tl.load(pointer)

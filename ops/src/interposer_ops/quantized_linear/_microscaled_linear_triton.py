@@ -1,8 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Projections of formats whose small blocks share a scale. T rows, I and O features.
+"""Triton linear layers of MXFP4, MXFP8 and NVFP4.
 
-Every product of an element and its scale has few enough bits for bfloat16, so tiles are dequantized
-in registers, exactly, and multiplied as bfloat16 on every architecture.
+Every element times its scale fits bfloat16 exactly, so that tiles are dequantized in registers
+without error and multiplied as bfloat16 on every architecture.
+
+T rows, I input features, O output features.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ from torch import Tensor
 from interposer import Dims
 from interposer_ops._triton.build import BF16, E4M3, FP16, FP32, UINT8, Build, dtype_name, given
 from interposer_ops._triton.declare import triton_kernel
-from interposer_ops._triton.float8_operands import decoded
+from interposer_ops._triton.float8_operands import decode
 from interposer_ops._triton.rows import as_rows
-from interposer_ops._triton.small_floats import unpacked
+from interposer_ops._triton.small_floats import unpack_codes
 from interposer_ops.quantized_linear._linear_tiles_triton import (
     STEPS,
     linear_tile,
-    place_of,
-    stored,
+    store_tile,
+    tile_position,
 )
 
 
@@ -33,8 +35,8 @@ from interposer_ops.quantized_linear._linear_tiles_triton import (
 def mxfp4_linear_triton(
     x: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Compute ``mxfp4_linear``; float16 is multiplied by elements, which are then scaled."""
-    return _projected("mxfp4_linear", x, None, weight, weight_scales, None, bias, x.dtype)
+    """Compute ``mxfp4_linear``; with float16 inputs, the sum of each block is scaled instead."""
+    return _launch_linear("mxfp4_linear", x, None, weight, weight_scales, None, bias, x.dtype)
 
 
 @triton_kernel("mxfp8_linear", judge="judge_operands", batch_invariant=False)
@@ -44,7 +46,7 @@ def mxfp8_linear_triton(
 ) -> Tensor:  # fmt: skip
     """Compute ``mxfp8_linear``."""
     codes = x.view(torch.uint8), x_scales, weight.view(torch.uint8), weight_scales
-    return _projected("mxfp8_linear", *codes, None, bias, out_dtype)
+    return _launch_linear("mxfp8_linear", *codes, None, bias, out_dtype)
 
 
 @triton_kernel("nvfp4_linear", judge="judge_operands", batch_invariant=False)
@@ -54,15 +56,15 @@ def nvfp4_linear_triton(
 ) -> Tensor:  # fmt: skip
     """Compute ``nvfp4_linear``."""
     codes = x, x_scales.view(torch.uint8), weight, weight_scales.view(torch.uint8)
-    return _projected("nvfp4_linear", *codes, alpha, bias, out_dtype)
+    return _launch_linear("nvfp4_linear", *codes, alpha, bias, out_dtype)
 
 
-def _projected(
+def _launch_linear(
     kernel: str, x: Tensor, x_scales: Tensor | None, weight: Tensor,
     weight_scales: Tensor, alpha: Tensor | None, bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Return the projection; all that is not in a dtype that triton knows comes as bytes."""
+    """Launch the kernel; tensors of dtypes that triton lacks are passed as uint8."""
     elements, scales, block = _FORMATS[kernel]
     out_features, num_blocks = weight_scales.shape
     y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)
@@ -71,9 +73,10 @@ def _projected(
     rows = as_rows(x)
     row_scales = None if x_scales is None else as_rows(x_scales)
     num_rows = rows.shape[0]
+    # The scales exceed the range of float16, so that they multiply the sum of a block in float32.
     late = x.dtype == torch.float16
-    # The smallest tile leaves registers for a second sum, or for operands of float32, which many
-    # GPUs multiply without matrix instructions.
+    # The smallest tile leaves registers for the sum of a block, or for float32 operands, which
+    # many GPUs multiply without matrix instructions.
     small = late or x.dtype == torch.float32
     tile = linear_tile(kernel, x.device, 1 if small else num_rows)
     tile = tile._replace(inputs=block) if small else tile
@@ -86,7 +89,7 @@ def _projected(
     return y
 
 
-# Format of the elements, format of the scales, elements that share one.
+# Format of the elements, format of the scales, elements per scale.
 _FORMATS = {
     "mxfp4_linear": ("e2m1", "e8m0", 32),
     "mxfp8_linear": ("e4m3", "e8m0", 32),
@@ -101,79 +104,78 @@ def _microscaled(
     BLOCK: tl.constexpr, LATE: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr,
     STEP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    row, output = place_of(num_rows, OUTPUTS, ROW_TILE, OUTPUT_TILE, GROUP)
-    # What is past the end reads the first row or output instead, and is not stored.
-    there = tl.where(row < num_rows, row, 0)
-    known = tl.where(output < OUTPUTS, output, 0).to(tl.int64)
+    row, output = tile_position(num_rows, OUTPUTS, ROW_TILE, OUTPUT_TILE, GROUP)
+    # Rows and outputs past the end read row or output 0 instead and are not stored.
+    safe_row = tl.where(row < num_rows, row, 0)
+    safe_output = tl.where(output < OUTPUTS, output, 0).to(tl.int64)
     num_blocks: tl.constexpr = INPUTS // BLOCK
-    halves: tl.constexpr = 2 if ELEMENTS == "e2m1" else 1
-    x += there * x_stride
-    weight += known * (INPUTS // halves)
-    weight_scales += known * num_blocks
+    per_byte: tl.constexpr = 2 if ELEMENTS == "e2m1" else 1
+    x += safe_row * x_stride
+    weight += safe_output * (INPUTS // per_byte)
+    weight_scales += safe_output * num_blocks
     if x_scales is not None:
-        x_scales += there * x_scale_stride
+        x_scales += safe_row * x_scale_stride
     total = tl.zeros([ROW_TILE, OUTPUT_TILE], tl.float32)
     for start in range(0, INPUTS, STEP):
         b = _elements(weight, start, ELEMENTS, OUTPUT_TILE, INPUTS, STEP)
         scale = _scales(weight_scales, start // BLOCK, SCALES, num_blocks, STEP // BLOCK)
         if x_scales is not None:
             a = _elements(x, start, ELEMENTS, ROW_TILE, INPUTS, STEP)
-            own = _scales(x_scales, start // BLOCK, SCALES, num_blocks, STEP // BLOCK)
-            a = _scaled(a, own, ROW_TILE, STEP, BLOCK).to(tl.bfloat16)
+            x_scale = _scales(x_scales, start // BLOCK, SCALES, num_blocks, STEP // BLOCK)
+            a = _scale_blocks(a, x_scale, ROW_TILE, STEP, BLOCK).to(tl.bfloat16)
         else:
             column = start + tl.arange(0, STEP)[None, :]
             a = tl.load(x[:, None] + column, mask=column < INPUTS, other=0.0)
         if LATE:
-            # Scales are beyond the range of float16.
             part = tl.dot(a, tl.trans(b.to(a.dtype)), input_precision="ieee")
             total += part * tl.trans(scale)
         else:
-            b = _scaled(b, scale, OUTPUT_TILE, STEP, BLOCK)
+            b = _scale_blocks(b, scale, OUTPUT_TILE, STEP, BLOCK)
             total = tl.dot(a, tl.trans(b.to(a.dtype)), total, input_precision="ieee")
     if alpha is not None:
         total *= tl.load(alpha)
-    stored(total, bias, y, row, output, known, num_rows, OUTPUTS)
+    store_tile(total, bias, y, row, output, safe_output, num_rows, OUTPUTS)
 
 
 @triton.jit
 def _elements(
     rows, start, FORMAT: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, STEP: tl.constexpr
 ):
-    """Return ``[ROWS, STEP]`` elements as float16; zeros past the last input."""
+    """Load ``[ROWS, STEP]`` elements as float16, with zeros past the last input."""
     if FORMAT == "e2m1":
         byte = start // 2 + tl.arange(0, STEP // 2)[None, :]
         pairs = tl.load(rows[:, None] + byte, mask=byte < INPUTS // 2, other=0)
-        code = unpacked(pairs, ROWS, STEP).to(tl.int16)
-        # To where float16 has them; 2^(15 - 1) makes up for the difference of the biases.
-        moved = (code & 7) << 9 | (code & 8) << 12
-        numbers = moved.to(tl.float16, bitcast=True) * 16384.0
+        code = unpack_codes(pairs, ROWS, STEP).to(tl.int16)
+        # Move the bits to their places in float16; 2^(15 - 1) corrects the exponent bias.
+        float16_bits = (code & 7) << 9 | (code & 8) << 12
+        numbers = float16_bits.to(tl.float16, bitcast=True) * 16384.0
     else:
         tl.static_assert(FORMAT == "e4m3")
         column = start + tl.arange(0, STEP)[None, :]
         code = tl.load(rows[:, None] + column, mask=column < INPUTS, other=0)
-        numbers = decoded(code, FORMAT)
+        numbers = decode(code, FORMAT)
     return numbers
 
 
 @triton.jit
 def _scales(rows, first, FORMAT: tl.constexpr, NUM_BLOCKS: tl.constexpr, COUNT: tl.constexpr):
-    """Return ``[ROWS, COUNT]`` scales as float32; finite ones past the last block."""
+    """Load ``[ROWS, COUNT]`` scales as float32, with finite numbers past the last block."""
     block = first + tl.arange(0, COUNT)[None, :]
     code = tl.load(rows[:, None] + block, mask=block < NUM_BLOCKS, other=0)
     if FORMAT == "e8m0":
         wide = code.to(tl.int32)
-        # 2^-127 is subnormal; 255 is not a number.
+        # Code 0 is 2^-127, which is subnormal in float32; code 255 is NaN.
         bits = tl.where(wide == 0, 0x00400000, tl.where(wide == 255, 0x7FC00000, wide << 23))
         scale = bits.to(tl.float32, bitcast=True)
     else:
         tl.static_assert(FORMAT == "e4m3")
-        scale = decoded(code, "e4m3").to(tl.float32)
+        scale = decode(code, "e4m3").to(tl.float32)
     return scale
 
 
 @triton.jit
-def _scaled(numbers, scales, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
-    """Return ``[ROWS, STEP]`` numbers times the scales of their blocks."""
+def _scale_blocks(numbers, scales, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """Multiply ``[ROWS, STEP]`` numbers by the scales of their blocks."""
     blocks = tl.reshape(numbers.to(tl.float32), (ROWS, STEP // BLOCK, BLOCK))
     return tl.reshape(blocks * scales[:, :, None], (ROWS, STEP))
 

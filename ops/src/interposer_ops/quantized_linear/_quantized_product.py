@@ -1,6 +1,6 @@
-"""Products of inputs that are quantized when they come.
+"""Kernels that quantize their inputs, then compute a quantized GEMM.
 
-Dimensions: T tokens, I input features, O output features.
+T tokens, I input features, O output features.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class CodedProduct:
-    """The kernel of a ``LinearMethod`` that quantizes every token, then multiplies.
+    """The kernel of a ``LinearMethod`` that quantizes each token, then computes a GEMM.
 
-    It computes ``multiply(*quantize(x, *options), *operands)``, and says what both steps are made
-    of, so that whoever computes several layers at once can do the same. Equal ones compute the
-    same.
+    Calling the kernel computes ``multiply(*quantize(x, *options), *operands)``. The attributes let
+    a fused kernel for several layers run the same steps. Equal instances compute the same function.
 
     Attributes:
-        quantize: the bound kernel that returns the codes ``[T, I]`` and the scales, one or several
-            for every token.
-        product: the bound kernel that multiplies them.
-        multiply: calls ``product`` in the order of its op, with what is no operand besides.
-        options: what ``quantize`` takes behind ``x``.
+        quantize: the bound kernel that returns quantized values ``[T, I]`` and one or several
+            scales per token.
+        product: the bound GEMM kernel.
+        multiply: calls ``product`` with the arguments in the order of its op.
+        options: the arguments of ``quantize`` after ``x``.
     """
 
     quantize: Callable[..., Any]
@@ -34,22 +33,22 @@ class CodedProduct:
     options: tuple[Any, ...] = ()
 
     def __call__(self, x: Tensor, *operands: Any) -> Tensor:
-        """Return ``[T, O]`` of ``x`` ``[T, I]``."""
+        """Quantize ``x`` ``[T, I]`` and return the GEMM's result ``[T, O]``."""
         codes, scales = self.quantize(x, *self.options)
         return self.multiply(codes, scales, *operands)
 
 
 class StaticProduct(CodedProduct):
-    """The same with one scale for all tokens, ``[1]``, which is the last operand.
+    """A ``CodedProduct`` with one static scale ``[1]`` for all tokens, passed as the last operand.
 
-    It computes ``multiply(quantize(x, scale, *options), scale, *others)``: ``quantize`` returns the
-    codes alone.
+    Calling the kernel computes ``multiply(quantize(x, scale, *options), scale, *operands)``, where
+    ``quantize`` returns only quantized values.
     """
 
     __slots__ = ()
 
     def __call__(self, x: Tensor, *operands: Any) -> Tensor:
-        """Return ``[T, O]`` of ``x`` ``[T, I]``."""
-        *others, scale = operands
+        """Quantize ``x`` ``[T, I]`` and return the GEMM's result ``[T, O]``."""
+        *gemm_operands, scale = operands
         codes = self.quantize(x, scale, *self.options)
-        return self.multiply(codes, scale, *others)
+        return self.multiply(codes, scale, *gemm_operands)

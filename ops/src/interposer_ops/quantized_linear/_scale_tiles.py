@@ -1,8 +1,9 @@
-"""The order in which matrix units want the scales of blocks. M rows, C blocks per row.
+"""The tiled order of block scales that matrix instructions read.
 
-R rows and 4 blocks make a tile. Tiles follow each other along a row first. Within a tile of 128
-rows, the scale of row r and block c stands at 16 (r mod 32) + 4 floor(r / 32) + c; within one of 8
-rows at 4 r + c.
+A tile has R rows and 4 blocks; tiles are stored row by row. In a tile of 128 rows, the scale of row
+r and block c is at 16 (r mod 32) + 4 floor(r / 32) + c; in a tile of 8 rows, at 4 r + c.
+
+M rows, C blocks per row, R rows per tile.
 
 Source: NVIDIA cuBLAS documentation, "1D Block Scaling Factors Layout" (128 rows); the layouts
 128x4 and 8x4 of scaling factors of TensorRT-LLM and flashinfer.
@@ -24,10 +25,10 @@ _LANES = 32
 
 @standard_op("tile_scales", cases=_CASES, sample=False, tolerance=Tolerance(roundings=0))
 def tile_scales(scales: Tensor, rows_per_tile: int) -> Tensor:
-    """Bring the scales of blocks into the order of tiles, with zeros where a tile is not full.
+    """Reorder block scales into tiles, padded with zeros.
 
     Args:
-        scales: ``[M, C]`` of any dtype of one byte.
+        scales: ``[M, C]``, any 1-byte dtype.
         rows_per_tile: R, 128 or 8.
     Returns: ``[ceil(M / R), ceil(C / 4), 4 R]``, dtype of ``scales``, contiguous.
     Dims: ``rows_per_tile``.

@@ -1,4 +1,7 @@
-"""Cases of the order of scales in tiles. M rows, C blocks per row, R rows per tile."""
+"""Cases of the tiled order of block scales.
+
+M rows, C blocks per row, R rows per tile.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _SHAPES = {
 
 
 def _tiles(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    # None is a NaN of e4m3, and none a zero, as the filling is.
+    # No code is a NaN of e4m3, and none is zero, which is the value of the padding.
     codes = torch.randint(1, 127, point["shape"], generator=generator, dtype=torch.uint8)
     scales = codes if dtype == torch.uint8 else codes.view(dtype)
     rows_per_tile = point["tile"]
@@ -38,4 +41,4 @@ tile_scales_cases = CaseSpace(
     strided={"scales": "any"},
     crossed={"shape": tuple(label for label in _SHAPES if label != "no rows")},
 )
-"""Shapes that fill tiles or not, in both directions."""
+"""Shapes with full and partial tiles in both dimensions."""

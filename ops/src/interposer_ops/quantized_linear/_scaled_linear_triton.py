@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Projections of 8-bit numbers. T rows, I input features, O output features."""
+"""Triton linear layers of 8-bit floats and int8.
+
+T rows, I input features, O output features.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ from interposer_ops._triton.float8_operands import operands
 from interposer_ops._triton.rows import as_rows
 from interposer_ops.quantized_linear._linear_tiles_triton import (
     STEPS,
+    add_matmul,
     linear_tile,
-    place_of,
-    product,
-    stored,
-    tiles,
+    load_tiles,
+    store_tile,
+    tile_position,
 )
 
 
@@ -40,7 +43,7 @@ def fp8_linear_triton(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor,
     bias: Tensor | None, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute ``fp8_linear``; the sum is scaled once."""
+    """Compute ``fp8_linear``; the scales are applied once, to the sum."""
     return _scaled("fp8_linear", x, weight, x_scale, weight_scale, None, bias, out_dtype)
 
 
@@ -49,7 +52,7 @@ def int8_linear_triton(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor,
     x_zero_point: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute ``int8_linear``; the weights of an output are added up beside the product."""
+    """Compute ``int8_linear``; sums of the weights correct for zero points of the inputs."""
     kernel = "int8_linear" if x_zero_point is None else "int8_linear_shifted"
     return _scaled(kernel, x, weight, x_scale, weight_scale, x_zero_point, bias, out_dtype)
 
@@ -64,7 +67,7 @@ def fp8_block_linear_triton(
     x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor,
     block_rows: int, block_columns: int, bias: Tensor | None, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute ``fp8_block_linear``; the sum over each block is scaled before it is added."""
+    """Compute ``fp8_block_linear``; the sum over each block is scaled, then added to the total."""
     out_features, in_features = weight.shape
     y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)
     if y.numel() == 0:
@@ -73,16 +76,17 @@ def fp8_block_linear_triton(
     scales = x_scales.reshape(-1, x_scales.shape[-1])
     num_rows = rows.shape[0]
     tile = linear_tile("fp8_block_linear", x.device, num_rows)
-    # The largest power of two that divides a block: every turn of the loop has one scale.
+    # The largest power of two that divides a block, so that each loop step has one scale.
     tile = tile._replace(inputs=min(tile.inputs, block_columns & -block_columns))
-    how = operands(x.device, x.dtype, weight.dtype, tile.operand_bits)
+    formats = operands(x.device, x.dtype, weight.dtype, tile.operand_bits)
     _block_linear[(tile.num_programs(num_rows, out_features),)](
-        rows.view(torch.int8) if how.decoded else rows,
-        weight.view(torch.int8) if how.decoded else weight,
+        rows.view(torch.int8) if formats.is_decoded else rows,
+        weight.view(torch.int8) if formats.is_decoded else weight,
         scales, weight_scales, bias, y, num_rows,
         rows.stride(0), scales.stride(0), scales.stride(1),
         INPUTS=in_features, OUTPUTS=out_features, BLOCK_ROWS=block_rows,
-        BLOCK_COLUMNS=block_columns, X_FORMAT=how.x, WEIGHT_FORMAT=how.weight, **tile.options,
+        BLOCK_COLUMNS=block_columns, X_FORMAT=formats.x, WEIGHT_FORMAT=formats.weight,
+        **tile.options,
     )  # fmt: skip
     return y
 
@@ -99,20 +103,20 @@ def _scaled(
     rows = as_rows(x)
     num_rows = rows.shape[0]
     tile = linear_tile(kernel, x.device, num_rows)
-    how = operands(x.device, x.dtype, weight.dtype, tile.operand_bits)
+    formats = operands(x.device, x.dtype, weight.dtype, tile.operand_bits)
     _scaled_linear[(tile.num_programs(num_rows, out_features),)](
-        rows.view(torch.int8) if how.decoded else rows,
-        weight.view(torch.int8) if how.decoded else weight,
+        rows.view(torch.int8) if formats.is_decoded else rows,
+        weight.view(torch.int8) if formats.is_decoded else weight,
         x_scale, weight_scale, zero_point, bias, y, num_rows, rows.stride(0),
-        # One scale of all rows or outputs is read again and again.
+        # Stride 0 makes every row or output read the one scale of the tensor.
         0 if x_scale.numel() == 1 else 1, 0 if weight_scale.numel() == 1 else 1,
-        INPUTS=in_features, OUTPUTS=out_features, X_FORMAT=how.x, WEIGHT_FORMAT=how.weight,
+        INPUTS=in_features, OUTPUTS=out_features, X_FORMAT=formats.x, WEIGHT_FORMAT=formats.weight,
         **tile.options,
     )  # fmt: skip
     return y
 
 
-# Not specialised to counts of rows: each would be compiled again.
+# Without this, triton compiles again for row counts and strides of 1 and of multiples of 16.
 @triton.jit(do_not_specialize=["num_rows", "x_scale_stride", "weight_scale_stride"])
 def _scaled_linear(
     x, weight, x_scale, weight_scale, zero_point, bias, y, num_rows, x_stride, x_scale_stride,
@@ -120,30 +124,31 @@ def _scaled_linear(
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr,
     STEP: tl.constexpr, GROUP: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
 ):  # fmt: skip
-    row, output = place_of(num_rows, OUTPUTS, ROW_TILE, OUTPUT_TILE, GROUP)
-    # What is past the end reads the first row or output instead, and is not stored.
-    there = tl.where(row < num_rows, row, 0)
-    known = tl.where(output < OUTPUTS, output, 0)
+    row, output = tile_position(num_rows, OUTPUTS, ROW_TILE, OUTPUT_TILE, GROUP)
+    # Rows and outputs past the end read row or output 0 instead and are not stored.
+    safe_row = tl.where(row < num_rows, row, 0)
+    safe_output = tl.where(output < OUTPUTS, output, 0)
     column = tl.arange(0, STEP)
-    x += there[:, None] * x_stride + column[None, :]
-    weight += known[None, :].to(tl.int64) * INPUTS + column[:, None]
-    whole: tl.constexpr = X_FORMAT == "int8"
-    total = tl.zeros([ROW_TILE, OUTPUT_TILE], tl.int32 if whole else tl.float32)
-    sums = tl.zeros([OUTPUT_TILE], tl.int32)
+    x += safe_row[:, None] * x_stride + column[None, :]
+    weight += safe_output[None, :].to(tl.int64) * INPUTS + column[:, None]
+    IS_INTEGER: tl.constexpr = X_FORMAT == "int8"
+    total = tl.zeros([ROW_TILE, OUTPUT_TILE], tl.int32 if IS_INTEGER else tl.float32)
+    weight_sums = tl.zeros([OUTPUT_TILE], tl.int32)
     for start in range(0, INPUTS, STEP):
-        a, b = tiles(x, weight, start, column, INPUTS, INPUTS % STEP == 0)
-        if whole:
+        a, b = load_tiles(x, weight, start, column, INPUTS, INPUTS % STEP == 0)
+        if IS_INTEGER:
             total = tl.dot(a, b, total, out_dtype=tl.int32)
             if zero_point is not None:
-                sums += tl.sum(b.to(tl.int32), axis=0)
+                weight_sums += tl.sum(b.to(tl.int32), axis=0)
         else:
-            total = product(a, b, total, STEP, X_FORMAT, WEIGHT_FORMAT)
+            total = add_matmul(a, b, total, STEP, X_FORMAT, WEIGHT_FORMAT)
     if zero_point is not None:
-        shift = tl.load(zero_point + there * x_scale_stride)
-        total -= shift[:, None] * sums[None, :]
-    result = total.to(tl.float32) * tl.load(x_scale + there * x_scale_stride)[:, None]
-    result *= tl.load(weight_scale + known * weight_scale_stride)[None, :]
-    stored(result, bias, y, row, output, known, num_rows, OUTPUTS)
+        # (x - z) w = x w - z sum(w)
+        shift = tl.load(zero_point + safe_row * x_scale_stride)
+        total -= shift[:, None] * weight_sums[None, :]
+    result = total.to(tl.float32) * tl.load(x_scale + safe_row * x_scale_stride)[:, None]
+    result *= tl.load(weight_scale + safe_output * weight_scale_stride)[None, :]
+    store_tile(result, bias, y, row, output, safe_output, num_rows, OUTPUTS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -154,32 +159,32 @@ def _block_linear(
     BLOCK_COLUMNS: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr,
     STEP: tl.constexpr, GROUP: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
 ):  # fmt: skip
-    row, output = place_of(num_rows, OUTPUTS, ROW_TILE, OUTPUT_TILE, GROUP)
-    there = tl.where(row < num_rows, row, 0)
-    known = tl.where(output < OUTPUTS, output, 0)
+    row, output = tile_position(num_rows, OUTPUTS, ROW_TILE, OUTPUT_TILE, GROUP)
+    safe_row = tl.where(row < num_rows, row, 0)
+    safe_output = tl.where(output < OUTPUTS, output, 0)
     column = tl.arange(0, STEP)
-    x += there[:, None] * x_stride + column[None, :]
-    weight += known[None, :].to(tl.int64) * INPUTS + column[:, None]
-    x_scales += there * scale_stride
+    x += safe_row[:, None] * x_stride + column[None, :]
+    weight += safe_output[None, :].to(tl.int64) * INPUTS + column[:, None]
+    x_scales += safe_row * scale_stride
     num_blocks: tl.constexpr = (INPUTS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     if BLOCK_ROWS % OUTPUT_TILE == 0:
-        # All outputs of the tile are in one block.
+        # All outputs of the tile are in one block of the weight.
         weight_scales += tl.min(output, axis=0) // BLOCK_ROWS * num_blocks
     else:
-        weight_scales += known // BLOCK_ROWS * num_blocks
+        weight_scales += safe_output // BLOCK_ROWS * num_blocks
     total = tl.zeros([ROW_TILE, OUTPUT_TILE], tl.float32)
     for start in range(0, INPUTS, STEP):
-        a, b = tiles(x, weight, start, column, INPUTS, INPUTS % STEP == 0)
+        a, b = load_tiles(x, weight, start, column, INPUTS, INPUTS % STEP == 0)
         block = start // BLOCK_COLUMNS
         x_scale = tl.load(x_scales + block * scale_column_stride)
         weight_scale = tl.load(weight_scales + block)
         part = tl.zeros([ROW_TILE, OUTPUT_TILE], tl.float32)
-        part = product(a, b, part, STEP, X_FORMAT, WEIGHT_FORMAT)
+        part = add_matmul(a, b, part, STEP, X_FORMAT, WEIGHT_FORMAT)
         if BLOCK_ROWS % OUTPUT_TILE == 0:
             total += part * (x_scale * weight_scale)[:, None]
         else:
             total += part * x_scale[:, None] * weight_scale[None, :]
-    stored(total, bias, y, row, output, known, num_rows, OUTPUTS)
+    store_tile(total, bias, y, row, output, safe_output, num_rows, OUTPUTS)
 
 
 def _fp8(
@@ -204,7 +209,7 @@ def _int8(label: str, tokens: int, outputs: int, shifted: bool = False) -> Build
     shift = (INT32, tokens, 1) if shifted else None
     arguments = given(*_operands(tokens, outputs, INT8, INT8), shift, (BF16, outputs), BF16)
     dims: Dims = {"in_features": 4096, "out_features": outputs}
-    # Triton multiplies integers from sm_80 on.
+    # Triton multiplies integers only on sm_80 and newer.
     return Build(
         "int8_linear_triton", label, arguments, "bfloat16", dims, True, frozenset({"sm_75"})
     )

@@ -1,6 +1,6 @@
-"""Products of 8-bit floats by torch's own operator for them.
+"""Linear layers of 8-bit floats by ``torch._scaled_mm``.
 
-Dimensions: T tokens, I input features, O output features.
+T tokens, I input features, O output features.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from interposer import Request, Requires, Verdict
 from interposer_ops._declare import standard_kernel
 
 LEAST_ARCHITECTURE = 89
-"""The first compute capability, without its point, that multiplies 8-bit floats."""
+"""The lowest compute capability (8.9) with matrix instructions for 8-bit floats."""
 
 _MULTIPLE = 16
 _PAIRS = {("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")}
@@ -24,7 +24,7 @@ _PAIRS = {("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")}
     requires=Requires(dtypes=("float32", "bfloat16", "float16")),
     predicate=f"{__name__}:judge",
     score=11.0,
-    # A compiler would gain nothing from tracing one product, and addresses cannot be traced.
+    # Not traceable: ``_aligned`` reads addresses. A compiler would gain nothing from one GEMM.
     properties=frozenset({"deterministic", "graph_safe", "opaque"}),
     proven_on=frozenset({"sm_90"}),
 )
@@ -36,10 +36,10 @@ def fp8_linear_scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Compute ``fp8_linear``.
+    """Compute ``fp8_linear`` by cuBLASLt.
 
-    The operator takes one scale of each operand, or one per row of both, and memory without gaps
-    from multiples of 16 bytes on; other operands are copied.
+    The operator takes one scale per operand, or one scale per row of both operands. Operands must
+    be contiguous and aligned to 16 bytes; others are copied.
     """
     rows = _aligned(x.reshape(-1, x.shape[-1]))
     columns = _aligned(weight).t()
@@ -58,17 +58,17 @@ def fp8_linear_scaled_mm(
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Return a tensor that cuBLASLt reads: without gaps, from a multiple of 16 bytes on."""
+    """Return ``tensor``, or a copy that is contiguous and aligned to 16 bytes for cuBLASLt."""
     if tensor.is_contiguous() and tensor.data_ptr() % _MULTIPLE == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def judge(request: Request) -> Verdict:
-    """Accept what the operator takes on a device that multiplies 8-bit floats.
+    """Accept requests that ``torch._scaled_mm`` supports, on sm_89 and newer.
 
-    Source: the checks of ``_scaled_mm`` of torch 2.13 for CUDA devices: sizes are multiples of 16,
-    and results of scales per row are bfloat16.
+    Source: the checks of ``_scaled_mm`` of torch 2.13 for CUDA devices: sizes must be multiples of
+    16, and with scales per row the result must be bfloat16.
     """
     dims, architecture = request.dims, request.capability.architecture
     number = architecture.removeprefix("sm_").rstrip("af")

@@ -1,4 +1,7 @@
-"""Cases of projections by integer weights. I input, O output features, G inputs per scale."""
+"""Cases of linear layers with integer weights and float inputs.
+
+I input features, O output features, G inputs per scale.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 from interposer import Case, Dims
-from interposer_ops._case_numbers import codes_of, normal_numbers
+from interposer_ops._case_numbers import normal_numbers, random_integers
 from interposer_ops.quantized_linear._quantized_linear_cases import (
     Arguments,
     LinearFormat,
@@ -50,7 +53,7 @@ _W8_SHAPES = {
     "odd groups": ((3, 75), 11, 15),
     "groups of 1": ((3, 16), 8, 1),
 }
-# The standard deviations of codes that are all equally likely, by their bits.
+# Standard deviations of uniformly distributed codes, by number of bits.
 _DEVIATIONS = {4: 4.6, 8: 74.0}
 _BIAS = {"": False, "bias": True}
 _ZERO_POINTS = {"": False, "zero points": True}
@@ -60,18 +63,18 @@ _STRIDED: dict[str, Strides] = {
 }
 
 
-def _drawn(
+def _draw(
     dims: Dims, rows: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, *, bits: int,
     weights: str = "", flat: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the arguments.
+    """Draw the arguments, without a bias.
 
     Args:
-        weights: "ends" of the codes, "zeros" among the scales, or "".
-        flat: whether scales are ``[O]``.
+        weights: "ends" for codes at the ends of int8, "zeros" for scales of zero, or "".
+        flat: True for scales of shape ``[O]``.
     """
     in_features, out_features = features_of(dims)
-    codes = codes_of(bits, (out_features, in_features), generator)
+    codes = random_integers(bits, (out_features, in_features), generator)
     grouped = (out_features, in_features // int(dims["group_size"]))
     scale_dtype = getattr(torch, str(dims.get("scale_dtype", "float32")))
     scale = _scales(bits, grouped, in_features, scale_dtype, generator)
@@ -80,7 +83,7 @@ def _drawn(
         codes = pair.repeat(out_features, -(-in_features // 2))[:, :in_features].contiguous()
     elif weights == "zeros":
         scale[::2] = 0
-    zero_points = codes_of(bits, grouped, generator) if dims["asymmetric"] else None
+    zero_points = random_integers(bits, grouped, generator) if dims["asymmetric"] else None
     return {
         "x": normal_numbers((*rows, in_features), dtype, generator),
         "weight": pack_nibbles(codes) if bits == 4 else codes,
@@ -90,7 +93,7 @@ def _drawn(
     }
 
 
-def _dequantized(arguments: Arguments, wide: torch.dtype, *, bits: int) -> tuple[Tensor, Tensor]:
+def _dequantize(arguments: Arguments, wide: torch.dtype, *, bits: int) -> tuple[Tensor, Tensor]:
     weight, zero_points = arguments["weight"], arguments["zero_points"]
     codes = unpack_nibbles(weight) if bits == 4 else weight
     scales = arguments["scale"].to(wide).reshape(len(codes), -1)
@@ -100,8 +103,8 @@ def _dequantized(arguments: Arguments, wide: torch.dtype, *, bits: int) -> tuple
 
 _W4, _W8 = (
     LinearFormat(
-        partial(_drawn, bits=bits),
-        partial(_dequantized, bits=bits),
+        partial(_draw, bits=bits),
+        partial(_dequantize, bits=bits),
         scalings=1,
         stored_product=True,
     )
@@ -122,12 +125,12 @@ def _w8a16(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case
     x, zero_points = case.arguments["x"], case.arguments["zero_points"]
     if zero_points is None:
         return case
-    # A kernel may add the products with the codes and with the zero points apart.
+    # A kernel may sum x * codes and x * zero_points separately; each sum has its own error.
     scale = case.arguments["scale"].double().reshape(zero_points.shape)
     wide = zero_points.double() * scale
-    parts = wide.repeat_interleave(int(dims["group_size"]), 1)
-    beside = 2 * peak(x.double().abs() @ parts.abs().T)
-    return replace(case, magnitude=case.magnitude + beside)
+    zero_points_by_input = wide.repeat_interleave(int(dims["group_size"]), 1)
+    zero_point_sums = 2 * peak(x.double().abs() @ zero_points_by_input.abs().T)
+    return replace(case, magnitude=case.magnitude + zero_point_sums)
 
 
 w4a16_linear_cases = CaseSpace(
@@ -147,8 +150,8 @@ w4a16_linear_cases = CaseSpace(
 )
 """Sizes of groups, zero points or none, and scales in the dtype of ``x`` or in float32.
 
-Scales in the dtype of ``x`` have four bits, so that a dequantized weight has eight: kernels that
-round it to that dtype, as many do, lose nothing.
+Scales in the dtype of ``x`` have four significant bits, so that a dequantized weight has eight:
+kernels that round dequantized weights to the dtype of ``x``, as many do, lose nothing.
 """
 
 w8a16_linear_cases = CaseSpace(
@@ -185,7 +188,7 @@ def _scales(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> Tensor:
-    """Return scales that keep outputs around one, of four bits unless they are float32."""
+    """Draw scales that keep outputs around 1; below float32, scales have four significant bits."""
     size = 1 / (_DEVIATIONS[bits] * in_features**0.5)
     if dtype == torch.float32:
         return uniform(shape, dtype, generator, 0.5 * size, 2.0 * size)

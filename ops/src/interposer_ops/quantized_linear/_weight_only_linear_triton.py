@@ -1,9 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Projections with integer weights. I input features, O output features, G inputs per scale.
+"""Triton linear layers of float inputs and 4-bit or 8-bit integer weights.
 
-A tile of weights is unpacked in registers and multiplied as whole numbers, code minus zero point,
-which bfloat16 and float16 hold exactly; the scale is applied to the product of a group. So
-dequantized weights are never rounded, whatever the dtype of the scales.
+A tile of weights is unpacked in registers and multiplied as integers, code minus zero point, which
+bfloat16 and float16 hold exactly; the scale is applied to the sum of a group. So dequantized
+weights are never rounded, for any dtype of the scales.
+
+T tokens, I input features, O output features, G inputs per scale.
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
 from interposer_ops.quantized_linear._linear_tiles_triton import (
     FeatureTile,
-    join_parts,
-    loaded,
-    nibbles,
-    parameters_of,
-    parts_of_sum,
+    allocate_parts,
+    load_masked,
+    load_nibbles,
+    parameters_by_tokens,
+    reduce_parts,
 )
 
-_LEAST = 16  # of each side of a tile that matrix instructions take
-# Of inputs in a step. Triton (3.6, 3.7) gives a thread eight neighbouring inputs of a weight that
-# is unpacked from four bits; four threads share a row, and from a step of 16 they read the same
-# ones twice. On an H200, groups of two gave twice the product.
+_LEAST = 16  # the smallest side of a tile that matrix instructions take
+# The fewest inputs of a step. Triton (3.6, 3.7) assigns eight adjacent inputs of a 4-bit weight to
+# each of the four threads of a row; in a step of 16 inputs, threads would read the same inputs
+# twice. On an H200, groups of two then gave twice the correct result.
 _LEAST_INPUTS = 32
 
 
@@ -39,7 +41,7 @@ def w4a16_linear_triton(
     zero_points: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute ``w4a16_linear``."""
-    return _projected(x, weight, scale, bias, zero_points, 8)
+    return _launch_linear(x, weight, scale, bias, zero_points, 8)
 
 
 @triton_kernel("w8a16_linear", batch_invariant=False)
@@ -48,10 +50,10 @@ def w8a16_linear_triton(
     zero_points: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute ``w8a16_linear``."""
-    return _projected(x, weight, scale, bias, zero_points, 0)
+    return _launch_linear(x, weight, scale, bias, zero_points, 0)
 
 
-def _projected(
+def _launch_linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
     zero_points: Tensor | None, default_zero_point: int,
 ) -> Tensor:  # fmt: skip
@@ -63,11 +65,11 @@ def _projected(
     num_tokens = rows.shape[0]
     group_size = in_features * out_features // scale.numel()
     aligned = rows.stride(0) % _LEAST == 0 and in_features % (2 * _LEAST) == 0
-    most = max(_LEAST, triton.next_power_of_2(num_tokens))
-    tile = _tile(x.device, x.dtype, group_size, most, aligned=aligned)
+    max_tokens = max(_LEAST, triton.next_power_of_2(num_tokens))
+    tile = _tile(x.device, x.dtype, group_size, max_tokens, aligned=aligned)
     num_steps = in_features // group_size * triton.cdiv(group_size, tile.inputs)
     num_parts, part_steps = tile.split(num_tokens, out_features, num_steps)
-    parts = parts_of_sum(num_parts, num_tokens, y)
+    parts = allocate_parts(num_parts, num_tokens, y)
     grid = triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.features)
     _linear[(*grid, num_parts)](
         rows, weight, scale, bias if parts is None else None, zero_points,
@@ -77,7 +79,7 @@ def _projected(
         PART_STEPS=part_steps, **tile.options,
     )  # fmt: skip
     if parts is not None:
-        join_parts(parts, y, bias)
+        reduce_parts(parts, y, bias)
     return y
 
 
@@ -87,21 +89,21 @@ def _tile(
 ) -> FeatureTile:
     """Return the tile for calls of at most ``num_tokens``, a power of two.
 
-    The inputs of a step belong to one group; of a group that no power of two from 32 on divides,
-    the last step is not full. Where that is so, or rows are not ``aligned``, numbers are loaded one
-    by one, and their addresses leave registers for a smaller tile only.
+    All inputs of a loop step belong to one group, so that the last step of a group is partial
+    unless 32 or a larger power of two divides the group. With partial steps or rows that are not
+    ``aligned``, elements are loaded one by one; their addresses take registers from the tile.
     """
     name = "weight_only_linear"
     divisor = group_size & -group_size
-    full = divisor >= _LEAST_INPUTS
+    has_full_steps = divisor >= _LEAST_INPUTS
     if dtype == torch.float32:
         parameters = parameters_for(f"{name}_float32", device)
-    elif full:
-        parameters = parameters_of(name, device, num_tokens)
+    elif has_full_steps:
+        parameters = parameters_by_tokens(name, device, num_tokens)
     else:
         parameters = parameters_for(f"{name}_few", device)
     blocks = parameters.blocks
-    inputs = divisor if full and aligned else _LEAST_INPUTS
+    inputs = divisor if has_full_steps and aligned else _LEAST_INPUTS
     return FeatureTile(
         blocks["features"],
         min(num_tokens, blocks["tokens"]),
@@ -118,19 +120,19 @@ def _linear(
     PACKED: tl.constexpr, DEFAULT_ZERO_POINT: tl.constexpr, FEATURES: tl.constexpr,
     TOKENS: tl.constexpr, INPUTS: tl.constexpr, PART_STEPS: tl.constexpr,
 ):  # fmt: skip
-    # Weights are the left operand: its rows fill matrix instructions when tokens are few, and it
-    # may come from registers, where weights are unpacked.
+    # The weight is the left operand: its rows fill matrix instructions when tokens are few, and
+    # the left operand may come from registers, where the weight is unpacked.
     NUM_GROUPS: tl.constexpr = IN_FEATURES // GROUP_SIZE
     STEPS: tl.constexpr = (GROUP_SIZE + INPUTS - 1) // INPUTS
     MASKED: tl.constexpr = GROUP_SIZE % INPUTS != 0
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     feature = tl.program_id(1).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
-    there = (token < num_tokens)[None, :]
+    token_mask = (token < num_tokens)[None, :]
     x_row = x + token[None, :] * x_stride
-    # Features behind the last one compute it again and are not stored.
+    # Features past the end read the last feature instead and are not stored.
     row = tl.minimum(feature, OUT_FEATURES - 1)
     total = tl.zeros((FEATURES, TOKENS), tl.float32)
-    # Each program adds up a part of the steps, and another launch the parts in their order.
+    # Split-K: each program sums some of the steps; a second launch adds the parts in order.
     first_step = tl.program_id(2) * PART_STEPS
     for step in range(first_step, tl.minimum(first_step + PART_STEPS, NUM_GROUPS * STEPS)):
         group = step // STEPS
@@ -139,13 +141,13 @@ def _linear(
         codes = _codes(weight, row, first, end, IN_FEATURES, GROUP_SIZE, PACKED, MASKED, INPUTS)
         if zero_points is not None:
             zero = tl.load(zero_points + row * NUM_GROUPS + group).to(tl.float32)
-            whole = codes - zero[:, None]
+            integers = codes - zero[:, None]
         else:
-            whole = codes - DEFAULT_ZERO_POINT
+            integers = codes - DEFAULT_ZERO_POINT
         element = first + tl.arange(0, INPUTS)[:, None]
-        valid = (there & (element < end)) if MASKED else there
+        valid = (token_mask & (element < end)) if MASKED else token_mask
         inputs = tl.load(x_row + element, mask=valid, other=0.0)
-        weights = whole.to(x.dtype.element_ty)
+        weights = integers.to(x.dtype.element_ty)
         if NUM_GROUPS == 1:
             total = tl.dot(weights, inputs, total, input_precision="ieee")
         else:
@@ -155,7 +157,7 @@ def _linear(
         total *= tl.load(scale + row).to(tl.float32)[:, None]
     if bias is not None:
         total += tl.load(bias + row).to(tl.float32)[:, None]
-    inside = there & (feature < OUT_FEATURES)[:, None]
+    inside = token_mask & (feature < OUT_FEATURES)[:, None]
     part = tl.program_id(2).to(tl.int64) * num_tokens
     target = y + (part + token[None, :]) * OUT_FEATURES + feature[:, None]
     tl.store(target, total.to(y.dtype.element_ty), mask=inside)
@@ -167,15 +169,15 @@ def _codes(
     IN_FEATURES: tl.constexpr, GROUP_SIZE: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the codes of inputs from ``first`` on, whatever number for those from ``end`` on."""
+    """Load codes of ``INPUTS`` inputs from ``first`` on; any codes from ``end`` on."""
     if PACKED:
-        codes = nibbles(
+        codes = load_nibbles(
             weight, row, first, end, IN_FEATURES, GROUP_SIZE, MASKED, INPUTS, tl.float32
         )
     else:
         element = first + tl.arange(0, INPUTS)[None, :]
-        place = weight + row[:, None] * IN_FEATURES + element
-        codes = loaded(place, element < end, MASKED).to(tl.float32)
+        pointer = weight + row[:, None] * IN_FEATURES + element
+        codes = load_masked(pointer, element < end, MASKED).to(tl.float32)
     return codes
 
 

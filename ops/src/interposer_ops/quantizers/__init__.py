@@ -1,4 +1,4 @@
-"""Rounding of activations and weights to 8 and 4 bits.
+"""Quantizers of activations and weights to 8 and 4 bits.
 
 Every name is loaded on first use.
 """

@@ -1,4 +1,7 @@
-"""Cases of the quantizers to 8-bit floats. H hidden size, B block size."""
+"""Cases of the quantizers to 8-bit floats.
+
+H hidden size, B block size, T tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,20 @@ from interposer import Case, Dims
 from interposer_ops.quantizers._quantizer_inputs_cases import (
     FP8_FORMATS,
     SHAPES,
-    bounded,
     clear_of_boundaries,
     fp8_numbers,
+    insert_peaks,
     midpoints,
     nearest_fp8,
-    peaked,
+    rows_with_peaks,
     sampled_rows,
     signed_choice,
-    with_peaks,
+    with_scale_bound,
 )
 from interposer_testing.cases import Axis, CaseSpace, Point, peak
 
 _TIES = "ties"
-# Around what the largest magnitudes of rows lie; float16 ends at 65504.
+# Approximate largest magnitudes of rows; float16 ends at 65504.
 _NUMBERS = {"": 4.0, "small": 2.0**-10, "large": 6e3, _TIES: _TIES, "zeros": 0.0}
 _BLOCK_SHAPES = {
     "several blocks": ((9, 512), 128),
@@ -37,9 +40,9 @@ _BLOCK_SHAPES = {
     "one row, wide": ((1, 4096), 128),
     "no rows": ((0, 256), 128),
 }
-# A scale is the peak divided by a constant, or multiplied by its rounded reciprocal: two roundings,
-# for each of which the bound of a sum allows twice as much.
-_bounded = partial(bounded, roundings=2)
+# A scale is the peak divided by a constant, or multiplied by the constant's rounded reciprocal: two
+# roundings. The error bound of sums allows twice that.
+_bounded = partial(with_scale_bound, roundings=2)
 
 
 def _static(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -49,10 +52,10 @@ def _static(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Cas
         scale = torch.tensor([0.125])
         x = (signed_choice(_tie_points(out_dtype), shape, generator) / 8).to(dtype)
     else:
-        # Up to two times what fits, so that saturation shows.
+        # Up to twice the largest number of the format, so that some elements saturate.
         scale = torch.tensor([max(point["numbers"], 1.0) / limit * (0.9 + 0.1 * point["excess"])])
         peaks = torch.full(shape[:-1], point["numbers"], dtype=torch.float64)
-        x = peaked(shape, peaks, generator).to(dtype)
+        x = rows_with_peaks(shape, peaks, generator).to(dtype)
         x = clear_of_boundaries(x, x.double() / scale.double(), nearest_fp8(out_dtype))
     arguments = {"x": x, "scale": scale, "out_dtype": out_dtype}
     return Case("", arguments, _dims(shape, out_dtype), reduction=0)
@@ -62,7 +65,7 @@ def _dynamic(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Ca
     shape, out_dtype = point["shape"], point["format"]
     flat = (math.prod(shape),)
     rows = (1, *flat) if flat[0] else (0, 1)
-    x = _fitted(rows, point["numbers"], out_dtype, dtype, generator).view(shape)
+    x = _rows(rows, point["numbers"], out_dtype, dtype, generator).view(shape)
     case = Case("", {"x": x, "out_dtype": out_dtype}, _dims(shape, out_dtype))
     return _bounded(case, peak(x) / torch.finfo(out_dtype).max)
 
@@ -70,7 +73,7 @@ def _dynamic(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Ca
 def _per_token(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
     shape, out_dtype, limited = point["shape"], point["format"], point["limited"]
     largest = torch.finfo(out_dtype).max
-    x = _fitted(shape, point["numbers"], out_dtype, dtype, generator)
+    x = _rows(shape, point["numbers"], out_dtype, dtype, generator)
     scale_limit = None
     if limited:
         # Below the scale of some rows and above that of others.
@@ -87,9 +90,11 @@ def _blocks(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Cas
     shape, block_size = point["shape"]
     out_dtype, rounded_up = point["format"], point["scales"]
     width = shape[-1]
-    make = _fitted_to_power_of_two if rounded_up else _fitted
+    draw_blocks = _rows_with_power_of_two_scales if rounded_up else _rows
     parts = [
-        make((*shape[:-1], count, size), point["numbers"], out_dtype, dtype, generator).flatten(-2)
+        draw_blocks(
+            (*shape[:-1], count, size), point["numbers"], out_dtype, dtype, generator
+        ).flatten(-2)
         for count, size in ((width // block_size, block_size), (1, width % block_size))
         if count * size
     ]
@@ -155,37 +160,37 @@ quantize_fp8_blocks_cases = CaseSpace(
         "format": ("e4m3fn",),
     },
     alone={"shape": ("no rows",), "numbers": ("zeros",)},
-    # The shapes differ in what they do to a block; magnitudes and ties do not depend on them.
+    # Shapes differ in the lengths of blocks, which magnitudes and ties do not depend on.
     valid=lambda point, _: (
         point["numbers"] in (_NUMBERS[""], 0.0)
         or point.labels["shape"] in ("several blocks", "short last block")
     ),
 )
-"""Blocks of different magnitudes, the last one of a row shorter or not; ties and zeros."""
+"""Blocks of different magnitudes, with full and short last blocks; ties and zeros."""
 
 
 def quantize_fp8_per_token_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
-    """Return T rows of hidden states."""
+    """Make T rows of hidden states."""
     out_dtype = getattr(torch, str(dims["out_dtype"]))
     x = sampled_rows(dtype, dims, num_tokens, seed)
     scales = x.double().abs().amax(-1, keepdim=True) / torch.finfo(out_dtype).max
     x = clear_of_boundaries(x, x.double() / scales, nearest_fp8(out_dtype))
-    # Larger than any scale, so that it changes nothing.
+    # Larger than any scale, so that no element saturates.
     limit = 1e3 if dims["limited"] else None
     arguments = {"x": x, "out_dtype": out_dtype, "scale_limit": limit}
     return _bounded(Case(f"{num_tokens} tokens", arguments, dims), float(scales.max()))
 
 
 def quantize_fp8_blocks_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of full blocks, each with a number that fixes its scale."""
+    """Make T rows of full blocks, each block with a peak that determines the scale."""
     generator = torch.Generator().manual_seed(seed)
     out_dtype = getattr(torch, str(dims["out_dtype"]))
     width, block_size = int(dims["hidden_size"]), int(dims["block_size"])
     shape = (num_tokens, width // block_size, block_size)
-    make = _fitted_to_power_of_two if dims["power_of_two_scales"] else _fitted
-    x = make(shape, 4.0, out_dtype, dtype, generator).flatten(-2)
+    draw_blocks = _rows_with_power_of_two_scales if dims["power_of_two_scales"] else _rows
+    x = draw_blocks(shape, 4.0, out_dtype, dtype, generator).flatten(-2)
     arguments = {
         "x": x,
         "block_size": block_size,
@@ -207,7 +212,7 @@ def _tie_points(out_dtype: torch.dtype) -> Tensor:
 def _peaks(
     shape: tuple[int, ...], numbers: float, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
-    """Return the largest magnitudes of rows, which differ by up to eight times."""
+    """Draw the largest magnitudes of rows, between 1 and 8 times ``numbers``."""
     factors = torch.ldexp(
         1 + torch.rand(shape, generator=generator, dtype=torch.float64),
         torch.randint(0, 3, shape, generator=generator),
@@ -215,44 +220,44 @@ def _peaks(
     return (numbers * factors).to(dtype).double()
 
 
-def _fitted(
+def _rows(
     shape: tuple[int, ...],
     numbers: float | str,
     out_dtype: torch.dtype,
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> Tensor:
-    """Return rows that are each to be quantized with the scale peak / max."""
+    """Draw rows for quantizers whose scale is peak / max."""
     limit = torch.finfo(out_dtype).max
     if numbers == _TIES:
         exponents = -torch.randint(2, 5, shape[:-1], generator=generator)
         rows = signed_choice(_tie_points(out_dtype), shape, generator)
         peaks = torch.full(shape[:-1], limit, dtype=torch.float64)
-        return torch.ldexp(with_peaks(rows, peaks, generator), exponents.unsqueeze(-1)).to(dtype)
+        return torch.ldexp(insert_peaks(rows, peaks, generator), exponents.unsqueeze(-1)).to(dtype)
     assert isinstance(numbers, float)
     peaks = _peaks(shape[:-1], numbers, dtype, generator)
-    x = peaked(shape, peaks, generator).to(dtype)
+    x = rows_with_peaks(shape, peaks, generator).to(dtype)
     scales = torch.where(peaks > 0, peaks / limit, 1.0).unsqueeze(-1)
     return clear_of_boundaries(x, x.double() / scales, nearest_fp8(out_dtype))
 
 
-def _fitted_to_power_of_two(
+def _rows_with_power_of_two_scales(
     shape: tuple[int, ...],
     numbers: float | str,
     out_dtype: torch.dtype,
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> Tensor:
-    """Return rows that are each to be quantized with a power of two as the scale.
+    """Draw rows for quantizers whose scale is rounded up to a power of two.
 
-    The peak is a number of the format between 0.5 and 1 times the largest one, both excluded, so
-    that neither its logarithm nor itself is near a boundary.
+    Peaks are numbers of the format between 0.55 and 0.97 times the largest number, so that neither
+    a peak nor the logarithm of a peak is near a rounding boundary.
     """
     ties = numbers == _TIES
     limit = torch.finfo(out_dtype).max
     codes = fp8_numbers(out_dtype)
-    tops = codes[(codes > 0.55 * limit) & (codes < 0.97 * limit)]
-    tops = tops[torch.randint(0, len(tops), shape[:-1], generator=generator)]
+    candidates = codes[(codes > 0.55 * limit) & (codes < 0.97 * limit)]
+    peaks = candidates[torch.randint(0, len(candidates), shape[:-1], generator=generator)]
     size = (
         0.0
         if numbers == 0
@@ -265,7 +270,7 @@ def _fitted_to_power_of_two(
     if ties:
         below = _tie_points(out_dtype)
         rows = signed_choice(below[below < 0.55 * limit], shape, generator)
-        return (with_peaks(rows, tops, generator) * scales.unsqueeze(-1)).to(dtype)
-    x = (peaked(shape, tops, generator) * scales.unsqueeze(-1)).to(dtype)
+        return (insert_peaks(rows, peaks, generator) * scales.unsqueeze(-1)).to(dtype)
+    x = (rows_with_peaks(shape, peaks, generator) * scales.unsqueeze(-1)).to(dtype)
     divisors = torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
     return clear_of_boundaries(x, x.double() / divisors, nearest_fp8(out_dtype))

@@ -1,4 +1,7 @@
-"""Cases of the quantizers to int8. H hidden size."""
+"""Cases of the quantizers to int8.
+
+H hidden size, T tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,22 @@ from torch import Tensor
 from interposer import Case, Dims
 from interposer_ops.quantizers._quantizer_inputs_cases import (
     SHAPES,
-    bounded,
     clear_of_boundaries,
-    peaked,
+    insert_peaks,
+    rows_with_peaks,
     sampled_rows,
     signed_choice,
-    with_peaks,
+    with_scale_bound,
 )
 from interposer_testing.cases import Axis, CaseSpace, Point, peak
 
 _TIES = "ties"
-# Around what the largest magnitudes of rows lie; float16 ends at 65504.
+# Approximate largest magnitudes of rows; float16 ends at 65504.
 _NUMBERS = {"": 4.0, "small": 2.0**-10, "large": 6e3, _TIES: _TIES, "zeros": 0.0}
 _SIGNS = {"": 0, "not negative": 1, "not positive": -1}
-# A scale is a difference divided by a constant, or multiplied by its rounded reciprocal: up to
-# three roundings, for each of which the bound of a sum allows twice as much.
-_bounded = partial(bounded, roundings=3)
+# A scale is a difference divided by a constant, or multiplied by the constant's rounded reciprocal:
+# up to three roundings. The error bound of sums allows twice that.
+_bounded = partial(with_scale_bound, roundings=3)
 # All n + 0.5 that bfloat16 represents.
 _HALVES = torch.arange(127, dtype=torch.float64) + 0.5
 
@@ -36,10 +39,10 @@ def _static(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Cas
         scale = torch.tensor([0.125])
         x = (signed_choice(_HALVES, shape, generator) / 8).to(dtype)
     else:
-        # The quotients reach up to 1.4 times what fits.
+        # Quotients reach 1.4 times the largest int8.
         scale = torch.tensor([max(point["numbers"], 1.0) / 90])
         peaks = torch.full(shape[:-1], point["numbers"], dtype=torch.float64)
-        x = _cleared(peaked(shape, peaks, generator).to(dtype), scale.double())
+        x = _cleared(rows_with_peaks(shape, peaks, generator).to(dtype), scale.double())
     arguments = {
         "x": x,
         "scale": scale,
@@ -53,7 +56,7 @@ def _per_token(point: Point, dtype: torch.dtype, generator: torch.Generator) -> 
     shape, numbers = point["shape"], point["numbers"]
     if numbers == _TIES:
         peaks = torch.full(shape[:-1], 127.0, dtype=torch.float64)
-        x = with_peaks(signed_choice(_HALVES, shape, generator), peaks, generator)
+        x = insert_peaks(signed_choice(_HALVES, shape, generator), peaks, generator)
         x = (x * _powers_of_two(shape, generator)).to(dtype)
     else:
         x = _rows(shape, numbers, dtype, generator)
@@ -64,7 +67,7 @@ def _per_token(point: Point, dtype: torch.dtype, generator: torch.Generator) -> 
 def _per_token_asymmetric(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
     shape, numbers, sign = point["shape"], point["numbers"], point["sign"]
     if numbers == _TIES:
-        # The zero point is 0 or odd; 255 codes exactly, so that the scale is a power of two.
+        # The zero point is 0 or odd; a range of exactly 255 steps makes the scale a power of two.
         low = -128.0 + 27 * torch.randint(0, 2, shape[:-1], generator=generator)
         x = signed_choice(_HALVES[:100], shape, generator)
         x[..., 0], x[..., -1] = low, low + 255
@@ -99,7 +102,7 @@ quantize_int8_per_token_cases = CaseSpace(
     crossed={**_CROSSED, "shape": tuple(label for label in SHAPES if label != "no rows")},
     alone={"shape": ("no rows",)},
 )
-"""Rows of different magnitudes, the largest anywhere; ties and zeros."""
+"""Rows of different magnitudes, the peak at any position; ties and zeros."""
 
 quantize_int8_per_token_asymmetric_cases = CaseSpace(
     _per_token_asymmetric,
@@ -115,13 +118,13 @@ quantize_int8_per_token_asymmetric_cases = CaseSpace(
         and not (point["numbers"] == _TIES and point["shape"] == (1, 1))
     ),
 )
-"""Rows around zero and on one side of it; ties, where zero points are odd, and zeros."""
+"""Rows around zero and on one side of zero; ties, also with odd zero points, and zeros."""
 
 
 def quantize_int8_per_token_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
-    """Return T rows of hidden states."""
+    """Make T rows of hidden states."""
     x = sampled_rows(dtype, dims, num_tokens, seed)
     x = _cleared(x, _symmetric_scales(x))
     return _bounded(Case(f"{num_tokens} tokens", {"x": x}, dims), peak(x) / 127)
@@ -130,7 +133,7 @@ def quantize_int8_per_token_sample(
 def quantize_int8_per_token_asymmetric_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
-    """Return T rows of hidden states."""
+    """Make T rows of hidden states."""
     x = _cleared_asymmetric(sampled_rows(dtype, dims, num_tokens, seed))
     return _bounded(Case(f"{num_tokens} tokens", {"x": x}, dims), peak(x) / 127)
 
@@ -139,11 +142,11 @@ def _rows(
     shape: tuple[int, ...], numbers: float, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
     factors = 1 + 7 * torch.rand(shape[:-1], generator=generator, dtype=torch.float64)
-    return peaked(shape, numbers * factors, generator).to(dtype)
+    return rows_with_peaks(shape, numbers * factors, generator).to(dtype)
 
 
 def _powers_of_two(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return a factor per row."""
+    """Draw one power of two per row."""
     exponents = torch.randint(-5, 1, (*shape[:-1], 1), generator=generator)
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents)
 
@@ -158,17 +161,17 @@ def _cleared(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def _cleared_asymmetric(x: Tensor) -> Tensor:
-    """Return ``x`` with zeros where a quotient or a zero point is near a boundary."""
+    """Zero the elements where a quotient or a zero point is near a rounding boundary."""
     wide = x.double()
     low = wide.amin(-1, keepdim=True).clamp(max=0)
     high = wide.amax(-1, keepdim=True).clamp(min=0)
     scales = torch.where(high > low, (high - low) / 255, 1.0)
     offset = low / scales
-    # A row without negative numbers has a zero point that is known.
-    near = (offset - offset.floor() - 0.5).abs() < 2.0**-8
-    x = x.masked_fill(near & (x < 0), 0.0)
-    scales = torch.where(near, torch.where(high > 0, high / 255, 1.0), scales)
-    # The ends of the range stay, for they decide the scale; so does what is nearest to them.
-    kept = (x == low) | (x == high)
+    # Where the zero point is near a boundary, drop negative numbers: the zero point is then exact.
+    is_near = (offset - offset.floor() - 0.5).abs() < 2.0**-8
+    x = x.masked_fill(is_near & (x < 0), 0.0)
+    scales = torch.where(is_near, torch.where(high > 0, high / 255, 1.0), scales)
+    # The ends of the range determine the scale and the zero point and must stay.
+    is_end = (x == low) | (x == high)
     cleared = clear_of_boundaries(x, x.double() / scales, torch.round)
-    return torch.where(kept, x, cleared)
+    return torch.where(is_end, x, cleared)

@@ -1,8 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Microscaling formats: blocks of a row that share a scale of 8 bits. H hidden size.
+"""Triton kernels for MXFP8, MXFP4 and NVFP4: quantize, dequantize, and tile the block scales.
 
-Two e2m1 elements stand in a byte, the first one in the low nibble. M rows and C blocks of a row
-have M x C scales, which ``tile_scales`` puts in order.
+A byte holds two e2m1 elements, the first one in the low nibble.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from torch import Tensor
 
 from interposer_ops._triton.build import BF16, E4M3, FP32, UINT8, Build, given
 from interposer_ops._triton.declare import triton_kernel
-from interposer_ops._triton.float8_operands import decoded
+from interposer_ops._triton.float8_operands import decode
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops._triton.small_floats import (
     clamped,
-    divided,
+    divide,
     e2m1_codes,
     e2m1_numbers,
     fp8_codes,
     fp8_memory,
     to_fp8,
-    unpacked,
+    unpack_codes,
 )
 
 _MX_BLOCK, _NV_BLOCK = 32, 16
@@ -34,7 +33,7 @@ _MX_BLOCK, _NV_BLOCK = 32, 16
 def quantize_mxfp8_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_mxfp8``."""
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = _scales_of(x, _MX_BLOCK, torch.uint8)
+    scales = _allocate_scales(x, _MX_BLOCK, torch.uint8)
     _quantize(x, fp8_memory(q), scales, None, _MX_BLOCK, "mxfp8")
     return q, scales
 
@@ -43,7 +42,7 @@ def quantize_mxfp8_triton(x: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_mxfp4_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_mxfp4``."""
     q = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8, device=x.device)
-    scales = _scales_of(x, _MX_BLOCK, torch.uint8)
+    scales = _allocate_scales(x, _MX_BLOCK, torch.uint8)
     _quantize(x, q.view(torch.int32), scales, None, _MX_BLOCK, "mxfp4")
     return q, scales
 
@@ -52,17 +51,17 @@ def quantize_mxfp4_triton(x: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_nvfp4_triton(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_nvfp4``."""
     q = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8, device=x.device)
-    scales = _scales_of(x, _NV_BLOCK, torch.float8_e4m3fn)
-    # As bytes on every architecture: there are few, and what was stored is read again.
-    words = q.view(torch.int32)
-    _quantize(x, words, scales.view(torch.uint8), global_scale, _NV_BLOCK, "nvfp4")
+    scales = _allocate_scales(x, _NV_BLOCK, torch.float8_e4m3fn)
+    # Scales are passed as bytes on every architecture: few of them, and the kernel decodes each one
+    # again to divide by the rounded scale.
+    _quantize(x, q.view(torch.int32), scales.view(torch.uint8), global_scale, _NV_BLOCK, "nvfp4")
     return q, scales
 
 
 @triton_kernel("dequantize_mxfp4")
 def dequantize_mxfp4_triton(packed: Tensor, scales: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Compute ``dequantize_mxfp4``."""
-    return _dequantized(packed, scales, None, out_dtype, _MX_BLOCK)
+    return _launch_dequantize(packed, scales, None, out_dtype, _MX_BLOCK)
 
 
 @triton_kernel("dequantize_nvfp4")
@@ -70,7 +69,7 @@ def dequantize_nvfp4_triton(
     packed: Tensor, scales: Tensor, global_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     """Compute ``dequantize_nvfp4``."""
-    return _dequantized(packed, scales.view(torch.uint8), global_scale, out_dtype, _NV_BLOCK)
+    return _launch_dequantize(packed, scales.view(torch.uint8), global_scale, out_dtype, _NV_BLOCK)
 
 
 @triton_kernel("tile_scales", dtypes=("uint8", "float8_e4m3fn"))
@@ -93,7 +92,7 @@ def tile_scales_triton(scales: Tensor, rows_per_tile: int) -> Tensor:
     return tiles
 
 
-def _scales_of(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
+def _allocate_scales(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
     shape = (*x.shape[:-1], x.shape[-1] // block_size)
     return torch.empty(shape, dtype=dtype, device=x.device)
 
@@ -112,7 +111,7 @@ def _quantize(
     )  # fmt: skip
 
 
-def _dequantized(
+def _launch_dequantize(
     codes: Tensor, scales: Tensor, global_scale: Tensor | None,
     out_dtype: torch.dtype, block_size: int,
 ) -> Tensor:  # fmt: skip
@@ -134,54 +133,54 @@ def _quantize_blocks(
     x, q, scales, global_scale, num_blocks, x_stride,
     PER_ROW: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Treat every block as a row of its own; the result and its scales are dense."""
+    """Quantize blocks of rows into dense elements and scales; ``ROWS`` blocks per program."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    there = block < num_blocks
+    block_mask = block < num_blocks
     x += (block // PER_ROW) * x_stride + (block % PER_ROW) * BLOCK
     if KIND == "mxfp8":
         column = tl.arange(0, BLOCK)[None, :]
-        value = tl.load(x + column, mask=there, other=0.0).to(tl.float32)
+        value = tl.load(x + column, mask=block_mask, other=0.0).to(tl.float32)
         peak = tl.max(tl.abs(value), axis=1, keep_dims=True)
         scale, factor = _mx_scale(peak, 8)
         code = to_fp8(clamped(value * factor, 448.0), q.dtype.element_ty, 3, 7, False)
-        tl.store(q + block * BLOCK + column, code, mask=there)
+        tl.store(q + block * BLOCK + column, code, mask=block_mask)
     else:
-        # Eight elements, which one thread fetches, make a word.
+        # One thread loads eight elements and packs them into one 32-bit word.
         word = tl.arange(0, BLOCK // 8)[None, :]
         nibble = tl.arange(0, 8)[None, None, :]
-        place = (x + 8 * word)[:, :, None] + nibble
-        value = tl.load(place, mask=there[:, :, None], other=0.0).to(tl.float32)
+        pointer = (x + 8 * word)[:, :, None] + nibble
+        value = tl.load(pointer, mask=block_mask[:, :, None], other=0.0).to(tl.float32)
         peak = tl.max(tl.max(tl.abs(value), axis=2), axis=1, keep_dims=True)
         if KIND == "mxfp4":
             scale, factor = _mx_scale(peak, 2)
             quotient = value * factor[:, :, None]
         else:
-            common = tl.load(global_scale)
-            scale, divisor = _nv_scale(peak, common)
-            quotient = divided(value * common, divisor[:, :, None])
+            tensor_scale = tl.load(global_scale)
+            scale, divisor = _nv_scale(peak, tensor_scale)
+            quotient = divide(value * tensor_scale, divisor[:, :, None])
         code = tl.sum(e2m1_codes(quotient) << (4 * nibble), axis=2)
-        tl.store(q + block * (BLOCK // 8) + word, code, mask=there)
-    tl.store(scales + block, scale, mask=there)
+        tl.store(q + block * (BLOCK // 8) + word, code, mask=block_mask)
+    tl.store(scales + block, scale, mask=block_mask)
 
 
 @triton.jit
 def _mx_scale(peak, LARGEST_EXPONENT: tl.constexpr):
     """Return the scale 2^e as its biased exponent in uint8, and 2^-e in float32."""
-    # The exponent of the peak as it stands in a float32: 0 for zero and subnormal numbers.
+    # The biased float32 exponent of the peak: 0 for zero and subnormal numbers.
     exponent = (peak.to(tl.int32, bitcast=True) >> 23) & 255
     exponent = tl.maximum(exponent - LARGEST_EXPONENT, 0)
-    # Exact, and a normal number, as the biased exponent is at most 252.
+    # Exact and never subnormal, since the biased exponent is at most 252.
     factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     return exponent.to(tl.uint8), factor
 
 
 @triton.jit
 def _nv_scale(peak, global_scale):
-    """Return the scale as a code of float8_e4m3fn, and what elements are divided by for it."""
-    code = fp8_codes(tl.minimum(divided(peak * global_scale, 6.0), 448.0), 3, 7, False)
-    stored = decoded(code, "e4m3").to(tl.float32)
-    # A scale that came to zero makes zeros of its elements, with their signs.
-    return code, tl.where(stored > 0, stored, float("inf"))
+    """Return the scale as a float8_e4m3fn code, and the float32 divisor of the block's elements."""
+    code = fp8_codes(tl.minimum(divide(peak * global_scale, 6.0), 448.0), 3, 7, False)
+    rounded_scale = decode(code, "e4m3").to(tl.float32)
+    # If the scale rounds to zero, division by infinity yields zeros that keep their signs.
+    return code, tl.where(rounded_scale > 0, rounded_scale, float("inf"))
 
 
 @triton.jit
@@ -189,23 +188,25 @@ def _dequantize_blocks(
     codes, scales, global_scale, y, num_blocks, codes_stride, scales_stride,
     PER_ROW: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Treat every block as a row of its own; the scales are e8m0, or e4m3 with a global one."""
+    """Dequantize ``ROWS`` blocks; scales are e8m0, or e4m3 if there is a global scale."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    there = block < num_blocks
+    block_mask = block < num_blocks
     row, number = block // PER_ROW, block % PER_ROW
     pair = tl.arange(0, BLOCK // 2)[None, :]
     source = codes + row * codes_stride + number * (BLOCK // 2)
-    element = e2m1_numbers(unpacked(tl.load(source + pair, mask=there, other=0), ROWS, BLOCK))
-    code = tl.load(scales + row * scales_stride + number, mask=there, other=0)
+    element = e2m1_numbers(
+        unpack_codes(tl.load(source + pair, mask=block_mask, other=0), ROWS, BLOCK)
+    )
+    code = tl.load(scales + row * scales_stride + number, mask=block_mask, other=0)
     if global_scale is not None:
-        scale = divided(decoded(code, "e4m3").to(tl.float32), tl.load(global_scale))
+        scale = divide(decode(code, "e4m3").to(tl.float32), tl.load(global_scale))
     else:
         exponent = code.to(tl.int32)
-        # 2^-127 is subnormal.
+        # Code 0 is 2^-127, which is subnormal in float32.
         bits = tl.where(exponent == 0, 0x400000, exponent << 23)
         scale = tl.where(exponent == 255, float("nan"), bits.to(tl.float32, bitcast=True))
     column = tl.arange(0, BLOCK)[None, :]
-    tl.store(y + block * BLOCK + column, (element * scale).to(y.dtype.element_ty), mask=there)
+    tl.store(y + block * BLOCK + column, (element * scale).to(y.dtype.element_ty), mask=block_mask)
 
 
 @triton.jit
@@ -214,17 +215,17 @@ def _tile_scales(
     NUM_COLUMNS: tl.constexpr, TILE_COLUMNS: tl.constexpr, ROWS_PER_TILE: tl.constexpr,
     LANES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Fetch what stands at each place of some tiles."""
+    """Gather the scales of ``TILES`` tiles, with zeros outside the matrix."""
     tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)[:, None]
-    place = tl.arange(0, 4 * ROWS_PER_TILE)[None, :]
+    position = tl.arange(0, 4 * ROWS_PER_TILE)[None, :]
     groups: tl.constexpr = ROWS_PER_TILE // LANES
-    inner = (place // 4) % groups * LANES + place // (4 * groups)
-    row = tile // TILE_COLUMNS * ROWS_PER_TILE + inner
-    column = tile % TILE_COLUMNS * 4 + place % 4
+    row_in_tile = (position // 4) % groups * LANES + position // (4 * groups)
+    row = tile // TILE_COLUMNS * ROWS_PER_TILE + row_in_tile
+    column = tile % TILE_COLUMNS * 4 + position % 4
     inside = (row < num_rows) & (column < NUM_COLUMNS)
     source = scales + row * row_stride + column * column_stride
     value = tl.load(source, mask=inside, other=0)
-    tl.store(tiles + tile * (4 * ROWS_PER_TILE) + place, value, mask=tile < num_tiles)
+    tl.store(tiles + tile * (4 * ROWS_PER_TILE) + position, value, mask=tile < num_tiles)
 
 
 _SCALE = (FP32, 1)

@@ -1,12 +1,13 @@
-"""Quantizers to the microscaling formats. H hidden size.
+"""Quantizers to the microscaling formats and back.
 
-MX: blocks of 32 elements of a row share a scale that is a power of two, stored as its exponent plus
-127. The elements of a block whose largest magnitude is just below a power of two may exceed the
-format, and saturate.
+MX: 32 elements of a row share a power-of-two scale, stored as the exponent plus 127. In a block
+whose largest magnitude is just below a power of two, elements may exceed the format and saturate.
 
-NVFP4: blocks of 16 e2m1 elements of a row share a scale in e4m3; one scale in float32, that of the
-whole tensor, brings these into the range of e4m3: x = element * block_scale / global_scale. What is
-usual for it is 448 * 6 / max|x|.
+NVFP4: 16 e2m1 elements of a row share an e4m3 scale. One float32 scale of the tensor brings block
+scales into the range of e4m3: x = element * block_scale / global_scale. A common choice is
+global_scale = 448 * 6 / max|x|.
+
+H hidden size.
 
 Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.3; NVIDIA, "Introducing NVFP4
 for Efficient and Accurate Low-Precision Inference", 2025.
@@ -51,11 +52,11 @@ def quantize_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         x: ``[..., H]``, any float dtype, finite; H a multiple of 32.
-    Returns: ``(q, scales)``: shape of ``x`` in float8_e4m3fn, and ``[..., H / 32]`` uint8 that
-        hold e + 127; 0 for a block of zeros.
+    Returns: ``(q, scales)``: shape of ``x`` in float8_e4m3fn, and ``[..., H / 32]`` uint8
+        with e + 127; 0 for a block of zeros.
     Dims: ``hidden_size``.
     """
-    quotients, scales = _scaled(x, _E4M3_LARGEST_EXPONENT)
+    quotients, scales = _scale_blocks(x, _E4M3_LARGEST_EXPONENT)
     return quotients.clamp(-448, 448).to(torch.float8_e4m3fn), scales
 
 
@@ -68,22 +69,22 @@ def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         x: ``[..., H]``, any float dtype, finite; H a multiple of 32.
-    Returns: ``(packed, scales)``: ``[..., H / 2]`` uint8 of two e2m1 codes, the first one in the
-        low nibble, and ``[..., H / 32]`` uint8 that hold e + 127; 0 for a block of zeros.
+    Returns: ``(packed, scales)``: ``[..., H / 2]`` uint8, two e2m1 codes per byte, the first one in
+        the low nibble, and ``[..., H / 32]`` uint8 with e + 127; 0 for a block of zeros.
     Dims: ``hidden_size``.
     """
-    quotients, scales = _scaled(x, _E2M1_LARGEST_EXPONENT)
+    quotients, scales = _scale_blocks(x, _E2M1_LARGEST_EXPONENT)
     return pack_nibbles(encode_e2m1(quotients)), scales
 
 
 @_op("dequantize_mxfp4", sample=False, batched=("packed", "scales"))
 def dequantize_mxfp4(packed: Tensor, scales: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Return the numbers that MXFP4 elements stand for: e2m1 times 2^(scale - 127).
+    """Dequantize MXFP4: e2m1 * 2^(scale - 127).
 
     Args:
-        packed: ``[..., H / 2]`` uint8 of two e2m1 codes, the first one in the low nibble.
+        packed: ``[..., H / 2]`` uint8, two e2m1 codes per byte, the first one in the low nibble.
         scales: ``[..., H / 32]`` uint8; 255 makes its block NaN.
-        out_dtype: any float dtype; the products are rounded to it.
+        out_dtype: any float dtype; results are rounded to this dtype.
     Returns: ``[..., H]``, ``out_dtype``.
     Dims: ``hidden_size``.
     """
@@ -98,22 +99,23 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize ``x`` to NVFP4, two elements per byte.
 
     s_b = e4m3(min(max|x_b| * global_scale / 6, 448)); q = e2m1(x * global_scale / s_b), which
-    saturates and keeps the sign of a zero; where s_b is 0, so are all of its elements. Both are
-    rounded to nearest, ties to even.
+    saturates and keeps the sign of a zero; q is 0 if s_b is 0. Elements and scales are rounded to
+    nearest, ties to even.
 
     Args:
         x: ``[..., H]``, any float dtype, finite; H a multiple of 16.
         global_scale: ``[1]`` float32, positive.
-    Returns: ``(packed, scales)``: ``[..., H / 2]`` uint8 of two e2m1 codes, the first one in the
-        low nibble, and ``[..., H / 16]`` float8_e4m3fn.
+    Returns: ``(packed, scales)``: ``[..., H / 2]`` uint8, two e2m1 codes per byte, the first one in
+        the low nibble, and ``[..., H / 16]`` float8_e4m3fn.
     Dims: ``hidden_size``.
     """
     wide = widened(x)
     blocks = wide.unflatten(-1, (x.shape[-1] // NVFP4_BLOCK_SIZE, NVFP4_BLOCK_SIZE))
-    fitting = blocks.abs().amax(-1) * global_scale / E2M1_MAX
-    scales = fitting.clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
-    stored = scales.to(wide.dtype)
-    divisors = torch.where(stored > 0, stored, torch.inf).unsqueeze(-1)
+    exact_scales = blocks.abs().amax(-1) * global_scale / E2M1_MAX
+    scales = exact_scales.clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
+    rounded_scales = scales.to(wide.dtype)
+    # A scale of 0 becomes a divisor of infinity, which makes zeros that keep their signs.
+    divisors = torch.where(rounded_scales > 0, rounded_scales, torch.inf).unsqueeze(-1)
     codes = encode_e2m1(blocks * global_scale / divisors)
     return pack_nibbles(codes.flatten(-2)), scales
 
@@ -124,10 +126,10 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_nvfp4(
     packed: Tensor, scales: Tensor, global_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """Return the numbers that NVFP4 elements stand for: e2m1 * scale / global_scale.
+    """Dequantize NVFP4: e2m1 * scale / global_scale.
 
     Args:
-        packed: ``[..., H / 2]`` uint8 of two e2m1 codes, the first one in the low nibble.
+        packed: ``[..., H / 2]`` uint8, two e2m1 codes per byte, the first one in the low nibble.
         scales: ``[..., H / 16]`` float8_e4m3fn.
         global_scale: ``[1]`` float32, positive.
         out_dtype: any float dtype.
@@ -141,8 +143,8 @@ def dequantize_nvfp4(
     return scaled.flatten(-2).to(out_dtype)
 
 
-def _scaled(x: Tensor, largest_exponent: int) -> tuple[Tensor, Tensor]:
-    """Return x / 2^e and the biased e of each block."""
+def _scale_blocks(x: Tensor, largest_exponent: int) -> tuple[Tensor, Tensor]:
+    """Return x / 2^e and the biased exponent e of each block."""
     wide = widened(x)
     blocks = wide.unflatten(-1, (x.shape[-1] // MX_BLOCK_SIZE, MX_BLOCK_SIZE))
     scales = shared_exponents(blocks.abs().amax(-1), largest_exponent)

@@ -1,4 +1,7 @@
-"""Cases of the quantizers to the microscaling formats. H hidden size."""
+"""Cases of the quantizers to the microscaling formats and back.
+
+H hidden size, T tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.quantizers._quantizer_inputs_cases import (
     clear_of_boundaries,
     fp8_numbers,
+    insert_peaks,
     midpoints,
     nearest_e2m1,
     nearest_fp8,
-    peaked,
+    rows_with_peaks,
     signed_choice,
-    with_peaks,
 )
 from interposer_ops.quantizers._small_floats import (
     E2M1_MAX,
@@ -45,7 +48,7 @@ def _shapes(block_size: int, num_blocks: int) -> dict[str, tuple[int, ...]]:
 
 
 _SHAPES, _NV_SHAPES = _shapes(_BLOCK, 3), _shapes(_NV_BLOCK, 5)
-# The exponents that blocks are scaled by; those of the last two need 8 bits of exponent.
+# Ranges of block exponents; the last two ranges need dtypes with 8 exponent bits.
 _EXPONENTS = {
     "": (-6, 3),
     "equal": (0, 1),
@@ -53,8 +56,8 @@ _EXPONENTS = {
     "lowest": (-135, -124),
     "highest": (100, 118),
 }
-# Peaks relative to a block's scale. Powers of two are where its exponent changes; what lies above
-# the largest number of the format saturates; all are representable in 8 bits.
+# Peaks in units of the block's scale. At powers of two the scale's exponent changes; peaks above
+# the format's largest number saturate. All peaks are exact in bfloat16.
 _E4M3_PEAKS = (256.0, 288.0, 416.0, 448.0, 472.0, 510.0)
 _E2M1_PEAKS = (4.0, 4.5, 6.0, 6.5, 7.5, 7.9375)
 _PEAKS = {"": slice(None), "powers of two": slice(0, 1), "saturated": slice(4, 6)}
@@ -77,17 +80,17 @@ def _blocks(
     point: Point, blocks: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator,
     numbers: Tensor, peaks: tuple[float, ...], nearest: Callable[[Tensor], Tensor],
 ) -> Tensor:  # fmt: skip
-    choice = torch.tensor(peaks[point["peaks"]], dtype=torch.float64)
-    tops = choice[torch.randint(0, len(choice), blocks[:-1], generator=generator)]
+    candidates = torch.tensor(peaks[point["peaks"]], dtype=torch.float64)
+    block_peaks = candidates[torch.randint(0, len(candidates), blocks[:-1], generator=generator)]
     lowest, highest = point["exponents"]
     exponents = torch.randint(lowest, highest, blocks[:-1], generator=generator)
     if point["numbers"] == _TIES:
-        between = midpoints(numbers)
-        rows = with_peaks(signed_choice(between, blocks, generator), tops, generator)
+        ties = signed_choice(midpoints(numbers), blocks, generator)
+        rows = insert_peaks(ties, block_peaks, generator)
     else:
-        rows = peaked(blocks, tops, generator)
+        rows = rows_with_peaks(blocks, block_peaks, generator)
     if lowest < -100:
-        # Below the smallest exponent of a scale, but above the subnormal numbers.
+        # Scales have the smallest exponent here; keep only elements above the subnormal numbers.
         rows = torch.where(rows.abs() < 256, 0.0, rows) if peaks[0] == 256 else rows
     x = torch.ldexp(rows, exponents.unsqueeze(-1)).to(dtype)
     if point["numbers"] == _TIES:
@@ -126,12 +129,12 @@ _E2M1 = decode_e2m1(torch.arange(8, dtype=torch.uint8), torch.float64)
 quantize_mxfp8_cases = _space(
     partial(_quantize, numbers=_E4M3, peaks=_E4M3_PEAKS, nearest=nearest_fp8(torch.float8_e4m3fn))
 )
-"""Blocks whose peaks are powers of two, ordinary or saturated, at all ends of exponents."""
+"""Blocks with peaks that are powers of two, ordinary or saturated, at all ends of exponents."""
 
 quantize_mxfp4_cases = _space(
     partial(_quantize, numbers=_E2M1, peaks=_E2M1_PEAKS, nearest=nearest_e2m1)
 )
-"""Blocks whose peaks are powers of two, ordinary or saturated, at all ends of exponents."""
+"""Blocks with peaks that are powers of two, ordinary or saturated, at all ends of exponents."""
 
 
 def _dequantize(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -148,7 +151,7 @@ def _dequantize(point: Point, dtype: torch.dtype, generator: torch.Generator) ->
 dequantize_mxfp4_cases = CaseSpace(
     _dequantize,
     Axis("shape", _SHAPES),
-    # Biased. The products are exact in the dtype: 14 is the range of float16.
+    # Biased. Element * scale is exact in the dtype; float16 limits the first range.
     Axis(
         "exponents",
         {
@@ -167,16 +170,16 @@ dequantize_mxfp4_cases = CaseSpace(
         point.labels["exponents"] in ("", "equal", "NaN") or dtype != torch.float16
     ),
 )
-"""Every pair of codes with scales of all magnitudes, whose products are exact."""
+"""Every pair of codes with scales of all magnitudes; element * scale is exact."""
 
 
 def quantize_mxfp8_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states."""
+    """Make T rows of hidden states."""
     return _sample(dtype, dims, num_tokens, seed, 8, nearest_fp8(torch.float8_e4m3fn))
 
 
 def quantize_mxfp4_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states."""
+    """Make T rows of hidden states."""
     return _sample(dtype, dims, num_tokens, seed, 2, nearest_e2m1)
 
 
@@ -195,12 +198,12 @@ def _sample(
 
 
 def _case(x: Tensor, label: str = "") -> Case:
-    """Return a case whose results are exact: a scale is the exponent of a number."""
+    """Build a case with exact results: a scale is the exponent of the block's peak."""
     return Case(label, {"x": x}, {"hidden_size": x.shape[-1]}, reduction=0)
 
 
-_EXCEEDING = "beyond the largest"  # what a quantizer has to saturate
-# Codes of e4m3 that block scales come to: 0x78 is 256, 0x7E 448, below 0x08 are subnormals.
+_EXCEEDING = "beyond the largest"  # block scales that saturate
+# Ranges of e4m3 codes of block scales: 0x78 is 256, 0x7E is 448, codes below 0x08 are subnormal.
 _SCALE_CODES = {
     "": (0x20, 0x60),
     "equal": (0x38, 0x39),
@@ -218,45 +221,45 @@ def _quantize_nvfp4(point: Point, dtype: torch.dtype, generator: torch.Generator
     if point["numbers"] == "zeros":
         x = torch.zeros(blocks, dtype=dtype)
     elif point["numbers"] == _TIES:
-        x = _tied(blocks, point["block scales"], dtype, generator)
+        x = _draw_ties(blocks, point["block scales"], dtype, generator)
     else:
         excess = 1.5 if point.labels["block scales"] == _EXCEEDING else 1.0
-        x = _ordinary(blocks, point["block scales"], excess, global_scale, dtype, generator)
+        x = _draw_blocks(blocks, point["block scales"], excess, global_scale, dtype, generator)
     return _nvfp4_case(x.flatten(-2), global_scale)
 
 
-def _ordinary(
+def _draw_blocks(
     blocks: tuple[int, ...], codes: tuple[int, int], excess: float, global_scale: Tensor,
     dtype: torch.dtype, generator: torch.Generator,
 ) -> Tensor:  # fmt: skip
-    """Return blocks whose peaks bring block scales close to numbers of e4m3."""
+    """Draw blocks whose peaks make block scales close to numbers of e4m3."""
     scales = _scales(blocks[:-1], codes, generator)
     near = 0.98 + 0.04 * torch.rand(blocks[:-1], generator=generator, dtype=torch.float64)
     unit = (scales / global_scale.double()).unsqueeze(-1)
-    x = (peaked(blocks, E2M1_MAX * excess * near, generator) * unit).to(dtype)
+    x = (rows_with_peaks(blocks, E2M1_MAX * excess * near, generator) * unit).to(dtype)
     return clear_of_boundaries(x, x.double() / unit, nearest_e2m1)
 
 
-def _tied(
+def _draw_ties(
     blocks: tuple[int, ...], codes: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
-    """Return blocks of ties, whose block scales are powers of two and the global scale is 1."""
-    drawn = _scales(blocks[:-1], codes, generator)
-    scales = torch.ldexp(torch.ones_like(drawn), torch.frexp(drawn).exponent - 1)
+    """Draw blocks of ties with power-of-two block scales, for a global scale of 1."""
+    random_scales = _scales(blocks[:-1], codes, generator)
+    scales = torch.ldexp(torch.ones_like(random_scales), torch.frexp(random_scales).exponent - 1)
     rows = signed_choice(midpoints(_E2M1), blocks, generator)
     peaks = torch.full(blocks[:-1], E2M1_MAX, dtype=torch.float64)
-    return (with_peaks(rows, peaks, generator) * scales.unsqueeze(-1)).to(dtype)
+    return (insert_peaks(rows, peaks, generator) * scales.unsqueeze(-1)).to(dtype)
 
 
 def _scales(shape: tuple[int, ...], codes: tuple[int, int], generator: torch.Generator) -> Tensor:
-    drawn = torch.randint(*codes, shape, generator=generator, dtype=torch.uint8)
-    return drawn.view(torch.float8_e4m3fn).double()
+    random_codes = torch.randint(*codes, shape, generator=generator, dtype=torch.uint8)
+    return random_codes.view(torch.float8_e4m3fn).double()
 
 
 def _fits(point: Point, dtype: torch.dtype) -> bool:
-    beyond = point.labels["block scales"] == _EXCEEDING
+    saturates = point.labels["block scales"] == _EXCEEDING
     if point["numbers"] == _TIES:
-        return point["global scale"] == 1 and not beyond
+        return point["global scale"] == 1 and not saturates
     return dtype != torch.float16 or not _exceeds_float16(point)
 
 
@@ -284,16 +287,16 @@ quantize_nvfp4_cases = CaseSpace(
 
 
 def quantize_nvfp4_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states, each block with a number that fixes its scale."""
+    """Make T rows of hidden states, each block with a peak that determines the scale."""
     generator = torch.Generator().manual_seed(seed)
     global_scale = torch.tensor([37.7])
     blocks = (num_tokens, int(dims["hidden_size"]) // _NV_BLOCK, _NV_BLOCK)
-    x = _ordinary(blocks, _SCALE_CODES[""], 1.0, global_scale, dtype, generator)
+    x = _draw_blocks(blocks, _SCALE_CODES[""], 1.0, global_scale, dtype, generator)
     return _nvfp4_case(x.flatten(-2), global_scale, f"{num_tokens} tokens")
 
 
 def _nvfp4_case(x: Tensor, global_scale: Tensor, label: str = "") -> Case:
-    """Return a case whose results are exact."""
+    """Build a case with exact results."""
     arguments = {"x": x, "global_scale": global_scale}
     return Case(label, arguments, {"hidden_size": x.shape[-1]}, reduction=0)
 
@@ -308,7 +311,7 @@ def _dequantize_nvfp4(point: Point, dtype: torch.dtype, generator: torch.Generat
         "global_scale": torch.tensor([point["global scale"]]),
         "out_dtype": dtype,
     }
-    # A quotient and a product, in either order, or a product with the reciprocal.
+    # Kernels divide and multiply in either order, or multiply by the rounded reciprocal.
     largest = E2M1_MAX * peak(scales) / point["global scale"]
     return Case("", arguments, {"hidden_size": shape[-1]}, reduction=2, magnitude=largest)
 
@@ -330,6 +333,6 @@ dequantize_nvfp4_cases = CaseSpace(
 
 
 def _packed(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return pairs of codes for rows of a shape."""
+    """Draw packed pairs of codes for elements of ``shape``."""
     pairs = (*shape[:-1], shape[-1] // 2)
     return torch.randint(0, 256, pairs, generator=generator, dtype=torch.uint8)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Quantizers with a scale for each row or block of a row, or for a whole tensor, given or found.
+"""Triton kernels that quantize to fp8 and int8, by static or dynamic scales.
 
 H hidden size, B block size.
 """
@@ -26,14 +26,14 @@ from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops._triton.small_floats import (
     Fp8Format,
-    divided,
+    divide,
     fp8_format,
     fp8_memory,
-    quantized,
-    rounded,
+    quantize,
+    round_half_even,
 )
 
-_INT8 = Fp8Format(0, 0, False, 127.0)  # no float; only the largest number counts
+_INT8 = Fp8Format(0, 0, False, 127.0)  # not a float: kernels for int8 read only ``largest``
 
 
 @triton_kernel("quantize_fp8_per_token")
@@ -41,7 +41,7 @@ def quantize_fp8_per_token_triton(
     x: Tensor, out_dtype: torch.dtype, scale_limit: float | None
 ) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_fp8_per_token``."""
-    return _quantized_fp8(x, x.shape[-1], out_dtype, scale_limit, False)
+    return _quantize_fp8(x, x.shape[-1], out_dtype, scale_limit, False)
 
 
 @triton_kernel("quantize_fp8_blocks")
@@ -49,23 +49,23 @@ def quantize_fp8_blocks_triton(
     x: Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_fp8_blocks``."""
-    return _quantized_fp8(x, block_size, out_dtype, None, power_of_two_scales)
+    return _quantize_fp8(x, block_size, out_dtype, None, power_of_two_scales)
 
 
 @triton_kernel("quantize_int8_per_token")
 def quantize_int8_per_token_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_int8_per_token``."""
-    return _quantized_int8(x, None)
+    return _quantize_int8(x, None)
 
 
 @triton_kernel("quantize_int8_per_token_asymmetric")
 def quantize_int8_per_token_asymmetric_triton(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``quantize_int8_per_token_asymmetric``."""
     zero_points = torch.empty((*x.shape[:-1], 1), dtype=torch.int32, device=x.device)
-    return *_quantized_int8(x, zero_points), zero_points
+    return *_quantize_int8(x, zero_points), zero_points
 
 
-def _quantized_fp8(
+def _quantize_fp8(
     x: Tensor, block_size: int, out_dtype: torch.dtype, scale_limit: float | None,
     power_of_two_scales: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -75,19 +75,21 @@ def _quantized_fp8(
     if x.numel():
         format_ = fp8_format(out_dtype)
         memory = fp8_memory(q)
-        _launch(x, memory, scales, None, block_size, scale_limit, format_, power_of_two_scales)
+        _launch_blocks(
+            x, memory, scales, None, block_size, scale_limit, format_, power_of_two_scales
+        )
     return q, scales
 
 
-def _quantized_int8(x: Tensor, zero_points: Tensor | None) -> tuple[Tensor, Tensor]:
+def _quantize_int8(x: Tensor, zero_points: Tensor | None) -> tuple[Tensor, Tensor]:
     q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     if x.numel():
-        _launch(x, q, scales, zero_points, x.shape[-1], None, _INT8, False)
+        _launch_blocks(x, q, scales, zero_points, x.shape[-1], None, _INT8, False)
     return q, scales
 
 
-def _launch(
+def _launch_blocks(
     x: Tensor, q: Tensor, scales: Tensor, zero_points: Tensor | None,
     block_size: int, scale_limit: float | None, format_: Fp8Format, power_of_two_scales: bool,
 ) -> None:  # fmt: skip
@@ -110,9 +112,9 @@ def _quantize_blocks(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PER_ROW: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Treat every block as a row of its own."""
+    """Quantize blocks of rows; each program handles ``ROWS`` blocks as if these were rows."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    there = block < num_blocks
+    block_mask = block < num_blocks
     first = (block % PER_ROW) * BLOCK
     size = tl.minimum(WIDTH - first, BLOCK)
     column = tl.arange(0, COLUMNS)[None, :]
@@ -120,64 +122,66 @@ def _quantize_blocks(
     x += (block // PER_ROW) * x_stride + first
     q += (block // PER_ROW) * WIDTH + first
     if COLUMNS >= BLOCK:
-        inside = there & (column < size)
+        inside = block_mask & (column < size)
         value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
-        seen = tl.abs(value) if zero_points is None else value
-        low = tl.min(seen, axis=1, keep_dims=True)
-        high = tl.max(seen, axis=1, keep_dims=True)
+        magnitude = tl.abs(value) if zero_points is None else value
+        low = tl.min(magnitude, axis=1, keep_dims=True)
+        high = tl.max(magnitude, axis=1, keep_dims=True)
         scale, zero_point = _scale(low, high, zero_points, scale_limit, largest, POWER_OF_TWO)
-        code = quantized(value, scale, zero_point, largest, dtype, FORMAT)
+        code = quantize(value, scale, zero_point, largest, dtype, FORMAT)
         tl.store(q + column, code, mask=inside)
     else:
         lows = tl.zeros([ROWS, COLUMNS], tl.float32)
         highs = tl.zeros([ROWS, COLUMNS], tl.float32)
         for start in range(0, BLOCK, COLUMNS):
-            place = start + column
-            value = tl.load(x + place, mask=there & (place < size), other=0.0).to(tl.float32)
-            seen = tl.abs(value) if zero_points is None else value
-            lows = tl.minimum(lows, seen)
-            highs = tl.maximum(highs, seen)
+            position = start + column
+            value = tl.load(x + position, mask=block_mask & (position < size), other=0.0).to(
+                tl.float32
+            )
+            magnitude = tl.abs(value) if zero_points is None else value
+            lows = tl.minimum(lows, magnitude)
+            highs = tl.maximum(highs, magnitude)
         low = tl.min(lows, axis=1, keep_dims=True)
         high = tl.max(highs, axis=1, keep_dims=True)
         scale, zero_point = _scale(low, high, zero_points, scale_limit, largest, POWER_OF_TWO)
         for start in range(0, BLOCK, COLUMNS):
-            place = start + column
-            inside = there & (place < size)
-            value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-            code = quantized(value, scale, zero_point, largest, dtype, FORMAT)
-            tl.store(q + place, code, mask=inside)
-    tl.store(scales + block, scale, mask=there)
+            position = start + column
+            inside = block_mask & (position < size)
+            value = tl.load(x + position, mask=inside, other=0.0).to(tl.float32)
+            code = quantize(value, scale, zero_point, largest, dtype, FORMAT)
+            tl.store(q + position, code, mask=inside)
+    tl.store(scales + block, scale, mask=block_mask)
     if zero_points is not None:
-        tl.store(zero_points + block, zero_point.to(tl.int32), mask=there)
+        tl.store(zero_points + block, zero_point.to(tl.int32), mask=block_mask)
 
 
 @triton.jit
 def _scale(low, high, zero_points, scale_limit, largest, POWER_OF_TWO: tl.constexpr):
-    """Return the scales of blocks, and their zero points where they have any, both in float32."""
+    """Return the float32 scales and zero points of blocks with ranges ``low`` to ``high``."""
     zero_point = tl.zeros_like(high)
     if zero_points is None:
-        scale = tl.where(high > 0, divided(high, largest), 1.0)
+        scale = tl.where(high > 0, divide(high, largest), 1.0)
         if POWER_OF_TWO:
-            scale = _raised(scale)
+            scale = _round_up_to_power_of_two(scale)
         if scale_limit is not None:
             scale = tl.minimum(scale, scale_limit)
     else:
         low = tl.minimum(low, 0.0)
         high = tl.maximum(high, 0.0)
-        scale = tl.where(high > low, divided(high - low, 255.0), 1.0)
-        zero_point = rounded(-128.0 - tl.div_rn(low, scale))
+        scale = tl.where(high > low, divide(high - low, 255.0), 1.0)
+        zero_point = round_half_even(-128.0 - tl.div_rn(low, scale))
     return scale, zero_point
 
 
 @triton.jit
-def _raised(scale):
-    """Return the smallest powers of two that are not below ``scale``; 1 for what came to zero."""
+def _round_up_to_power_of_two(scale):
+    """Round ``scale`` up to a power of two; a scale of zero becomes 1."""
     bits = scale.to(tl.int32, bitcast=True)
     raised = (bits + 0x7FFFFF) & 0x7F800000
-    # The bits of a subnormal number count units of 2^-149, so that they are raised themselves.
-    count = bits.to(tl.float32).to(tl.int32, bitcast=True)
-    count = ((count + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True).to(tl.int32)
-    raised = tl.where(bits < 0x800000, count, raised)
+    # The bits of a subnormal number are an integer multiple of 2^-149; round that integer up.
+    multiple = bits.to(tl.float32).to(tl.int32, bitcast=True)
+    multiple = ((multiple + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True).to(tl.int32)
+    raised = tl.where(bits < 0x800000, multiple, raised)
     return tl.where(bits == 0, 1.0, raised.to(tl.float32, bitcast=True))
 
 
@@ -186,7 +190,7 @@ def quantize_fp8_static_triton(x: Tensor, scale: Tensor, out_dtype: torch.dtype)
     """Compute ``quantize_fp8_static``."""
     q = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     if q.numel():
-        _quantize(as_rows(x), fp8_memory(q), scale, None, fp8_format(out_dtype))
+        _launch_elements(as_rows(x), fp8_memory(q), scale, None, fp8_format(out_dtype))
     return q
 
 
@@ -195,11 +199,11 @@ def quantize_int8_static_triton(x: Tensor, scale: Tensor, zero_point: Tensor | N
     """Compute ``quantize_int8_static``."""
     q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     if q.numel():
-        _quantize(as_rows(x), q, scale, zero_point, _INT8)
+        _launch_elements(as_rows(x), q, scale, zero_point, _INT8)
     return q
 
 
-def _quantize(
+def _launch_elements(
     rows: Tensor, q: Tensor, scale: Tensor, zero_point: Tensor | None, format_: Fp8Format
 ) -> None:  # fmt: skip
     num_rows, width = rows.shape
@@ -222,13 +226,13 @@ def _quantize_elements(
     inside = (row < num_rows) & (column < WIDTH)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     dtype: tl.constexpr = q.dtype.element_ty
-    code = quantized(value, divisor, offset, largest, dtype, FORMAT)
+    code = quantize(value, divisor, offset, largest, dtype, FORMAT)
     tl.store(q + row * WIDTH + column, code, mask=inside)
 
 
-def _fp8(op: str, dtype: torch.dtype, x: tuple[object, ...], *others: object) -> Build:
+def _fp8(op: str, dtype: torch.dtype, x: tuple[object, ...], *arguments_after_x: object) -> Build:
     name = dtype_name(dtype)
-    label, arguments = f"{name}, {x[-1]} wide", given(x, *others)
+    label, arguments = f"{name}, {x[-1]} wide", given(x, *arguments_after_x)
     return Build(f"{op}_triton", label, arguments, dims={"out_dtype": name})
 
 
@@ -240,8 +244,8 @@ BUILDS = (
     Build("quantize_fp8_blocks_triton", "128 of 4096", given(_ROWS, 128, E4M3, False)),
     Build("quantize_fp8_blocks_triton", "128 of 14336", given(_WIDE, 128, E4M3, True)),
     *(
-        Build(f"quantize_int8_{scales}_triton", f"{x[-1]} wide", given(x, *given_ones))
-        for scales, *given_ones in (
+        Build(f"quantize_int8_{scales}_triton", f"{x[-1]} wide", given(x, *arguments_after_x))
+        for scales, *arguments_after_x in (
             ("per_token",),
             ("per_token_asymmetric",),
             ("static", _SCALE, (INT32, 1)),

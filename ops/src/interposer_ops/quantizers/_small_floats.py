@@ -1,6 +1,6 @@
-"""Codes of floats that torch has no arithmetic for: e2m1, and e8m0 as an exponent of two.
+"""Encoders and decoders of e2m1 and e8m0, for which torch has no arithmetic.
 
-Nothing here reads the bits of a float, so that any float dtype gives the same codes.
+No function reads the bits of a float, so that every float dtype gives the same codes.
 
 Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3.3, 5.4.1 and 6.3.
 """
@@ -16,10 +16,10 @@ _E8M0_NAN = 255
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
-    """Return the codes of the e2m1 numbers nearest to ``x``, ties to even, saturating at 6.
+    """Encode ``x`` as e2m1: nearest, ties to even, saturating at 6.
 
-    Bit 3 is the sign, of a zero too. The code of a magnitude counts the boundaries below it; a tie
-    goes to the code whose last bit is 0, so boundaries alternate in the side that they belong to.
+    Bit 3 is the sign, also of a zero. The code of a magnitude is the number of rounding boundaries
+    below the magnitude. A tie goes to the even code, so that ``>`` and ``>=`` alternate.
 
     Args:
         x: any shape and float dtype; not NaN.
@@ -39,7 +39,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 
 def decode_e2m1(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that e2m1 codes stand for: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and negatives.
+    """Decode e2m1 codes: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 
     Args:
         codes: any shape, uint8 from 0 to 15.
@@ -52,7 +52,7 @@ def decode_e2m1(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def decode_e8m0(exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 2^(e - 127) for every biased exponent, NaN for 255.
+    """Decode e8m0: 2^(e - 127) for a biased exponent e, NaN for 255.
 
     Args:
         exponents: any shape, uint8.
@@ -64,22 +64,23 @@ def decode_e8m0(exponents: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def shared_exponents(peaks: Tensor, largest_exponent: int) -> Tensor:
-    """Return the biased exponents of blocks by the floor rule.
+    """Return the biased e8m0 exponents of blocks by the floor rule of OCP MX.
 
-    e = floor(log2(peak)) - largest_exponent + 127, kept within 0 and 254; 0 for a block of zeros.
+    e = floor(log2(peak)) - largest_exponent + 127, clamped to 0 and 254; 0 for a block of zeros.
 
     Args:
         peaks: largest magnitude of each block, any shape, float32 or wider, finite.
-        largest_exponent: that of the largest normal number of the elements' format.
+        largest_exponent: exponent of the largest normal number of the element format.
     Returns: shape of ``peaks``, uint8.
     """
-    exponents = torch.frexp(peaks).exponent  # of a mantissa in [0.5, 1): one more than the floor
+    # frexp has mantissas in [0.5, 1), so that its exponent is floor(log2(peak)) + 1.
+    exponents = torch.frexp(peaks).exponent
     biased = exponents - 1 - largest_exponent + _E8M0_BIAS
     return torch.where(peaks > 0, biased, 0).clamp(0, _E8M0_NAN - 1).to(torch.uint8)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Return two codes of four bits per byte, the first one in the low nibble.
+    """Pack two 4-bit codes per byte, the first one in the low nibble.
 
     Args:
         codes: ``[..., 2n]`` uint8 from 0 to 15.
@@ -91,7 +92,7 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Return the codes of four bits of every byte, that of the low nibble first.
+    """Unpack the two 4-bit codes of every byte, the low nibble first.
 
     Args:
         packed: ``[..., n]`` uint8.

@@ -1,4 +1,7 @@
-"""Cases of weights that are rounded to integers. O output features, I input features, G inputs."""
+"""Cases of the quantizers of weights to integers.
+
+O output features, I input features, G inputs per scale.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops.quantizers._quantizer_inputs_cases import (
-    bounded,
     clear_of_boundaries,
-    peaked,
+    rows_with_peaks,
     signed_choice,
+    with_scale_bound,
 )
 from interposer_testing.cases import Axis, CaseSpace, Point, peak
 
 _TIES = "ties"
-# Around what the largest magnitudes of groups lie; float16 ends at 65504.
+# Approximate largest magnitudes of groups; float16 ends at 65504.
 _NUMBERS = {"": 0.1, "small": 2.0**-10, "large": 6e3, _TIES: _TIES, "zeros": 0.0}
 _EVEN = {  # O, I, G
     "groups of 32": (33, 128, 32),
@@ -32,12 +35,12 @@ _EVEN = {  # O, I, G
 }
 _ANY = {**_EVEN, "odd width": (5, 127, 127), "one number": (1, 1, 1)}
 _SIGNS = {"": 0, "not negative": 1, "not positive": -1}
-# A scale is a difference divided by a constant, or multiplied by its rounded reciprocal: up to
-# three roundings, for each of which the bound of a sum allows twice as much.
-_bounded = partial(bounded, roundings=3)
-# More than these roundings come to, so that what is stored in 16 bits is the same.
-_NEAR = 2.0**-20
-_LARGEST = 7.5  # of four bits, in units of the scale
+# A scale is a difference divided by a constant, or multiplied by the constant's rounded reciprocal:
+# up to three roundings. The error bound of sums allows twice that.
+_bounded = partial(with_scale_bound, roundings=3)
+# More than the error of these roundings, so that all kernels round a scale to the same 16 bits.
+_SCALE_MARGIN = 2.0**-20
+_LARGEST = 7.5  # magnitude of a 4-bit number in units of the scale
 
 
 def _int8(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -51,10 +54,10 @@ def _int4(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
 def _symmetric(
     point: Point, dtype: torch.dtype, largest: float, generator: torch.Generator
 ) -> Case:
-    """Return a case of weights whose largest magnitudes are ``largest`` scales.
+    """Build a case of weights whose groups have peaks of ``largest`` * scale.
 
-    That of a group is positive, and saturates: a negative one is a tie but for what is lost when
-    the scale is rounded, so that sensible kernels differ.
+    The peak of a group is positive and saturates. A negative peak would be a tie up to the rounding
+    of the scale, so that sensible kernels would differ.
     """
     rows, width, group = point["weight"]
     blocks = rows, width // group, group
@@ -67,10 +70,10 @@ def _symmetric(
         weight = groups.to(dtype)
     else:
         factors = 1 + 7 * torch.rand(blocks[:-1], generator=generator, dtype=torch.float64)
-        # What is rounded to the dtype decides the scale.
+        # The peak after the rounding to the weight's dtype determines the scale.
         peaks = (point["numbers"] * factors).to(dtype).double()
         peaks = _clear_of_midpoints(peaks, largest, point["scale dtype"])
-        groups = _positive_peaks(peaked(blocks, peaks, generator), peaks, generator)
+        groups = _positive_peaks(rows_with_peaks(blocks, peaks, generator), peaks, generator)
         scale = (peaks / largest).to(point["scale dtype"]).double()
         scale = torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
         weight = groups.to(dtype)
@@ -93,7 +96,7 @@ def _int4_asymmetric(point: Point, dtype: torch.dtype, generator: torch.Generato
     (rows, width, group), sign = point["weight"], point["sign"]
     blocks = rows, width // group, group
     if point["numbers"] == _TIES:
-        # Zero points are even or odd; 15 steps exactly, so that the scale is a power of two.
+        # Even and odd zero points; a range of exactly 15 steps makes the scale a power of two.
         low = -8.0 + 3 * torch.randint(0, 2, blocks[:-1], generator=generator)
         groups = signed_choice(torch.arange(5, dtype=torch.float64) + 0.5, blocks, generator)
         groups[..., 0], groups[..., -1] = low, low + 15
@@ -101,48 +104,49 @@ def _int4_asymmetric(point: Point, dtype: torch.dtype, generator: torch.Generato
         weight = torch.ldexp(groups, exponents.unsqueeze(-1)).to(dtype)
     else:
         factors = 1 + 7 * torch.rand(blocks[:-1], generator=generator, dtype=torch.float64)
-        weight = peaked(blocks, point["numbers"] * factors, generator).to(dtype)
+        weight = rows_with_peaks(blocks, point["numbers"] * factors, generator).to(dtype)
         weight = _cleared(weight.abs() * sign if sign else weight)
     arguments = {"weight": weight.flatten(1), "group_size": group}
     return _bounded(Case("", arguments, _sizes(point)), peak(weight) / _LARGEST)
 
 
 def _cleared(weight: Tensor) -> Tensor:
-    """Return groups with zeros where a quotient or a zero point is near a boundary."""
+    """Zero the elements where a quotient or a zero point is near a rounding boundary."""
     wide = weight.double()
     low, high = wide.amin(-1, keepdim=True).clamp(max=0), wide.amax(-1, keepdim=True).clamp(min=0)
     scale = torch.where(high > low, (high - low) / 15, 1.0)
     offset = low / scale
-    # A group without negative numbers has a zero point that is known.
-    near = (offset - offset.floor() - 0.5).abs() < 2.0**-8
-    weight = weight.masked_fill(near & (weight < 0), 0.0)
+    # Where the zero point is near a boundary, drop negative numbers: the zero point is then exact.
+    is_near = (offset - offset.floor() - 0.5).abs() < 2.0**-8
+    weight = weight.masked_fill(is_near & (weight < 0), 0.0)
     wide = weight.double()
     low, high = wide.amin(-1, keepdim=True).clamp(max=0), wide.amax(-1, keepdim=True).clamp(min=0)
     scale = torch.where(high > low, (high - low) / 15, 1.0)
     zero = (-8 - low / scale).round()
-    # The ends of the range stay, for they decide the scale; so does what is nearest to them.
-    kept = (weight == low) | (weight == high)
+    # The ends of the range determine the scale and the zero point and must stay.
+    is_end = (weight == low) | (weight == high)
     shifted = wide / scale + zero
     margin = 2.0**-16 * (1 + zero.abs() + (wide / scale).abs())
     changed = (shifted - margin).round() != (shifted + margin).round()
-    return torch.where(kept, weight, weight.masked_fill(changed, 0.0))
+    return torch.where(is_end, weight, weight.masked_fill(changed, 0.0))
 
 
 def _clear_of_midpoints(peaks: Tensor, largest: float, scale_dtype: torch.dtype) -> Tensor:
-    """Return peaks whose scales are powers of two where a small error of a scale changes it."""
+    """Replace peaks whose scales round to 16 bits ambiguously by peaks with power-of-two scales."""
     scale = peaks / largest
-    near = (scale * (1 - _NEAR)).to(scale_dtype) != (scale * (1 + _NEAR)).to(scale_dtype)
-    if scale_dtype == torch.float32:  # errors of its own roundings are allowed for
+    below, above = (scale * (1 + side) for side in (-_SCALE_MARGIN, _SCALE_MARGIN))
+    is_near = below.to(scale_dtype) != above.to(scale_dtype)
+    if scale_dtype == torch.float32:  # the error bound of the case covers these roundings
         return peaks
     power = torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
-    return torch.where(near, largest * power, peaks)
+    return torch.where(is_near, largest * power, peaks)
 
 
 def _positive_peaks(groups: Tensor, peaks: Tensor, generator: torch.Generator) -> Tensor:
-    """Return groups of which no number but one is as large as the peak, which is positive."""
-    place = torch.randint(0, groups.shape[-1], peaks.shape, generator=generator).unsqueeze(-1)
+    """Insert the positive peak at a random position; zero other numbers as large as the peak."""
+    position = torch.randint(0, groups.shape[-1], peaks.shape, generator=generator).unsqueeze(-1)
     smaller = torch.where(groups.abs() < peaks.unsqueeze(-1), groups, 0.0)
-    return smaller.scatter(-1, place, peaks.unsqueeze(-1))
+    return smaller.scatter(-1, position, peaks.unsqueeze(-1))
 
 
 def _sizes(point: Point) -> dict[str, int]:
@@ -165,7 +169,7 @@ quantize_weight_int8_cases = CaseSpace(
     },
     alone={"weight": ("no rows",)},
 )
-"""Groups of different magnitudes, the largest anywhere, with scales of 32 and of 16 bits; ties."""
+"""Groups of different magnitudes, the peak at any position, scales of 32 and of 16 bits; ties."""
 
 quantize_weight_int4_cases = CaseSpace(
     _int4,
@@ -180,7 +184,7 @@ quantize_weight_int4_cases = CaseSpace(
     },
     alone={"weight": ("no rows",)},
 )
-"""Groups of different magnitudes, the largest anywhere, with scales of 32 and of 16 bits; ties."""
+"""Groups of different magnitudes, the peak at any position, scales of 32 and of 16 bits; ties."""
 
 quantize_weight_int4_asymmetric_cases = CaseSpace(
     _int4_asymmetric,
@@ -194,7 +198,7 @@ quantize_weight_int4_asymmetric_cases = CaseSpace(
         "sign": ("", "not negative"),
     },
     alone={"weight": ("no rows",)},
-    # Zeros have no sign, and groups with ties two.
+    # Zeros have no sign, and groups with ties have both signs.
     valid=lambda point, _: not (point["sign"] and point["numbers"] in (_TIES, 0.0)),
 )
-"""Groups around zero and on one side of it; ties, where zero points are odd, and zeros."""
+"""Groups around zero and on one side of zero; ties, also with odd zero points, and zeros."""

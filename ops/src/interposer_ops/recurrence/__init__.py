@@ -1,4 +1,4 @@
-"""Layers whose memory of a sequence has a fixed size: convolutions, state spaces, linear attention.
+"""Ops with a state of fixed size per sequence: convolution, state space, linear attention.
 
 Every name is loaded on first use.
 """

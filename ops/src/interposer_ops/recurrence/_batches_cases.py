@@ -1,6 +1,6 @@
 """Ragged batches of sequences with states, for the cases of recurrent ops.
 
-Dimensions: T tokens, B sequences, R rows of states.
+T tokens, B sequences, R rows of the state pool, N heads.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ _SPARE_ROWS = 3
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences as (tokens before the step, tokens of the step, whether it is one)."""
+    """Sequences as (tokens before the step, tokens of the step, False for padding)."""
 
     sequences: tuple[tuple[int, int, bool], ...]
 
     @property
     def num_tokens(self) -> int:
-        """Return T."""
+        """Number of tokens in the step, T."""
         return sum(tokens for _, tokens, _ in self.sequences)
 
     @property
     def longest(self) -> int:
-        """Return the most tokens of a sequence in the step."""
+        """Maximum number of tokens of a sequence in the step."""
         return max((tokens for _, tokens, _ in self.sequences), default=0)
 
     @property
     def num_rows(self) -> int:
-        """Return R; some rows belong to no sequence."""
+        """Number of rows of the pool, R; some rows belong to no sequence."""
         return len(self.sequences) + _SPARE_ROWS
 
 
 def _of(*sequences: tuple[int, int], padding: Sequence[int] = ()) -> Batch:
     return Batch(
-        tuple((cached, new, place not in padding) for place, (cached, new) in enumerate(sequences))
+        tuple((cached, new, index not in padding) for index, (cached, new) in enumerate(sequences))
     )
 
 
@@ -60,46 +60,47 @@ BATCHES = {
 
 
 def sampled_batch(num_tokens: int) -> Batch:
-    """Return the sequences of a typical step."""
+    """Make the sequences of a typical step."""
     return _of(*((total - new, new) for total, new in typical_sequences(num_tokens)))
 
 
-def places(batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return ``query_starts``, ``slots`` and ``num_cached`` of sequences in shuffled rows."""
+def batch_indices(batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
+    """Make ``query_starts``, ``slots`` (in random order) and ``num_cached`` of a batch."""
     rows = torch.randperm(batch.num_rows, generator=generator)[: len(batch.sequences)]
-    known = torch.tensor([known for _, _, known in batch.sequences], dtype=torch.bool)
+    is_valid = torch.tensor([valid for _, _, valid in batch.sequences], dtype=torch.bool)
     return {
         "query_starts": starts_of([tokens for _, tokens, _ in batch.sequences]),
-        "slots": torch.where(known, rows, -1),
+        "slots": torch.where(is_valid, rows, -1),
         "num_cached": torch.tensor([before for before, _, _ in batch.sequences], dtype=torch.int64),
     }
 
 
-def pooled(drawn: Tensor, batch: Batch, slots: Tensor) -> Tensor:
-    """Return ``drawn``, ``[R, ...]``, with NaN in rows that no sequence continues."""
+def with_unused_rows(numbers: Tensor, batch: Batch, slots: Tensor) -> Tensor:
+    """Replace the rows of ``numbers``, ``[R, ...]``, that kernels must not read by NaN."""
     before = torch.tensor([before for before, _, _ in batch.sequences], dtype=torch.int64)
-    states = torch.full_like(drawn, torch.nan)
+    states = torch.full_like(numbers, torch.nan)
     rows = slots[(slots >= 0) & (before > 0)]
-    states[rows] = drawn[rows]
+    states[rows] = numbers[rows]
     return states
 
 
 def recurrent_peak(
-    batch: Batch, kept: Tensor, added: Tensor, states: Tensor, slots: Tensor
+    batch: Batch, decays: Tensor, added: Tensor, states: Tensor, slots: Tensor
 ) -> Tensor:
-    """Return a bound of the length of what each head holds, after each token.
+    """Bound the norm of each head's state after each token.
 
     Args:
-        kept, added: ``[T, N]``: the factor of what is held, and the length of what is added.
-        states: ``[R, N]``: the length of what rows hold; NaN where they hold nothing.
+        decays: ``[T, N]``: factor of the state at each token.
+        added: ``[T, N]``: norm of the token's contribution.
+        states: ``[R, N]``: norms of the initial states; NaN in unused rows.
     Returns: ``[T, N]`` float64.
     """
-    factors, lengths, held = (part.double() for part in (kept, added, states.nan_to_num()))
+    factors, norms, state_norms = (t.double() for t in (decays, added, states.nan_to_num()))
     peaks, token = [], 0
-    for (before, count, known), slot in zip(batch.sequences, slots.tolist(), strict=True):
-        bound = held[slot] if known and before else torch.zeros_like(held[0])
+    for (before, count, is_valid), slot in zip(batch.sequences, slots.tolist(), strict=True):
+        norm = state_norms[slot] if is_valid and before else torch.zeros_like(state_norms[0])
         for _ in range(count):
-            bound = factors[token] * bound + lengths[token]
-            peaks.append(bound)
+            norm = factors[token] * norm + norms[token]
+            peaks.append(norm)
             token += 1
     return torch.stack(peaks) if peaks else factors

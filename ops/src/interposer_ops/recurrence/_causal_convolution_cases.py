@@ -1,6 +1,6 @@
 """Cases of the causal convolution.
 
-Dimensions: T tokens, C channels, W taps, B sequences, S rows of the windows.
+T tokens, C channels, W taps, B sequences, S rows of the window pool.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.recurrence._batches_cases import (
     BATCHES,
     Batch,
-    places,
-    pooled,
+    batch_indices,
     sampled_batch,
+    with_unused_rows,
 )
 from interposer_testing.cases import Axis, CaseSpace, Point, Strides, peak
 
@@ -61,11 +61,11 @@ causal_convolution_cases = CaseSpace(
         },
     ),
 )
-"""Prompts, chunks and single tokens; windows that no sequence continues hold NaN."""
+"""Prefill, chunked prefill and decode; windows that kernels must not read are NaN."""
 
 
 def causal_convolution_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return a typical step, with a bias."""
+    """Make a typical step, with a bias."""
     generator, batch = torch.Generator().manual_seed(seed), sampled_batch(num_tokens)
     sizes = int(dims["num_channels"]), int(dims["window"])
     return _case(batch, sizes, True, bool(dims["silu"]), dtype, generator, f"{num_tokens} tokens")
@@ -83,16 +83,23 @@ def _case(
     channels, taps = sizes
     weight = normal_numbers((channels, taps), dtype, generator, deviation=taps**-0.5)
     bias = normal_numbers((channels,), dtype, generator) if biased else None
-    where = places(batch, generator)
+    indices = batch_indices(batch, generator)
     x = normal_numbers((batch.num_tokens, channels), dtype, generator)
-    drawn = normal_numbers((batch.num_rows, channels, taps - 1), dtype, generator)
-    windows = pooled(drawn, batch, where["slots"])
-    most = max(peak(x), peak(windows)) * float(weight.double().abs().sum(1).max())
-    arguments = {"x": x, "weight": weight, "bias": bias, "windows": windows, **where, "silu": silu}
+    numbers = normal_numbers((batch.num_rows, channels, taps - 1), dtype, generator)
+    windows = with_unused_rows(numbers, batch, indices["slots"])
+    largest_sum = max(peak(x), peak(windows)) * float(weight.double().abs().sum(1).max())
+    arguments = {
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "windows": windows,
+        **indices,
+        "silu": silu,
+    }
     return Case(
         label,
         arguments,
         {"num_channels": channels, "window": taps, "silu": silu},
         reduction=taps + 4,
-        magnitude=most + (0.0 if bias is None else peak(bias)),
+        magnitude=largest_sum + (0.0 if bias is None else peak(bias)),
     )

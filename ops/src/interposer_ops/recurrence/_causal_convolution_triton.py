@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""The causal convolution: a program takes some channels of one sequence.
+"""Triton kernel for the causal convolution: each program computes some channels of one sequence.
 
-Dimensions: T tokens, C channels, W taps, B sequences.
+T tokens, C channels, W taps, B sequences.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def causal_convolution_triton(
 
 @per_device
 def _tile(device: torch.device, channels: int) -> tuple[int, int, dict[str, int]]:
-    """Return tokens and channels of a tile, and how it is compiled."""
+    """Return the tokens and channels of a tile, and the launch options."""
     parameters = parameters_for("causal_convolution", device)
     columns = min(parameters.blocks["channels"], triton.next_power_of_2(channels))
     return parameters.blocks["tokens"], columns, parameters.compiled
@@ -55,56 +55,61 @@ def _convolve(
     first = tl.load(query_starts + sequence)
     last = tl.load(query_starts + sequence + 1)
     slot = tl.load(slots + sequence)
-    known = (slot >= 0) & (tl.load(num_cached + sequence) > 0)
+    has_window = (slot >= 0) & (tl.load(num_cached + sequence) > 0)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    there = channel < NUM_CHANNELS
+    channel_mask = channel < NUM_CHANNELS
     window = windows + slot * window_stride + channel * BEFORE
     total = tl.zeros([CHANNELS], tl.float32)
     if bias is not None:
-        total += tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)
+        total += tl.load(bias + channel, mask=channel_mask, other=0.0).to(tl.float32)
     for start in range(first, last, TOKENS):
         token = start + tl.arange(0, TOKENS)
-        inside = (token < last)[:, None] & there[None, :]
+        inside = (token < last)[:, None] & channel_mask[None, :]
         sums = tl.zeros([TOKENS, CHANNELS], tl.float32) + total[None, :]
         for tap in tl.static_range(TAPS):
             source = token - (BEFORE - tap)
-            own = tl.load(
+            step_inputs = tl.load(
                 x + source[:, None] * x_stride + channel[None, :],
                 mask=inside & (source >= first)[:, None],
                 other=0.0,
             )
-            # Tokens before the step, the newest of which is the last of the window.
-            before = source - first + BEFORE
-            held = tl.load(
-                window[None, :] + before[:, None],
-                mask=inside & (source < first)[:, None] & known,
+            # Tokens before the step are in the window, the newest one last.
+            window_column = source - first + BEFORE
+            window_inputs = tl.load(
+                window[None, :] + window_column[:, None],
+                mask=inside & (source < first)[:, None] & has_window,
                 other=0.0,
             )
-            factor = tl.load(weight + channel * TAPS + tap, mask=there, other=0.0).to(tl.float32)
-            inputs = tl.where((source >= first)[:, None], own, held).to(tl.float32)
+            factor = tl.load(weight + channel * TAPS + tap, mask=channel_mask, other=0.0).to(
+                tl.float32
+            )
+            inputs = tl.where((source >= first)[:, None], step_inputs, window_inputs).to(tl.float32)
             sums += inputs * factor[None, :]
         if SILU:
             sums = sums / (1.0 + tl.exp(-sums))
         sums = tl.where(slot >= 0, sums, 0.0)
         target = y + token[:, None] * NUM_CHANNELS + channel[None, :]
         tl.store(target, sums.to(y.dtype.element_ty), mask=inside)
-    # Every thread has read the window, of which others overwrite parts.
+    # All threads must have read the window before any thread overwrites it.
     tl.debug_barrier()
-    stored = there & (slot >= 0) & (last > first)
+    store_mask = channel_mask & (slot >= 0) & (last > first)
     for column in tl.static_range(BEFORE):
         source = last - BEFORE + column
-        own = tl.load(x + source * x_stride + channel, mask=stored & (source >= first), other=0.0)
-        # It lies behind this column, so that it is not overwritten yet.
-        before = source - first + BEFORE
-        held = tl.load(window + before, mask=stored & (source < first) & known, other=0.0)
-        tl.store(window + column, tl.where(source >= first, own, held), mask=stored)
+        in_step = store_mask & (source >= first)
+        step_input = tl.load(x + source * x_stride + channel, mask=in_step, other=0.0)
+        # This column is after the one to be stored, so that the loop has not overwritten it yet.
+        window_column = source - first + BEFORE
+        in_window = store_mask & (source < first) & has_window
+        window_input = tl.load(window + window_column, mask=in_window, other=0.0)
+        new_input = tl.where(source >= first, step_input, window_input)
+        tl.store(window + column, new_input, mask=store_mask)
 
 
 def _build(label: str, taps: int, biased: bool, dtype: torch.dtype = BF16) -> Build:
-    places = (INT64, 33), (INT64, 32), (INT64, 32)
+    indices = (INT64, 33), (INT64, 32), (INT64, 32)
     bias = (dtype, 8192) if biased else None
     pool = (dtype, 64, 8192, taps - 1)
-    arguments = given((dtype, 512, 8192), (dtype, 8192, taps), bias, pool, *places, True)
+    arguments = given((dtype, 512, 8192), (dtype, 8192, taps), bias, pool, *indices, True)
     return Build("causal_convolution_triton", label, arguments, dtype_name(dtype))
 
 

@@ -1,6 +1,6 @@
-"""Sequences of a ragged batch cut into chunks of one length, without waiting for a value.
+"""Split the sequences of a ragged batch into chunks of equal size, without synchronization.
 
-Dimensions: T tokens, B sequences, M chunks, C tokens of a chunk, N heads.
+T tokens, B sequences, M chunks, C tokens per chunk, N heads.
 """
 
 from __future__ import annotations
@@ -11,70 +11,71 @@ import torch
 from torch import Tensor
 
 from interposer_ops.attention._padded_attention import positions_of
-from interposer_ops.recurrence._states import over
+from interposer_ops.recurrence._states import expand_mask
 
-_MOST_TOKENS = 64
+_MAX_CHUNK_TOKENS = 64
 
 
 class Chunks(NamedTuple):
-    """Chunks of sequences, in their order; those behind the last one hold no token.
+    """Chunks in the order of the sequences, padded at the end by chunks without tokens.
 
     Attributes:
-        tokens: ``[M, C]`` int64, which token stands where; any where none does.
-        inside: ``[M, C]`` bool, where there is one.
-        sequences: ``[M]`` int64: which sequence a chunk is of.
-        places: ``[T]`` int64: where a token stands among the M C places.
-        owners: ``[T]`` int64: which sequence a token is of.
+        tokens: ``[M, C]`` int64: the token at each position of a chunk; arbitrary at padding.
+        is_token: ``[M, C]`` bool: False at padding.
+        sequences: ``[M]`` int64: the sequence of each chunk.
+        positions: ``[T]`` int64: the position of each token among the M * C chunk positions.
+        token_sequences: ``[T]`` int64: the sequence of each token.
     """
 
     tokens: Tensor
-    inside: Tensor
+    is_token: Tensor
     sequences: Tensor
-    places: Tensor
-    owners: Tensor
+    positions: Tensor
+    token_sequences: Tensor
 
-    def gathered(self, rows: Tensor, wide: torch.dtype) -> Tensor:
-        """Return the rows of all chunks, ``[M, C, ...]``, zeros where there is no token."""
-        chosen = rows[self.tokens.flatten()]
-        chosen = torch.where(over(self.inside.flatten(), chosen), chosen, 0)
-        return chosen.to(wide).view(*self.tokens.shape, *rows.shape[1:])
+    def gather(self, rows: Tensor, wide: torch.dtype) -> Tensor:
+        """Gather token rows ``[T, ...]`` into chunks ``[M, C, ...]``, with zeros at padding."""
+        chunk_rows = rows[self.tokens.flatten()]
+        chunk_rows = torch.where(expand_mask(self.is_token.flatten(), chunk_rows), chunk_rows, 0)
+        return chunk_rows.to(wide).view(*self.tokens.shape, *rows.shape[1:])
 
-    def scattered(self, rows: Tensor) -> Tensor:
-        """Return ``[T, ...]`` of the ``[M, C, ...]`` of all chunks."""
-        return rows.flatten(0, 1)[self.places]
+    def scatter(self, rows: Tensor) -> Tensor:
+        """Return chunk rows ``[M, C, ...]`` in token order, ``[T, ...]``."""
+        return rows.flatten(0, 1)[self.positions]
 
 
 def chunks_of(query_starts: Tensor, num_tokens: int) -> Chunks:
-    """Return the chunks of sequences; the sizes alone say how long and how many they are."""
+    """Split sequences into chunks; M and C depend only on the numbers of tokens and sequences."""
     num_sequences, device = len(query_starts) - 1, query_starts.device
-    usual = -(-num_tokens // num_sequences)
-    size = min(_MOST_TOKENS, 1 << (usual - 1).bit_length())
-    most = (num_tokens + num_sequences * (size - 1)) // size
+    average = -(-num_tokens // num_sequences)
+    size = min(_MAX_CHUNK_TOKENS, 1 << (average - 1).bit_length())
+    max_chunks = (num_tokens + num_sequences * (size - 1)) // size
     counts = (query_starts.diff() + size - 1) // size
     ends = counts.cumsum(0)
-    begins = ends - counts  # chunks before each sequence
-    chunks = torch.arange(most, device=device)
+    starts = ends - counts  # number of chunks before each sequence
+    chunks = torch.arange(max_chunks, device=device)
     sequences = torch.bucketize(chunks, ends, right=True).clamp(max=num_sequences - 1)
-    first = query_starts[sequences] + (chunks - begins[sequences]) * size
+    first = query_starts[sequences] + (chunks - starts[sequences]) * size
     tokens = first[:, None] + torch.arange(size, device=device)
-    inside = tokens < query_starts[sequences + 1][:, None]
-    owners, offsets = positions_of(query_starts, num_tokens)
-    places = begins[owners] * size + offsets
-    return Chunks(tokens.clamp(max=num_tokens - 1), inside, sequences, places, owners)
+    is_token = tokens < query_starts[sequences + 1][:, None]
+    token_sequences, offsets = positions_of(query_starts, num_tokens)
+    positions = starts[token_sequences] * size + offsets
+    tokens = tokens.clamp(max=num_tokens - 1)
+    return Chunks(tokens, is_token, sequences, positions, token_sequences)
 
 
 def chunk_decays(logarithms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return by what a state decays within chunks.
+    """Return the decay between each pair of tokens of a chunk, and since the chunk's start.
 
     Args:
-        logarithms: ``[M, C, N]``, of the factor of each token and head.
-    Returns: ``[M, N, C, C]``: the factor of what token s adds when it is token t's turn, in row t;
-        0 of later ones. ``[M, N, C]``: that of what a chunk began with.
+        logarithms: ``[M, C, N]``, logarithm of the decay of each token and head.
+    Returns: ``[M, N, C, C]``: in row t, column s the decay of token s's contribution at token t; 0
+        for later tokens. ``[M, N, C]``: the decay of the chunk's initial state at token t.
     """
     size = logarithms.shape[1]
     heads = logarithms.transpose(1, 2)  # [M, N, C]
-    # One sum for each pair: differences of sums over the whole chunk would cancel.
+    # One sum per pair of tokens: differences of cumulative sums of the chunk would cancel.
     pairs = heads[..., None].expand(*heads.shape, size).tril(-1).cumsum(-2)
-    places = torch.arange(size, device=logarithms.device)
-    between = pairs.masked_fill(places[:, None] < places, -torch.inf).exp()
+    positions = torch.arange(size, device=logarithms.device)
+    between = pairs.masked_fill(positions[:, None] < positions, -torch.inf).exp()
     return between, (pairs[..., 0] + heads[..., :1]).exp()

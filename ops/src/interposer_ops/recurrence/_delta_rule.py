@@ -1,7 +1,7 @@
-"""Linear attention whose state forgets what a key held before it holds something new.
+"""Gated delta rule (Gated DeltaNet): linear attention that replaces the value stored for a key.
 
-Dimensions: T tokens, H heads of queries and keys, V heads of values, K key size, D value size, B
-sequences, R rows of states.
+T tokens, H query and key heads, V value heads, K key size, D value size, B sequences, R rows of the
+state pool.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.attention._padded_attention import positions_of
 from interposer_ops.recurrence._states import (
-    begun_states,
     decays_between,
+    load_states,
     store_states,
     without_padding,
 )
@@ -40,25 +40,25 @@ def gated_delta_rule(
     num_cached: Tensor,
     scale: float,
 ) -> Tensor:
-    """Decay the state of each head, correct what it answers to the token's key, and query it.
+    """Scan tokens: decay each head's state, correct the value stored for the key, and query.
 
     With S = exp(decay_t) * S_{t-1}: u_t = beta_t * (value_t - S^T key_t), S_t = S + key_t u_t^T,
     y_t = scale * S_t^T query_t, in float32 or wider. Value head v reads query and key head
-    v // (V / H). A sequence without a cached token begins with zeros, whatever its row holds.
-    Prompts, chunks of them and single tokens are the same op.
+    v // (V / H). The state of a sequence without cached tokens starts at zero, so that its row may
+    hold anything. Prefill, chunked prefill and decode are the same op.
 
     Args:
-        query: ``[T, H, K]``, any float dtype, normalised; the sequences lie one behind the other;
-            tokens may skip memory, here and in the next four.
+        query: ``[T, H, K]``, any float dtype, normalised; the sequences are concatenated. Tokens
+            need not be adjacent in memory, here and in the next four arguments.
         key: ``[T, H, K]``, dtype of ``query``, of unit length.
         value: ``[T, V, D]``, dtype of ``query``; V is a multiple of H.
         decay: ``[T, V]`` float32: the logarithm of the gate, finite and not positive.
-        beta: ``[T, V]`` float32: how much of the correction is made, from 0 to 2.
-        states: ``[R, V, K, D]`` float32, written in place; rows may skip memory.
-        query_starts: ``[B + 1]`` int64: where the tokens of each sequence start, T last.
-        slots: ``[B]`` int64, distinct: which row of ``states`` a sequence has. A negative one is
-            padding, of which nothing is read or written and the result is zeros.
-        num_cached: ``[B]`` int64: tokens of a sequence before the step.
+        beta: ``[T, V]`` float32: step size of the correction, from 0 to 2.
+        states: ``[R, V, K, D]`` float32, updated in place; rows need not be adjacent.
+        query_starts: ``[B + 1]`` int64: the first token of each sequence, then T.
+        slots: ``[B]`` int64, distinct: the row of ``states`` of each sequence. A negative slot
+            marks a padding sequence: nothing is read or written, and the result is zeros.
+        num_cached: ``[B]`` int64: number of tokens of the sequence before this step.
         scale: factor of the result.
     Returns: ``[T, V, D]``, dtype of ``value``.
     Dims: num_heads, num_value_heads, key_size, value_size.
@@ -73,23 +73,24 @@ def gated_delta_rule(
     queries, keys = (
         rows.repeat_interleave(grouped, 1).transpose(0, 1) for rows in (query, key)
     )  # [V, T, K]
-    factors, begun = beta.to(wide), begun_states(states, slots, num_cached, wide)
+    factors, initial_states = beta.to(wide), load_states(states, slots, num_cached, wide)
     between, since = decays_between(decay.to(wide), sequences, query_starts)
-    # Of every sequence, then of its own: a copy of the state for each token is far larger.
+    # Read the states of all sequences, then select each token's sequence: one state per token would
+    # need far more memory.
     tokens = torch.arange(value.shape[0], device=value.device)
-    held, read = (
-        since[..., None] * (rows @ begun).permute(2, 0, 1, 3)[tokens, sequences]
+    stored_values, state_reads = (
+        since[..., None] * (rows @ initial_states).permute(2, 0, 1, 3)[tokens, sequences]
         for rows in (keys, queries)
     )
-    # The updates u of all tokens at once, each of which reads those before it: (I + A) u = w.
-    earlier = ((keys @ keys.mT) * between).tril(-1) * factors.T[..., None]
-    wanted = (factors[..., None] * (value - held)).transpose(0, 1)  # [V, T, D]
-    updates = torch.linalg.solve_triangular(earlier, wanted, upper=False, unitriangular=True)
+    # Each update u depends on the earlier ones: solve (I + A) u = w for the updates of all tokens.
+    system = ((keys @ keys.mT) * between).tril(-1) * factors.T[..., None]
+    targets = (factors[..., None] * (value - stored_values)).transpose(0, 1)  # [V, T, D]
+    updates = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
     scores = (queries @ keys.mT) * between
-    y = scale * (read + (scores @ updates).transpose(0, 1))
+    y = scale * (state_reads + (scores @ updates).transpose(0, 1))
     last = (query_starts[1:] - 1).clamp(min=0)
     if value.shape[0]:
-        left = between[:, last].transpose(0, 1)[..., None] * keys  # [B, V, T, K]
-        ends = left.mT @ updates + since[last, :, None, None] * begun
-        store_states(states, ends, slots, query_starts)
+        decayed_keys = between[:, last].transpose(0, 1)[..., None] * keys  # [B, V, T, K]
+        final_states = decayed_keys.mT @ updates + since[last, :, None, None] * initial_states
+        store_states(states, final_states, slots, query_starts)
     return without_padding(y.to(dtype), sequences, slots).contiguous()

@@ -1,7 +1,7 @@
 """Cases of the gated delta rule.
 
-Dimensions: T tokens, H heads of queries and keys, V heads of values, K key size, D value size, B
-sequences, R rows of states.
+T tokens, H query and key heads, V value heads, K key size, D value size, B sequences, R rows of the
+state pool.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.recurrence._batches_cases import (
     BATCHES,
     Batch,
-    places,
-    pooled,
+    batch_indices,
     recurrent_peak,
     sampled_batch,
+    with_unused_rows,
 )
 from interposer_testing.cases import Axis, CaseSpace, Point, Strides, peak, uniform
 
@@ -36,7 +36,7 @@ _SIZES: dict[str, _Sizes] = {
     "key size 1": (2, 2, 1, 9),
     "value size 1": (2, 4, 33, 1),
 }
-# Range of the decay, range of beta, and how alike keys are.
+# Range of the decay, range of beta, and similarity of the keys (1 for equal keys).
 _FORMS: dict[str, tuple[float, float, float, float, float]] = {
     "": (-1.0, -0.01, 0.1, 1.0, 0.0),
     "strong decay": (-40.0, -4.0, 0.1, 1.0, 0.0),
@@ -69,11 +69,11 @@ gated_delta_rule_cases = CaseSpace(
         },
     ),
 )
-"""Prompts, chunks and single tokens; states that no sequence continues are NaN."""
+"""Prefill, chunked prefill and decode; states that kernels must not read are NaN."""
 
 
 def gated_delta_rule_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return a typical step of a Gated DeltaNet layer."""
+    """Make a typical step of a Gated DeltaNet layer."""
     generator, batch = torch.Generator().manual_seed(seed), sampled_batch(num_tokens)
     heads, value_heads = int(dims["num_heads"]), int(dims["num_value_heads"])
     sizes = heads, value_heads, int(dims["key_size"]), int(dims["value_size"])
@@ -89,10 +89,10 @@ def _case(
     label: str,
 ) -> Case:
     heads, value_heads, key_size, value_size = sizes
-    tokens, wide, (*ranges, alike) = batch.num_tokens, torch.float32, form
-    where = places(batch, generator)
+    tokens, wide, (*ranges, similarity) = batch.num_tokens, torch.float32, form
+    indices = batch_indices(batch, generator)
     query, key = (normal_numbers((tokens, heads, key_size), wide, generator) for _ in range(2))
-    key = alike * torch.ones_like(key) + (1 - alike) * key
+    key = similarity * torch.ones_like(key) + (1 - similarity) * key
     states = normal_numbers((batch.num_rows, value_heads, key_size, value_size), wide, generator)
     arguments: dict[str, Any] = {
         "query": functional.normalize(query, dim=-1).to(dtype),
@@ -100,8 +100,8 @@ def _case(
         "value": normal_numbers((tokens, value_heads, value_size), dtype, generator),
         "decay": uniform((tokens, value_heads), wide, generator, *ranges[:2]),
         "beta": uniform((tokens, value_heads), wide, generator, *ranges[2:]),
-        "states": pooled(states, batch, where["slots"]),
-        **where,
+        "states": with_unused_rows(states, batch, indices["slots"]),
+        **indices,
         "scale": key_size**-0.5,
     }
     dims: Dims = {
@@ -115,15 +115,16 @@ def _case(
 
 
 def _magnitude(batch: Batch, arguments: dict[str, Tensor]) -> float:
-    """Return a bound of what passes through the sums: a key of unit length makes nothing longer.
+    """Bound the magnitude of the terms in the sums.
 
-    With beta up to 2, a state without the part along a key, and that part turned round at most.
+    A key of unit length never increases the norm of the state: with beta up to 2, an update removes
+    the component along the key or, at most, reflects it.
     """
     value, beta, states = (arguments[name] for name in ("value", "beta", "states"))
     rows = torch.linalg.vector_norm(states, dim=-2).nan_to_num().amax(-1)  # [R, V]
     added = beta * value.float().abs().amax(-1)
-    kept = torch.exp(arguments["decay"])
-    # Keys are rounded, so that their length is 1 up to a roundoff of their dtype.
+    decays = torch.exp(arguments["decay"])
+    # Rounding changes the length of keys by a few roundoffs of the dtype.
     factor = 1 + 4 * torch.finfo(value.dtype).eps
-    held = recurrent_peak(batch, factor * kept, added, rows, arguments["slots"])
-    return 2.0 * peak(held) + peak(value)
+    norms = recurrent_peak(batch, factor * decays, added, rows, arguments["slots"])
+    return 2.0 * peak(norms) + peak(value)

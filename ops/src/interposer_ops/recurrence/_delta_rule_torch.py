@@ -1,7 +1,7 @@
-"""The gated delta rule as matrix products over chunks.
+"""Chunked gated delta rule: matmuls within chunks, a scan over chunks.
 
-Dimensions: T tokens, H heads of queries and keys, V heads of values, K key size, D value size, M
-chunks, C tokens of a chunk.
+T tokens, H query and key heads, V value heads, K key size, D value size, M chunks, C tokens per
+chunk.
 Source: arXiv:2406.06484, section 3 (the updates of a chunk from one triangular system);
 arXiv:2412.06464 (with a decay).
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from interposer_ops._declare import torch_kernel
 from interposer_ops.recurrence._chunks_torch import chunk_decays, chunks_of
-from interposer_ops.recurrence._states import begun_states, store_states, without_padding
+from interposer_ops.recurrence._states import load_states, store_states, without_padding
 
 
 @torch_kernel("gated_delta_rule", "chunked", traceable=False)
@@ -29,12 +29,12 @@ def gated_delta_rule_chunked(
     num_cached: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute ``gated_delta_rule``: tokens of a chunk at once, chunks one after the other.
+    """Compute ``gated_delta_rule``: the tokens of a chunk at once, the chunks one after another.
 
-    The updates u of a chunk answer to each other and to the state S that it begins with: with
+    The updates u of a chunk depend on each other and on the chunk's initial state S: with
     A[t, s] = beta_t exp(decays from s to t) key_t . key_s for s < t, (I + A) u = beta (value -
-    decayed key S). So u is what the values give less what the keys give times S, and both come
-    from one triangular system that needs no state.
+    decayed key S). So u = U - W S, where U and W solve one triangular system with the values and
+    the keys as right-hand sides, for all chunks before any state is known.
     """
     num_tokens, num_heads, value_size = value.shape
     if not num_tokens:
@@ -42,28 +42,28 @@ def gated_delta_rule_chunked(
     wide, grouped = torch.float32, num_heads // key.shape[1]
     chunks = chunks_of(query_starts, num_tokens)
     queries, keys, values = (
-        chunks.gathered(rows, wide).transpose(1, 2) for rows in (query, key, value)
+        chunks.gather(rows, wide).transpose(1, 2) for rows in (query, key, value)
     )
-    factors = chunks.gathered(beta, wide).transpose(1, 2)[..., None]  # [M, V, C, 1]
-    between, since = chunk_decays(chunks.gathered(decay, wide))
+    factors = chunks.gather(beta, wide).transpose(1, 2)[..., None]  # [M, V, C, 1]
+    between, since = chunk_decays(chunks.gather(decay, wide))
     scores = (queries @ keys.mT).repeat_interleave(grouped, 1) * between
-    alike = (keys @ keys.mT).repeat_interleave(grouped, 1) * between
+    key_products = (keys @ keys.mT).repeat_interleave(grouped, 1) * between
     queries, keys = (rows.repeat_interleave(grouped, 1) for rows in (queries, keys))
     sides = torch.cat((factors * values, factors * since[..., None] * keys), -1)
-    system = (factors * alike).tril(-1)
+    system = (factors * key_products).tril(-1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    given, answered = solved.split((value_size, keys.shape[-1]), -1)
+    value_updates, key_updates = solved.split((value_size, keys.shape[-1]), -1)
     queries = queries * since[..., None]
-    left = (keys * between[:, :, -1, :, None]).mT  # [M, V, K, C]
-    held = begun_states(states, slots, num_cached, wide)
+    decayed_keys = (keys * between[:, :, -1, :, None]).mT  # [M, V, K, C]
+    sequence_states = load_states(states, slots, num_cached, wide)
     y = torch.empty_like(values)
     for chunk in range(len(chunks.sequences)):
-        own = chunks.sequences[chunk : chunk + 1]
-        state = held.index_select(0, own)[0]
-        updates = torch.baddbmm(given[chunk], answered[chunk], state, alpha=-1)
+        sequence = chunks.sequences[chunk : chunk + 1]
+        state = sequence_states.index_select(0, sequence)[0]
+        updates = torch.baddbmm(value_updates[chunk], key_updates[chunk], state, alpha=-1)
         torch.baddbmm(scores[chunk] @ updates, queries[chunk], state, out=y[chunk])
-        state = torch.baddbmm(since[chunk, :, -1, None, None] * state, left[chunk], updates)
-        held.index_copy_(0, own, state[None])
-    store_states(states, held, slots, query_starts)
-    result = chunks.scattered((scale * y).transpose(1, 2).to(value.dtype))
-    return without_padding(result, chunks.owners, slots)
+        state = torch.baddbmm(since[chunk, :, -1, None, None] * state, decayed_keys[chunk], updates)
+        sequence_states.index_copy_(0, sequence, state[None])
+    store_states(states, sequence_states, slots, query_starts)
+    result = chunks.scatter((scale * y).transpose(1, 2).to(value.dtype))
+    return without_padding(result, chunks.token_sequences, slots)

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""The gated delta rule, token after token: a program keeps some columns of one head's state.
+"""Triton kernel for the gated delta rule: a sequential scan over tokens.
 
-Columns of a value do not meet. Dimensions: T tokens, H heads of keys, V heads of values, K key
-size, D value size, B sequences.
+Each program holds some columns of one head's state; the columns of a value are independent.
+
+T tokens, H key heads, V value heads, K key size, D value size, B sequences.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ def gated_delta_rule_triton(
 
 @per_device
 def _tile(device: torch.device, key_size: int, value_size: int) -> tuple[int, int, dict[str, int]]:
-    """Return rows and columns of a program's part of a state, and how it is compiled.
+    """Return the rows and columns of a state per program, and the launch options.
 
-    Blocks: ``columns``, the most columns; ``elements``, the most of a part, if a column is no
-    longer.
+    Blocks in the tuning file: ``columns``, the maximum of columns; ``elements``, the maximum of
+    elements per program, exceeded only if one column is longer.
     """
     parameters = parameters_for("gated_delta_rule", device)
     keys = triton.next_power_of_2(key_size)
-    fitting = max(1, parameters.blocks["elements"] // keys)
-    columns = min(parameters.blocks["columns"], fitting, triton.next_power_of_2(value_size))
+    max_columns = max(1, parameters.blocks["elements"] // keys)
+    columns = min(parameters.blocks["columns"], max_columns, triton.next_power_of_2(value_size))
     return keys, columns, parameters.compiled
 
 
@@ -67,18 +68,18 @@ def _apply(
     first = tl.load(query_starts + sequence)
     last = tl.load(query_starts + sequence + 1)
     slot = tl.load(slots + sequence)
-    known = (slot >= 0) & (tl.load(num_cached + sequence) > 0)
-    read, there = row < KEY_SIZE, column < VALUE_SIZE
-    inside = read[:, None] & there[None, :]
+    has_state = (slot >= 0) & (tl.load(num_cached + sequence) > 0)
+    key_mask, value_mask = row < KEY_SIZE, column < VALUE_SIZE
+    inside = key_mask[:, None] & value_mask[None, :]
     element = (head * KEY_SIZE + row)[:, None] * VALUE_SIZE + column[None, :]
-    place = states + slot * state_stride + element
-    state = tl.load(place, mask=inside & known, other=0.0)
+    state_pointer = states + slot * state_stride + element
+    state = tl.load(state_pointer, mask=inside & has_state, other=0.0)
     source = head // GROUPED * KEY_SIZE + row
     for token in range(first, last):
-        k = tl.load(key + token * key_stride + source, mask=read, other=0.0).to(tl.float32)
-        q = tl.load(query + token * query_stride + source, mask=read, other=0.0).to(tl.float32)
-        own = value + token * value_stride + head * VALUE_SIZE + column
-        v = tl.load(own, mask=there, other=0.0).to(tl.float32)
+        k = tl.load(key + token * key_stride + source, mask=key_mask, other=0.0).to(tl.float32)
+        q = tl.load(query + token * query_stride + source, mask=key_mask, other=0.0).to(tl.float32)
+        v_pointer = value + token * value_stride + head * VALUE_SIZE + column
+        v = tl.load(v_pointer, mask=value_mask, other=0.0).to(tl.float32)
         state *= tl.exp(tl.load(decay + token * decay_stride + head))
         update = v - tl.sum(state * k[:, None], axis=0)
         update *= tl.load(beta + token * beta_stride + head)
@@ -86,15 +87,15 @@ def _apply(
         result = scale * tl.sum(state * q[:, None], axis=0)
         result = tl.where(slot >= 0, result, 0.0)
         target = y + (token * HEADS + head) * VALUE_SIZE + column
-        tl.store(target, result.to(y.dtype.element_ty), mask=there)
-    tl.store(place, state, mask=inside & (slot >= 0) & (last > first))
+        tl.store(target, result.to(y.dtype.element_ty), mask=value_mask)
+    tl.store(state_pointer, state, mask=inside & (slot >= 0) & (last > first))
 
 
 def _build(label: str, heads: int, value_heads: int, size: int, dtype: torch.dtype = BF16) -> Build:
     keys, values = (dtype, 512, heads, size), (dtype, 512, value_heads, size)
-    each, pool = (FP32, 512, value_heads), (FP32, 64, value_heads, size, size)
-    places = (INT64, 33), (INT64, 32), (INT64, 32)
-    arguments = given(keys, keys, values, each, each, pool, *places, size**-0.5)
+    gates, pool = (FP32, 512, value_heads), (FP32, 64, value_heads, size, size)
+    indices = (INT64, 33), (INT64, 32), (INT64, 32)
+    arguments = given(keys, keys, values, gates, gates, pool, *indices, size**-0.5)
     return Build("gated_delta_rule_triton", label, arguments, dtype_name(dtype))
 
 

@@ -1,6 +1,6 @@
-"""Cases of state spaces and of lightning attention.
+"""Cases of the state space scan, including lightning attention.
 
-Dimensions: T tokens, N heads, P head size, G groups, S state size, B sequences, R rows of states.
+T tokens, N heads, P head size, G groups, S state size, B sequences, R rows of the state pool.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.recurrence._batches_cases import (
     BATCHES,
     Batch,
-    places,
-    pooled,
+    batch_indices,
     recurrent_peak,
     sampled_batch,
+    with_unused_rows,
 )
 from interposer_testing.cases import Axis, CaseSpace, Point, Strides, peak, uniform
 
@@ -34,7 +34,7 @@ _SIZES: dict[str, _Sizes] = {
     "head size 1": (6, 1, 2, 33),
     "state size 1": (2, 20, 2, 1),
 }
-# Range of the steps, range of the decays; None takes what lightning attention has.
+# Range of the steps, range of the decays; None for the steps and slopes of lightning attention.
 _FORMS: dict[str, tuple[float, float, float, float] | None] = {
     "": (0.01, 1.0, -2.0, -0.1),
     "strong decay": (0.5, 3.0, -16.0, -4.0),
@@ -78,11 +78,11 @@ state_space_scan_cases = CaseSpace(
         },
     ),
 )
-"""Prompts, chunks and single tokens; states that no sequence continues are NaN."""
+"""Prefill, chunked prefill and decode; states that kernels must not read are NaN."""
 
 
 def state_space_scan_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return a typical step of a Mamba-2 layer."""
+    """Make a typical step of a Mamba-2 layer."""
     generator, batch = torch.Generator().manual_seed(seed), sampled_batch(num_tokens)
     heads, size = int(dims["num_heads"]), int(dims["head_size"])
     groups, state = int(dims["num_groups"]), int(dims["state_size"])
@@ -106,7 +106,7 @@ def _case(
     else:
         decay = uniform((heads,), wide, generator, *form[2:])
     skip = normal_numbers((heads,), wide, generator) if skipped else None
-    where = places(batch, generator)
+    indices = batch_indices(batch, generator)
     steps = (
         uniform((tokens, heads), wide, generator, *form[:2]) if form else torch.ones(tokens, heads)
     )
@@ -115,11 +115,11 @@ def _case(
         normal_numbers((tokens, groups, state), dtype, generator, deviation=state**-0.5)
         for _ in range(2)
     )
-    drawn = normal_numbers((batch.num_rows, heads, size, state), wide, generator)
-    states = pooled(drawn, batch, where["slots"])
+    numbers = normal_numbers((batch.num_rows, heads, size, state), wide, generator)
+    states = with_unused_rows(numbers, batch, indices["slots"])
     arguments = {
         **{"x": x, "steps": steps, "decay": decay, "b": b, "c": c, "skip": skip, "states": states},
-        **where,
+        **indices,
     }
     dims: Dims = {
         "num_heads": heads,
@@ -132,7 +132,7 @@ def _case(
 
 
 def _magnitude(batch: Batch, arguments: dict[str, Any]) -> float:
-    """Return a bound of the sums of absolute terms in the states and in the result."""
+    """Bound the sums of absolute terms in the states and in the result."""
     x, steps, states, skip = (arguments[name] for name in ("x", "steps", "states", "skip"))
     grouped = x.shape[1] // arguments["b"].shape[1]
     keys, queries = (
@@ -141,7 +141,7 @@ def _magnitude(batch: Batch, arguments: dict[str, Any]) -> float:
     )  # [T, N]
     rows = torch.linalg.vector_norm(states, dim=-1).nan_to_num().amax(-1)  # [R, N]
     inputs = x.float().abs().amax(-1)  # [T, N]
-    kept = torch.exp(steps * arguments["decay"])
-    held = recurrent_peak(batch, kept, steps * inputs * keys, rows, arguments["slots"])
-    beside = 0.0 if skip is None else peak(skip) * peak(x)
-    return 1.001 * (max(peak(held), peak(held * queries)) + beside)
+    decays = torch.exp(steps * arguments["decay"])
+    norms = recurrent_peak(batch, decays, steps * inputs * keys, rows, arguments["slots"])
+    skip_term = 0.0 if skip is None else peak(skip) * peak(x)
+    return 1.001 * (max(peak(norms), peak(norms * queries)) + skip_term)

@@ -1,7 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""The state space scan, token after token: a program keeps some rows of one head's state.
+"""Triton kernel for the state space scan: a sequential scan over tokens.
 
-Dimensions: T tokens, N heads, P head size, G groups, S state size, B sequences.
+Each program holds some rows of one head's state.
+
+T tokens, N heads, P head size, G groups, S state size, B sequences.
 """
 
 from __future__ import annotations
@@ -39,14 +41,15 @@ def state_space_scan_triton(
 
 @per_device
 def _tile(device: torch.device, size: int, state: int) -> tuple[int, int, dict[str, int]]:
-    """Return rows and columns of a program's part of a state, and how it is compiled.
+    """Return the rows and columns of a state per program, and the launch options.
 
-    Blocks: ``rows``, the most rows; ``elements``, the most of a part, if a row is no longer.
+    Blocks in the tuning file: ``rows``, the maximum of rows; ``elements``, the maximum of elements
+    per program, exceeded only if one row is longer.
     """
     parameters = parameters_for("state_space_scan", device)
     columns = triton.next_power_of_2(state)
-    fitting = max(1, parameters.blocks["elements"] // columns)
-    rows = min(parameters.blocks["rows"], fitting, triton.next_power_of_2(size))
+    max_rows = max(1, parameters.blocks["elements"] // columns)
+    rows = min(parameters.blocks["rows"], max_rows, triton.next_power_of_2(size))
     return rows, columns, parameters.compiled
 
 
@@ -64,37 +67,39 @@ def _scan(
     first = tl.load(query_starts + sequence)
     last = tl.load(query_starts + sequence + 1)
     slot = tl.load(slots + sequence)
-    known = (slot >= 0) & (tl.load(num_cached + sequence) > 0)
-    there, read = row < SIZE, column < STATE
-    inside = there[:, None] & read[None, :]
-    place = states + slot * state_stride + (head * SIZE + row)[:, None] * STATE + column[None, :]
-    state = tl.load(place, mask=inside & known, other=0.0)
+    has_state = (slot >= 0) & (tl.load(num_cached + sequence) > 0)
+    row_mask, column_mask = row < SIZE, column < STATE
+    inside = row_mask[:, None] & column_mask[None, :]
+    state_pointer = (
+        states + slot * state_stride + (head * SIZE + row)[:, None] * STATE + column[None, :]
+    )
+    state = tl.load(state_pointer, mask=inside & has_state, other=0.0)
     rate = tl.load(decay + head)
     for token in range(first, last):
-        own = tl.load(x + token * x_stride + head * SIZE + row, mask=there, other=0.0)
-        inputs = own.to(tl.float32)
+        inputs = tl.load(x + token * x_stride + head * SIZE + row, mask=row_mask, other=0.0)
+        inputs = inputs.to(tl.float32)
         step = tl.load(steps + token * step_stride + head)
         group = head // GROUPED * STATE + column
-        key = tl.load(b + token * b_stride + group, mask=read, other=0.0).to(tl.float32)
-        query = tl.load(c + token * c_stride + group, mask=read, other=0.0).to(tl.float32)
+        key = tl.load(b + token * b_stride + group, mask=column_mask, other=0.0).to(tl.float32)
+        query = tl.load(c + token * c_stride + group, mask=column_mask, other=0.0).to(tl.float32)
         state = tl.exp(step * rate) * state + (step * inputs)[:, None] * key[None, :]
         result = tl.sum(state * query[None, :], axis=1)
         if skip is not None:
             result += tl.load(skip + head) * inputs
         result = tl.where(slot >= 0, result, 0.0)
         target = y + (token * HEADS + head) * SIZE + row
-        tl.store(target, result.to(y.dtype.element_ty), mask=there)
-    tl.store(place, state, mask=inside & (slot >= 0) & (last > first))
+        tl.store(target, result.to(y.dtype.element_ty), mask=row_mask)
+    tl.store(state_pointer, state, mask=inside & (slot >= 0) & (last > first))
 
 
 def _build(
     label: str, heads: int, state: int, skipped: bool, dtype: torch.dtype = BF16, groups: int = 1
 ) -> Build:
     x, step, keys = (dtype, 512, heads, 64), (FP32, 512, heads), (dtype, 512, groups, state)
-    each, pool = (FP32, heads), (FP32, 64, heads, 64, state)
-    places = (INT64, 33), (INT64, 32), (INT64, 32)
-    skip = each if skipped else None
-    arguments = given(x, step, each, keys, keys, skip, pool, *places)
+    per_head, pool = (FP32, heads), (FP32, 64, heads, 64, state)
+    indices = (INT64, 33), (INT64, 32), (INT64, 32)
+    skip = per_head if skipped else None
+    arguments = given(x, step, per_head, keys, keys, skip, pool, *indices)
     return Build("state_space_scan_triton", label, arguments, dtype_name(dtype))
 
 

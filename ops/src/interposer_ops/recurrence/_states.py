@@ -1,6 +1,6 @@
-"""States of sequences in rows of a pool, which a step reads, continues and writes back.
+"""Load, decay and store the states of sequences in a state pool.
 
-Dimensions: T tokens, N heads, B sequences, R rows of the pool.
+T tokens, N heads, B sequences, R rows of the pool.
 """
 
 from __future__ import annotations
@@ -9,69 +9,70 @@ import torch
 from torch import Tensor
 
 
-def begun_states(states: Tensor, slots: Tensor, num_cached: Tensor, wide: torch.dtype) -> Tensor:
-    """Return a copy of the state that each sequence begins with, ``[B, ...]`` of dtype ``wide``.
+def load_states(states: Tensor, slots: Tensor, num_cached: Tensor, wide: torch.dtype) -> Tensor:
+    """Copy the initial state of each sequence, ``[B, ...]`` of dtype ``wide``.
 
     Args:
-        states: ``[R, ...]``; rows of sequences without a cached token may hold anything.
-        slots: ``[B]`` int64; negative ones are padding and begin with zeros.
-        num_cached: ``[B]`` int64; a sequence without a cached token begins with zeros.
+        states: ``[R, ...]``; rows of sequences without cached tokens may hold anything.
+        slots: ``[B]`` int64; a negative slot marks padding, whose state is zero.
+        num_cached: ``[B]`` int64; the state of a sequence without cached tokens is zero.
     """
-    held = states[slots.clamp(min=0)].to(wide)
-    known = (num_cached > 0) & (slots >= 0)
-    return torch.where(over(known, held), held, 0)
+    rows = states[slots.clamp(min=0)].to(wide)
+    has_state = (num_cached > 0) & (slots >= 0)
+    return torch.where(expand_mask(has_state, rows), rows, 0)
 
 
-def store_states(states: Tensor, ends: Tensor, slots: Tensor, query_starts: Tensor) -> None:
-    """Write the state that each sequence ends with into its row.
+def store_states(states: Tensor, final_states: Tensor, slots: Tensor, query_starts: Tensor) -> None:
+    """Write the final state of each sequence into the sequence's row of the pool.
 
-    Padding, and sequences without a token, write nothing. No value is waited for: they write once
-    more what another sequence writes, or, where there is none, what stands in a row.
+    Padding and sequences without tokens must not change the pool. To avoid a synchronization on
+    their number, these repeat the write of a valid sequence, or rewrite a row unchanged if no
+    sequence is valid.
 
     Args:
-        ends: ``[B, ...]``.
+        final_states: ``[B, ...]``.
     """
     if not slots.shape[0]:
         return
-    written = (slots >= 0) & (query_starts.diff() > 0)
-    places = torch.arange(slots.shape[0], device=slots.device)
-    source = torch.where(written, places, written.int().argmax())
+    is_written = (slots >= 0) & (query_starts.diff() > 0)
+    sequences = torch.arange(slots.shape[0], device=slots.device)
+    source = torch.where(is_written, sequences, is_written.int().argmax())
     rows = slots[source].clamp(min=0)
-    values = ends[source].to(states.dtype)
-    states[rows] = torch.where(over(written[source], values), values, states[rows])
+    values = final_states[source].to(states.dtype)
+    states[rows] = torch.where(expand_mask(is_written[source], values), values, states[rows])
 
 
 def without_padding(rows: Tensor, sequences: Tensor, slots: Tensor) -> Tensor:
-    """Return ``rows``, ``[T, ...]``, with zeros where a token is of a padding sequence.
+    """Zero the ``rows``, ``[T, ...]``, of tokens in padding sequences.
 
     Args:
-        sequences: ``[T]`` int64: which sequence a token is of.
+        sequences: ``[T]`` int64: the sequence of each token.
     """
-    return torch.where(over(slots[sequences] >= 0, rows), rows, 0)
+    return torch.where(expand_mask(slots[sequences] >= 0, rows), rows, 0)
 
 
 def decays_between(
     logarithms: Tensor, sequences: Tensor, query_starts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return by what a state decays from token to token, and from before the step.
+    """Return the decay between each pair of tokens, and since the start of the step.
 
     Args:
-        logarithms: ``[T, N]``, of the factor of each token and head; finite.
-        sequences: ``[T]`` int64: which sequence a token is of.
-    Returns: ``[N, T, T]``: the factor of what token s adds when it is token t's turn, in row t, 0
-        of later tokens and of other sequences; ``[T, N]``: that of what a sequence began with.
+        logarithms: ``[T, N]``, logarithm of the decay of each token and head; finite.
+        sequences: ``[T]`` int64: the sequence of each token.
+    Returns: ``[N, T, T]``: in row t, column s the decay of token s's contribution at token t; 0 for
+        later tokens and other sequences. ``[T, N]``: the decay of the initial state at token t.
     """
     tokens = torch.arange(sequences.shape[0], device=sequences.device)
-    behind = tokens[:, None] > tokens
-    # One sum for each pair: differences of sums over the whole step would cancel.
-    own = torch.where(behind[..., None], logarithms[:, None], 0).cumsum(0)  # [T, T, N]
-    seen = (tokens[:, None] >= tokens) & (sequences[:, None] == sequences)
-    between = torch.where(seen[..., None], own, -torch.inf).exp()
+    is_later = tokens[:, None] > tokens
+    # One sum per pair of tokens: differences of cumulative sums of the step would cancel.
+    sums = torch.where(is_later[..., None], logarithms[:, None], 0).cumsum(0)  # [T, T, N]
+    is_visible = (tokens[:, None] >= tokens) & (sequences[:, None] == sequences)
+    between = torch.where(is_visible[..., None], sums, -torch.inf).exp()
     first = query_starts[sequences]
-    since = own[tokens, first] + logarithms[first]
+    since = sums[tokens, first] + logarithms[first]
     return between.permute(2, 0, 1), since.exp()
 
 
-def over(mask: Tensor, like: Tensor) -> Tensor:
-    """Return ``mask`` of dimension 0 with as many dimensions as ``like``."""
+def expand_mask(mask: Tensor, like: Tensor) -> Tensor:
+    """Append dimensions of size 1 to ``mask``, ``[T]``, up to the dimensions of ``like``."""
     return mask.view(-1, *(1 for _ in like.shape[1:]))

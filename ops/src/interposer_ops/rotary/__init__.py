@@ -1,4 +1,4 @@
-"""Rotary position embeddings, and their tables.
+"""Rotary position embeddings and tables of angles.
 
 Every name is loaded on first use.
 """

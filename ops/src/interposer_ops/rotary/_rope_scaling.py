@@ -1,4 +1,4 @@
-"""Tables of rotary angles: plain, and stretched for longer contexts.
+"""Tables of rotary angles, with RoPE scaling for longer contexts.
 
 Sources: arXiv:2104.09864 (rotary), the Llama 3.1 release (frequency bands), arXiv:2309.00071
 (YaRN), arXiv:2402.13753 (LongRoPE).
@@ -32,8 +32,8 @@ def rotary_table(
         rotary_size: R, even.
         theta: base of the geometric series of wavelengths.
         scaling: ``rope_type`` with its parameters, by their names in Hugging Face configs.
-        longest: the longest context, by which ``longrope`` chooses its factors; L without it.
-    Raises: ConfigError: ``rope_type`` is unknown or a parameter is missing or unusable.
+        longest: maximum context length, which selects the factors of ``longrope``; L by default.
+    Raises: ConfigError: ``rope_type`` is unknown, or a parameter is missing or invalid.
     """
     context = num_positions if longest is None else longest
     frequencies, magnitude = rotary_frequencies(rotary_size, theta, scaling, context)
@@ -50,10 +50,9 @@ def rotary_frequencies(
     """Return the angle per position, ``[R / 2]`` float32 in radians, and the table's magnitude.
 
     Args:
-        num_positions: the longest context, by which ``longrope`` chooses its factors and
-            ``dynamic`` its base; without it, no longer than the original one. The other types
-            don't ask.
-    Raises: ConfigError: ``rope_type`` is unknown or a parameter is missing or unusable.
+        num_positions: maximum context length, which selects the factors of ``longrope`` and the
+            base of ``dynamic``; by default the original context length. Other types ignore it.
+    Raises: ConfigError: ``rope_type`` is unknown, or a parameter is missing or invalid.
     """
     if rotary_size <= 0 or rotary_size % 2:
         raise ConfigError(f"rotary_size is {rotary_size}, must be positive and even")
@@ -85,7 +84,7 @@ def rotary_frequencies(
 def _dynamic(
     rotary_size: int, theta: float, scaling: Mapping[str, Any], num_positions: int | None
 ) -> Tensor:
-    """Raise the base where the context is longer than ``max_position_embeddings``."""
+    """Increase the base if the context is longer than ``max_position_embeddings``."""
     longest = _number(scaling, "max_position_embeddings")
     factor, context = _number(scaling, "factor"), max(num_positions or 0, longest)
     if rotary_size > 2:
@@ -96,31 +95,31 @@ def _dynamic(
 
 
 def _proportional(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Rotate a share of the pairs, the fastest ones, and leave the others where they are.
+    """Rotate only the fastest pairs, a fraction ``partial_rotary_factor`` of all pairs.
 
-    Unlike in a smaller head, the wavelengths are those of all pairs.
+    The wavelengths are those of a full rotation, unlike with a smaller rotary size.
     """
-    share = _number(scaling, "partial_rotary_factor", 1.0)
-    rotated = torch.arange(len(plain)) < int(share * len(plain))
-    return torch.where(rotated, plain / _number(scaling, "factor", 1.0), 0.0)
+    fraction = _number(scaling, "partial_rotary_factor", 1.0)
+    is_rotated = torch.arange(len(plain)) < int(fraction * len(plain))
+    return torch.where(is_rotated, plain / _number(scaling, "factor", 1.0), 0.0)
 
 
 def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Stretch long wavelengths by ``factor``, keep short ones, blend between."""
+    """Stretch long wavelengths by ``factor``, keep short ones, and interpolate between."""
     factor = _number(scaling, "factor")
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
     if low > high:
         raise ConfigError(f"low_freq_factor {low} must not be above high_freq_factor {high}")
     turns = _number(scaling, "original_max_position_embeddings") * plain / (2 * math.pi)
-    # Llama 4 Scout has one bound, so that nothing is between long and short.
-    kept = (turns >= low).float() if low == high else ((turns - low) / (high - low)).clamp(0, 1)
-    return plain * (kept + (1 - kept) / factor)
+    # Llama 4 Scout has equal bounds, so that no wavelength is between long and short.
+    keep = (turns >= low).float() if low == high else ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * (keep + (1 - keep) / factor)
 
 
 def _yarn(
     plain: Tensor, rotary_size: int, theta: float, scaling: Mapping[str, Any]
 ) -> tuple[Tensor, float]:
-    """Stretch dimensions that turn rarely over the original context, keep the others."""
+    """Stretch dimensions with few turns over the original context, and keep the others."""
     factor = _number(scaling, "factor")
     original = _number(scaling, "original_max_position_embeddings")
 
@@ -142,21 +141,22 @@ def _yarn(
 
 
 def _yarn_magnitude(factor: float, scaling: Mapping[str, Any]) -> float:
-    def grown(weight: float) -> float:
+    def attention_scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return grown(_number(scaling, "mscale")) / grown(_number(scaling, "mscale_all_dim"))
-    return grown(1.0)
+        mscale, mscale_all_dim = _number(scaling, "mscale"), _number(scaling, "mscale_all_dim")
+        return attention_scale(mscale) / attention_scale(mscale_all_dim)
+    return attention_scale(1.0)
 
 
 def _longrope(
     plain: Tensor, scaling: Mapping[str, Any], num_positions: int | None
 ) -> tuple[Tensor, float]:
-    """Stretch every wavelength by a factor of its own, of which there are two sets.
+    """Stretch each wavelength by its own factor from the long or the short set.
 
-    All positions of a table take theirs from the same set, so that distances mean the same
-    everywhere: the long one where the context can grow beyond the original.
+    All positions of a table use the same set, so that a distance has the same angle everywhere: the
+    long set if the context can exceed the original context length.
     """
     original = _number(scaling, "original_max_position_embeddings")
     is_long = num_positions is not None and num_positions > original
@@ -172,7 +172,7 @@ def _longrope(
 
 
 def _factors(scaling: Mapping[str, Any], name: str, count: int) -> Tensor:
-    """Return ``count`` positive factors, ``[R / 2]``."""
+    """Return the ``count`` = R / 2 positive factors of parameter ``name``."""
     values = scaling[name]
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
         raise ConfigError(f"the rotary parameter {name!r} is {values!r}, must be {count} numbers")
@@ -180,7 +180,7 @@ def _factors(scaling: Mapping[str, Any], name: str, count: int) -> Tensor:
 
 
 def _number(scaling: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """Return a positive parameter; ``default``, if any, stands for a missing, null or zero one."""
+    """Return a positive parameter; ``default`` replaces a missing, null or zero value."""
     value = scaling[name] if default is None else scaling.get(name) or default
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigError(f"the rotary parameter {name!r} is {value!r}, must be a positive number")

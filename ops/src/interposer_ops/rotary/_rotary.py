@@ -1,6 +1,6 @@
-"""Rotary position embedding of halves and of neighbours.
+"""Rotary position embedding (RoPE) of halves (NeoX) and of adjacent pairs (GPT-J).
 
-Dimensions: T tokens, N heads, K kv heads, D head size, R rotated size (R <= D).
+T tokens, N heads, K kv heads, D head size, R rotated size (R <= D).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tu
     With x = [a, b, rest], a and b of size R/2: y = [a cos - b sin, b cos + a sin, rest].
 
     Args:
-        query: ``[T, N, D]``, any float dtype; tokens may skip memory.
-        key: ``[T, K, D]``, dtype of ``query``; tokens may skip memory.
+        query: ``[T, N, D]``, any float dtype; tokens need not be adjacent in memory.
+        key: ``[T, K, D]``, dtype of ``query``; tokens need not be adjacent in memory.
         cos: ``[T, R / 2]``, float32 or wider.
         sin: ``[T, R / 2]``, dtype of ``cos``.
-    Returns: rotated ``(query, key)``, contiguous, of their shapes and dtype.
+    Returns: rotated ``(query, key)``, contiguous, with shapes and dtype unchanged.
     Dims: head_size, rotary_size.
     Source: arXiv:2104.09864.
     """
@@ -44,31 +44,31 @@ def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tu
 def rotary_embedding_interleaved(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rotate neighbours among the first R elements of every head, in float32 or wider.
+    """Rotate adjacent pairs of the first R elements of every head, in float32 or wider.
 
     With x = [a1, b1, a2, b2, ..., rest]: y = [a1 cos1 - b1 sin1, b1 cos1 + a1 sin1, ..., rest], as
     GPT-J does.
 
     Args: those of ``rotary_embedding``.
-    Returns: rotated ``(query, key)``, contiguous, of their shapes and dtype.
+    Returns: rotated ``(query, key)``, contiguous, with shapes and dtype unchanged.
     Dims: head_size, rotary_size.
     Source: arXiv:2104.09864.
     """
-    return _rotated_pairs(query, cos, sin), _rotated_pairs(key, cos, sin)
+    return _rotate_pairs(query, cos, sin), _rotate_pairs(key, cos, sin)
 
 
 def rotated_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return what the op ``rotary_embedding`` does with one of its arguments."""
+    """Rotate ``x``, ``[T, N, D]``, as ``rotary_embedding`` rotates query and key."""
     half = cos.shape[-1]
-    a, b, rest = x.to(cos.dtype).tensor_split((half, 2 * half), dim=-1)
+    a, b, tail = x.to(cos.dtype).tensor_split((half, 2 * half), dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, tail), dim=-1).to(x.dtype)
 
 
-def _rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
-    turning, rest = x.to(cos.dtype).tensor_split((2 * half,), dim=-1)
-    a, b = turning[..., ::2], turning[..., 1::2]
+    rotary, tail = x.to(cos.dtype).tensor_split((2 * half,), dim=-1)
+    a, b = rotary[..., ::2], rotary[..., 1::2]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return torch.cat((pairs.flatten(-2), rest), dim=-1).to(x.dtype)
+    return torch.cat((pairs.flatten(-2), tail), dim=-1).to(x.dtype)

@@ -1,6 +1,6 @@
 """Cases of the rotary embedding.
 
-Dimensions: T tokens, N heads, K kv heads, D head size, R rotated size.
+T tokens, N heads, K kv heads, D head size, R rotated size.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ rotary_embedding_cases = CaseSpace(
     Axis("tokens", _TOKENS),
     Axis("heads", _HEADS),
     Axis("size", _SIZES),
-    # YaRN and LongRoPE scale both tables, so that their squares don't add to 1.
+    # YaRN and LongRoPE scale both tables, so that cos^2 + sin^2 is not 1.
     Axis("factor", {"": 1.0, "scaled tables": 1.4}),
     strided=_STRIDED,
     special={
@@ -50,16 +50,16 @@ rotary_embedding_cases = CaseSpace(
     },
     crossed={**_CROSSED, "size": ("", "partial", "head size 80"), "factor": ("",)},
     alone=_ALONE,
-    # Sizes and heads are no different by a factor.
+    # The factor does not depend on the number of heads.
     valid=lambda point, _: not point.labels["factor"] or not point.labels["heads"],
 )
-"""Whole and partial rotation of several numbers of heads, also cut out of one projection."""
+"""Full and partial rotation of several numbers of heads, also as slices of one projection."""
 
 rotary_embedding_interleaved_cases = rotary_embedding_cases
 
 
 def rotary_embedding_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return 16 heads and 4 kv heads cut out of one projection; the dims do not count them."""
+    """Make 16 heads and 4 kv heads as slices of one projection; dims do not state head counts."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_tokens, 16 + 4 + 4, int(dims["head_size"]))
     query, key, _ = normal_numbers(shape, dtype, generator).split((16, 4, 4), dim=1)
@@ -74,14 +74,14 @@ rotary_embedding_interleaved_sample = rotary_embedding_sample
 def _heads(
     point: Point, head_size: int, dtype: torch.dtype, generator: torch.Generator
 ) -> list[Tensor]:
-    """Return query and key."""
+    """Draw query and key."""
     return [normal((point["tokens"], n, head_size), dtype, generator) for n in point["heads"]]
 
 
 def _rotary_case(
     query: Tensor, key: Tensor, angles: Tensor, factor: float = 1.0, label: str = ""
 ) -> Case:
-    """Return the case of tables of ``angles``, ``[..., R / 2]``."""
+    """Build the case from ``angles``, ``[..., R / 2]``."""
     largest = factor * max(peak(query), peak(key))
     return Case(
         label,
@@ -89,6 +89,6 @@ def _rotary_case(
         {"head_size": query.shape[-1], "rotary_size": 2 * angles.shape[-1]},
         reduction=2,
         magnitude=2 * largest,
-        # The two products cancel where the result is small.
+        # Both terms may cancel, so that their rounding errors exceed the result.
         rounded=largest,
     )

@@ -1,4 +1,4 @@
-"""Rotary position embedding by torch's fused products and sums.
+"""Rotary position embedding by torch's fused multiply-add (``addcmul``), for any device.
 
 T tokens, N heads, D head size, R rotated size.
 """
@@ -9,22 +9,22 @@ import torch
 
 from interposer_ops._declare import torch_kernel
 
-# Elements from which fresh temporaries cost more than passes over one that is there.
-_MANY = 1 << 20
+# Number of elements above which new temporaries cost more time than in-place passes over one copy.
+_LARGE_INPUT = 1 << 20
 
 
 @torch_kernel("rotary_embedding", "addcmul")
 def rotary_embedding_addcmul(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``rotary_embedding``, every second product fused with its sum."""
+    """Compute ``rotary_embedding``; every second multiplication is fused with an addition."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, R / 2]
     return _rotate(query, cos, sin), _rotate(key, cos, sin)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     half = cos.shape[-1]
-    if x.dtype == cos.dtype and x.numel() < _MANY:
+    if x.dtype == cos.dtype and x.numel() < _LARGE_INPUT:
         a, b = _halves(x, half)
         first = torch.mul(a, cos).addcmul_(b, sin, value=-1)
         second = torch.mul(b, cos).addcmul_(a, sin)
@@ -33,9 +33,9 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
         return torch.cat((first, second, x[..., 2 * half :]), dim=-1)
     wide = x.to(cos.dtype, copy=True, memory_format=torch.contiguous_format)
     a, b = _halves(wide, half)
-    from_b = b * sin
+    b_sin = b * sin
     b.mul_(cos).addcmul_(a, sin)
-    a.mul_(cos).sub_(from_b)
+    a.mul_(cos).sub_(b_sin)
     return wide.to(x.dtype)
 
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Rotary position embedding of query and key in one launch.
+"""Triton kernel that rotates query and key in one launch.
 
 T tokens, N heads, K kv heads, D head size, R rotated size.
 """
@@ -21,7 +21,7 @@ def rotary_embedding_triton(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute ``rotary_embedding``."""
-    return _rotated(query, key, cos, sin)
+    return _launch_rotate(query, key, cos, sin)
 
 
 @triton_kernel("rotary_embedding_interleaved")
@@ -29,34 +29,34 @@ def rotary_embedding_interleaved_triton(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute ``rotary_embedding_interleaved``."""
-    return _rotated(query, key, cos, sin, pairs=True)
+    return _launch_rotate(query, key, cos, sin, pairs=True)
 
 
-def _rotated(
+def _launch_rotate(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
     pairs: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return query and key rotated: halves, or neighbours if ``pairs``."""
+    """Rotate query and key: halves, or adjacent pairs if ``pairs``."""
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads, half = key.shape[1], cos.shape[-1]
-    turned = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    turned_key = torch.empty(key.shape, dtype=key.dtype, device=key.device)
+    rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    rotated_key = torch.empty(key.shape, dtype=key.dtype, device=key.device)
     if num_tokens == 0:
-        return turned, turned_key
+        return rotated, rotated_key
     tile = row_tile("rotary", query.device, head_size)
     query_blocks = tile.row_blocks(num_tokens * num_heads)
     _rotate[(query_blocks + tile.row_blocks(num_tokens * num_kv_heads),)](
-        query, key, cos, sin, turned, turned_key, num_tokens, query.stride(0), key.stride(0),
+        query, key, cos, sin, rotated, rotated_key, num_tokens, query.stride(0), key.stride(0),
         cos.stride(0), sin.stride(0), query_blocks,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=half, HEAD_SIZE=head_size, PAIRS=pairs,
         ROWS=tile.rows, **tile.compiled,
     )  # fmt: skip
-    return turned, turned_key
+    return rotated, rotated_key
 
 
 @triton.jit
 def _rotate(
-    query, key, cos, sin, turned, turned_key, num_tokens, query_stride, key_stride, cos_stride,
+    query, key, cos, sin, rotated, rotated_key, num_tokens, query_stride, key_stride, cos_stride,
     sin_stride, query_blocks,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
@@ -64,12 +64,12 @@ def _rotate(
     block = tl.program_id(0)
     if block < query_blocks:
         _rotate_heads(
-            query, turned, cos, sin, block, num_tokens, query_stride, cos_stride, sin_stride,
+            query, rotated, cos, sin, block, num_tokens, query_stride, cos_stride, sin_stride,
             NUM_HEADS, HALF, HEAD_SIZE, PAIRS, ROWS,
         )  # fmt: skip
     else:
         _rotate_heads(
-            key, turned_key, cos, sin, block - query_blocks, num_tokens, key_stride, cos_stride,
+            key, rotated_key, cos, sin, block - query_blocks, num_tokens, key_stride, cos_stride,
             sin_stride, NUM_KV_HEADS, HALF, HEAD_SIZE, PAIRS, ROWS,
         )  # fmt: skip
 
@@ -82,7 +82,7 @@ def _rotate_heads(
 ):  # fmt: skip
     row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     token = row // NUM_HEADS
-    there = token < num_tokens
+    token_mask = token < num_tokens
     source += token * stride + (row % NUM_HEADS) * HEAD_SIZE
     target += row * HEAD_SIZE
     cos += token * cos_stride
@@ -90,7 +90,7 @@ def _rotate_heads(
     dtype: tl.constexpr = target.dtype.element_ty
     if HALF > 0:
         angle = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
-        inside = there & (angle < HALF)
+        inside = token_mask & (angle < HALF)
         c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
         s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
         if PAIRS:
@@ -104,9 +104,9 @@ def _rotate_heads(
         tl.store(target + first, (a * c - b * s).to(dtype), mask=inside)
         tl.store(target + second, (b * c + a * s).to(dtype), mask=inside)
     if 2 * HALF < HEAD_SIZE:
-        place = 2 * HALF + tl.arange(0, triton.next_power_of_2(HEAD_SIZE - 2 * HALF))[None, :]
-        inside = there & (place < HEAD_SIZE)
-        tl.store(target + place, tl.load(source + place, mask=inside), mask=inside)
+        position = 2 * HALF + tl.arange(0, triton.next_power_of_2(HEAD_SIZE - 2 * HALF))[None, :]
+        inside = token_mask & (position < HEAD_SIZE)
+        tl.store(target + position, tl.load(source + position, mask=inside), mask=inside)
 
 
 _HEADS = (BF16, 64, 32, 128), (BF16, 64, 8, 128)

@@ -1,4 +1,4 @@
-"""From logits to tokens: masks, penalties, temperature, truncation, draws and speculation.
+"""Sampling ops: logit masks, penalties, temperature, truncation, draws, draft verification.
 
 Every name is loaded on first use.
 """

@@ -1,4 +1,7 @@
-"""Cases of what changes logits before sampling. B sequences, V vocabulary, M listed tokens."""
+"""Cases of the ops that edit logits before sampling.
+
+B sequences, V vocabulary, M listed tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from interposer_ops.sampling._logits_cases import (
 )
 from interposer_testing.cases import Axis, CaseSpace, Point, Special, normal, peak, uniform
 
-# M, and how many places of each row hold a token; None for a random number.
+# M, and the number of listed tokens per row; None for a random number.
 _LISTS = {
     "": (7, None),
     "full lists": (5, 5),
@@ -37,7 +40,7 @@ _SPECIAL: dict[str, tuple[Special, ...]] = {
 
 
 def _is_small_or_plain(point: Point, _: torch.dtype) -> bool:
-    """Say whether ``point`` has a small vocabulary, or a large one and nothing else to it."""
+    """Return whether ``point`` has a small vocabulary, or differs only by a large vocabulary."""
     return point["shape"] != _WIDE or sum(bool(label) for label in point.labels.values()) == 1
 
 
@@ -70,7 +73,7 @@ apply_logit_bias_cases = CaseSpace(
         and not (point["values"] == "ruled out" and not point["list"][0])
     ),
 )
-"""Lists of every length, finite values and those that rule a token out."""
+"""Lists of every length; finite values, and values that mask a token."""
 
 
 def _bitmask(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -87,10 +90,10 @@ apply_token_bitmask_cases = CaseSpace(
     special=_SPECIAL,
     crossed={"shape": ("many rows", "odd vocabulary"), "share": ("", "few allowed"), "tail": ("",)},
     alone=_ALONE,
-    # A whole number of words has no bits behind it.
+    # A vocabulary that fills its words has no bits after the last token.
     valid=lambda point, _: not (point["tail"] and point["shape"][1] % 32 == 0),
 )
-"""Masks with any share of bits, the sign bit among them, and with bits of no token."""
+"""Masks with different fractions of set bits, including sign bits and bits of no token."""
 
 
 def _suppress(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -121,7 +124,7 @@ suppress_tokens_until_cases = CaseSpace(
         and not (point.labels["steps"] and (point.labels["ids"] or point["list"][1] != 5))
     ),
 )
-"""Lists of every length, rows before, at and after their least number of tokens."""
+"""Lists of every length; rows before, at and after the minimum number of tokens."""
 
 
 def _temperature(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -154,7 +157,7 @@ apply_temperature_cases = CaseSpace(
 """Ordinary, greedy and tiny temperatures of ordinary, zero and large logits."""
 
 
-# Values of every row, of which every second one is neutral in mixed batches.
+# Parameters of all rows; "mixed" makes the parameters of every second row neutral.
 _TOP: dict[str, dict[str, float]] = {
     "": {"top_k": 5},
     "top-p": {"top_p": 0.8},
@@ -192,11 +195,11 @@ mask_top_k_top_p_cases = CaseSpace(
     alone={"shape": ("no rows", "one token")},
     valid=lambda point, dtype: (
         _is_small_or_plain(point, dtype)
-        # One row has no other ones beside it.
+        # A mixed batch needs at least two rows.
         and not (point["shape"][0] == 1 and "mixed" in point["setting"])
     ),
 )
-"""Each truncation, both and none, at ordinary and extreme values, for each row its own."""
+"""Top-k, top-p, both and neither, at ordinary and extreme values, also different per row."""
 
 
 def _min_p(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -220,11 +223,11 @@ mask_min_p_cases = CaseSpace(
         and not (point["mixed"] and (point["shape"][0] == 1 or point["min_p"] == 0))
     ),
 )
-"""Ratios between nothing and everything."""
+"""Ratios from 0, which keeps all tokens, to 1, which keeps only the likeliest."""
 
 
 def apply_logit_bias_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return rows of logits with eight favoured tokens each."""
+    """Make rows of logits with eight biased tokens each."""
     logits, generator = _sampled(dtype, dims, num_tokens, seed)
     token_ids = _listed(logits, (8, 8), _index_dtype(dims), generator)
     values = uniform(tuple(token_ids.shape), torch.float32, generator, -8.0, 8.0)
@@ -232,7 +235,7 @@ def apply_logit_bias_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, see
 
 
 def apply_token_bitmask_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return rows of logits of which a grammar allows one in ten."""
+    """Make rows of logits and masks that allow one token in ten."""
     logits, generator = _sampled(dtype, dims, num_tokens, seed)
     return _bitmask_case(logits, 0.1, False, generator, f"{num_tokens} tokens")
 
@@ -240,7 +243,7 @@ def apply_token_bitmask_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, 
 def suppress_tokens_until_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
-    """Return rows of logits, four stop tokens for each, some of which may stop."""
+    """Make rows of logits with four stop tokens each; some rows have reached their minimum."""
     logits, generator = _sampled(dtype, dims, num_tokens, seed)
     rows = (logits.shape[0],)
     stop_ids = _listed(logits, (4, 4), _index_dtype(dims), generator)
@@ -250,14 +253,14 @@ def suppress_tokens_until_sample(
 
 
 def apply_temperature_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return rows of logits with a temperature each."""
+    """Make rows of logits, each with its own temperature."""
     logits, generator = _sampled(dtype, dims, num_tokens, seed)
     temperature = uniform((logits.shape[0],), torch.float32, generator, 0.1, 2.0)
     return _temperature_case(logits, temperature, f"{num_tokens} tokens")
 
 
 def mask_top_k_top_p_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return rows of logits that both truncations cut."""
+    """Make rows of logits that both top-k and top-p truncate."""
     shape = (num_rows(num_tokens), int(dims["vocab_size"]))
     top_k, top_p = torch.full(shape[:1], 50), torch.full(shape[:1], 0.9)
     generator, label = torch.Generator().manual_seed(seed), f"{num_tokens} tokens"
@@ -265,7 +268,7 @@ def mask_top_k_top_p_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, see
 
 
 def mask_min_p_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return rows of logits that are cut at a twentieth of the likeliest token."""
+    """Make rows of logits with a ``min_p`` of a twentieth."""
     shape = (num_rows(num_tokens), int(dims["vocab_size"]))
     generator, label = torch.Generator().manual_seed(seed), f"{num_tokens} tokens"
     min_p = torch.full(shape[:1], 0.05)
@@ -283,12 +286,14 @@ def _sampled(
 def _listed(
     logits: Tensor, length: tuple[int, int | None], dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
-    """Return ``[B, M]`` different tokens, the first and the last among them, and -1 behind them."""
+    """Draw ``[B, M]`` distinct token ids, including the first and last id, padded with -1."""
     rows, vocab_size = logits.shape
-    places, used = length
-    token_ids = torch.full((rows, places), -1, dtype=dtype)
+    max_tokens, num_listed = length
+    token_ids = torch.full((rows, max_tokens), -1, dtype=dtype)
     for row in range(rows):
-        count = int(torch.randint(places + 1, (), generator=generator)) if used is None else used
+        count = num_listed
+        if count is None:
+            count = int(torch.randint(max_tokens + 1, (), generator=generator))
         tokens = torch.randperm(vocab_size, generator=generator)[: max(count - 2, 0)]
         edges = torch.tensor([vocab_size - 1, 0])
         tokens = torch.cat((edges, tokens[(tokens > 0) & (tokens < vocab_size - 1)]))
@@ -305,12 +310,12 @@ def _bias_case(logits: Tensor, token_ids: Tensor, values: Tensor, label: str = "
 
 
 def _bitmask_case(
-    logits: Tensor, share: float, tail: bool, generator: torch.Generator, label: str = ""
+    logits: Tensor, probability: float, tail_bit: bool, generator: torch.Generator, label: str = ""
 ) -> Case:
     rows, vocab_size = logits.shape
     words = -(-vocab_size // 32)
-    allowed = torch.rand(rows, 32 * words, generator=generator) < share
-    allowed[:, vocab_size:] = tail
+    allowed = torch.rand(rows, 32 * words, generator=generator) < probability
+    allowed[:, vocab_size:] = tail_bit
     powers = 2 ** torch.arange(32)
     packed = (allowed.view(rows, words, 32) * powers).sum(-1)
     arguments = {"logits": logits, "bitmask": packed.to(torch.int32)}
@@ -326,14 +331,14 @@ def _suppress_case(
 
 
 def _index_dtype(dims: Dims) -> torch.dtype:
-    """Return the dtype of token ids that a sample's dims state, int64 without it."""
+    """Return the dtype of token ids in the dims of a sample, int64 by default."""
     dtype: torch.dtype = getattr(torch, str(dims.get("index_dtype", "int64")))
     return dtype
 
 
 def _temperature_case(logits: Tensor, temperature: Tensor, label: str = "") -> Case:
-    # Two roundings, those of a reciprocal and of the product with it; nothing is added, but a
-    # subnormal may be flushed before it is divided by a small number.
+    # Two roundings, of a reciprocal and of the multiplication by it, and no sum. But a kernel may
+    # flush a subnormal logit to zero before the division by a small temperature.
     smallest = float(temperature[temperature > 0].min()) if temperature.any() else 1.0
     arguments = {"logits": logits, "temperature": temperature}
     dims = {"vocab_size": logits.shape[1]}
@@ -348,20 +353,22 @@ def _truncated_case(
     label: str = "",
     **columns: Tensor | None,
 ) -> Case:
-    """Return a case of rows that are clear about what the truncations keep."""
-    given: dict[str, Any] = {"top_k": None, "top_p": None, "min_p": None, **columns}
+    """Build a case of rows in which no token is near a truncation threshold."""
+    truncations: dict[str, Any] = {"top_k": None, "top_p": None, "min_p": None, **columns}
     logits = torch.empty(shape, dtype=dtype)
 
     def draw(rows: int) -> Tensor:
         return random_logits(kind, (rows, shape[1]), dtype, generator)
 
     for row in range(shape[0]):
-        own = {n: None if c is None else c[row : row + 1] for n, c in given.items()}
+        row_truncations = {
+            n: None if c is None else c[row : row + 1] for n, c in truncations.items()
+        }
 
-        def is_clear(drawn: Tensor, own: dict[str, Any] = own) -> Tensor:
-            scaled = drawn.double()
+        def is_clear(logits: Tensor, limits: dict[str, Any] = row_truncations) -> Tensor:
+            scaled = logits.double()
             scaled -= scaled.amax(-1, keepdim=True)
-            return clearly_truncated(scaled, **own)[1]
+            return clearly_truncated(scaled, **limits)[1]
 
         logits[row : row + 1] = clear_rows(draw, is_clear, 1)
     arguments = {"logits": logits, **columns}

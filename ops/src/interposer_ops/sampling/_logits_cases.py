@@ -1,7 +1,8 @@
-"""Rows of logits for the cases of sampling, and cases of capped ones.
+"""Rows of logits for the cases of sampling ops, and the cases of ``logits_softcap``.
 
-Rows are clear if rounding cannot change what is decided by them. T tokens, B sequences or rows, V
-vocabulary.
+A row is clear if rounding errors cannot change the decisions of sampling.
+
+T tokens, B sequences or rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from interposer_ops.sampling._truncation import truncation_threshold
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak
 from interposer_testing.workload import typical_sequences
 
-_MARGIN = 1e-3  # of scaled logits with noise, which float32 rounds by about 1e-6
-_MASS_MARGIN = 1e-5  # of probabilities summed over the vocabulary
+# Margins far above rounding errors: of scaled logits with noise, whose float32 error is about 1e-6,
+# and of probabilities summed over the vocabulary.
+_MARGIN = 1e-3
+_MASS_MARGIN = 1e-5
 LOGIT_SHAPES = {
     "many rows": (9, 257),
     "one row": (1, 64),
@@ -34,71 +37,73 @@ LOGITS = {"": "random", "tied": "tied", "ruled out": "ruled out"}
 def random_logits(
     kind: str, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
-    """Return rows of random numbers, of few numbers that repeat, or mostly of minus infinity."""
+    """Draw rows of random logits, of repeated logits ("tied"), or mostly -inf ("ruled out")."""
     if kind == "tied":
         return torch.randint(-4, 4, shape, generator=generator).to(dtype)
     logits = normal(shape, dtype, generator, 4.0)
     if kind == "ruled out":
-        dropped = torch.rand(shape, generator=generator) < 0.9
-        dropped[:, shape[1] // 3] = False
-        logits = logits.masked_fill(dropped, float("-inf"))
+        is_masked = torch.rand(shape, generator=generator) < 0.9
+        is_masked[:, shape[1] // 3] = False
+        logits = logits.masked_fill(is_masked, float("-inf"))
     return logits
 
 
 def num_rows(num_tokens: int) -> int:
-    """Return how many tokens are sampled in a step of ``num_tokens``: one for each sequence."""
+    """Return the number of sequences, and so of sampled tokens, in a step of ``num_tokens``."""
     return len(typical_sequences(num_tokens))
 
 
 def clear_rows(
     draw: Callable[[int], Tensor], is_clear: Callable[[Tensor], Tensor], rows: int
 ) -> Tensor:
-    """Return rows that are all clear, drawing again those that are not.
+    """Draw ``rows`` rows, and redraw each row until the row is clear.
 
     Args:
-        draw: returns as many rows as it is told.
+        draw: returns the requested number of rows.
         is_clear: returns a bool for every row.
     """
-    drawn = draw(rows)
-    unclear = (~is_clear(drawn)).nonzero()[:, 0]
+    logits = draw(rows)
+    unclear = (~is_clear(logits)).nonzero()[:, 0]
     while len(unclear):
-        drawn[unclear] = draw(len(unclear))
-        unclear = unclear[~is_clear(drawn[unclear])]
-    return drawn
+        logits[unclear] = draw(len(unclear))
+        unclear = unclear[~is_clear(logits[unclear])]
+    return logits
 
 
 def clearly_truncated(
     scaled: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return what each row keeps, ``[B, V]``, and whether no token is near the edge of it, ``[B]``.
+    """Return the kept tokens, ``[B, V]``, and whether no token is near the threshold, ``[B]``.
 
     Args:
-        scaled: ``[B, V]`` float64, and the truncations, as of ``truncation_threshold``.
+        scaled: ``[B, V]`` float64.
+        top_k, top_p, min_p: as in ``truncation_threshold``.
     """
-    kept, kept_loosely = (
-        scaled >= truncation_threshold(scaled, top_k, _nudged(top_p, p), _scaled(min_p, m)) - slack
+    is_kept, is_kept_loosely = (
+        scaled >= truncation_threshold(scaled, top_k, _shifted(top_p, p), _scaled(min_p, m)) - slack
         for p, m, slack in ((-_MASS_MARGIN, 1 + _MARGIN, 0), (_MASS_MARGIN, 1 - _MARGIN, _MARGIN))
     )
-    return kept, (kept == kept_loosely).all(-1)
+    return is_kept, (is_kept == is_kept_loosely).all(-1)
 
 
 def clearly_won(values: Tensor) -> Tensor:
-    """Say of each row, ``[B, V]`` float64, whether its largest value stands clear of the others."""
+    """Return whether the largest value of each row of ``[B, V]`` exceeds the others clearly."""
     if values.shape[-1] == 1:
         return torch.ones(len(values), dtype=torch.bool)
     best = values.topk(2, -1).values
     return best[:, 0] - best[:, 1] > _MARGIN
 
 
-def _nudged(bound: Tensor | None, change: float) -> Tensor | None:
-    """Return ``bound`` changed where it lies inside (0, 1); 0 and 1 are exact."""
-    if bound is None:
+def _shifted(probability: Tensor | None, change: float) -> Tensor | None:
+    """Add ``change`` to probabilities inside (0, 1); 0 and 1 are exact."""
+    if probability is None:
         return None
-    return torch.where((bound > 0) & (bound < 1), bound + change, bound)
+    is_inside = (probability > 0) & (probability < 1)
+    return torch.where(is_inside, probability + change, probability)
 
 
 def _scaled(ratio: Tensor | None, factor: float) -> Tensor | None:
-    """Return ``ratio`` times ``factor`` where it lies inside (0, 1): its logarithm is compared."""
+    """Multiply ratios inside (0, 1) by ``factor``, since kernels compare their logarithms."""
     if ratio is None:
         return None
     return torch.where((ratio > 0) & (ratio < 1), ratio * factor, ratio)
@@ -112,7 +117,7 @@ _CAPPED_SHAPES = {
     "wide": (2, 8193),
     "no rows": (0, 64),
 }
-# Of the logits, in units of the cap: in the linear part, at its end, where tanh is 1.
+# Deviation of the logits in units of the cap: tanh is curved, linear, 1, or 0.
 _SCALES = {"": 1.0, "small": 1e-2, "large": 30.0, "zeros": 0.0}
 
 
@@ -132,11 +137,11 @@ logits_softcap_cases = CaseSpace(
     alone={"shape": ("no rows",)},
     valid=lambda point, _: not (point.labels["scale"] == "zeros" and point.labels["cap"]),
 )
-"""Logits well below, about and far beyond the cap."""
+"""Logits far below, near and far above the cap."""
 
 
 def logits_softcap_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return the logits of T tokens."""
+    """Make the logits of T tokens."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_tokens, int(dims["vocab_size"]))
     logits = normal_numbers(shape, dtype, generator, deviation=10.0)
@@ -144,8 +149,8 @@ def logits_softcap_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed:
 
 
 def _case(logits: Tensor, cap: float, label: str) -> Case:
-    # Quotient and product are rounded once, and tanh is right to a few units of the last place:
-    # in all eight half units of the largest result.
+    # Division and multiplication round once each, and tanh has an error of few units in the last
+    # place: in total eight half units of the largest result.
     return Case(
         label,
         {"logits": logits, "cap": cap},

@@ -1,4 +1,7 @@
-"""Log probabilities of chosen and of likely tokens. Dimensions: B sequences, V vocabulary."""
+"""Log probabilities of chosen tokens and of the likeliest tokens.
+
+B sequences, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,18 @@ _CASES = "interposer_ops.sampling._logprobs_cases"
 def token_logprobs(
     logits: Tensor, tokens: Tensor, num_top: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the log probability and the rank of one token per row, and those likeliest.
+    """Return the log probability and rank of one token per row, and the likeliest tokens.
 
-    logprob = logits - logsumexp(logits), in float32 or wider. Tokens are ranked by their logits,
-    so that no rounding decides; the lowest id comes first among equals.
+    logprob = logits - logsumexp(logits), in float32 or wider. Tokens are ranked by logit, which no
+    rounding affects; the lowest id comes first among equals.
 
     Args:
-        logits: ``[B, V]``, any float dtype, in each row one at least finite and none NaN or +inf;
-            rows may lie apart.
+        logits: ``[B, V]``, any float dtype; each row has a finite logit and no NaN or +inf. Rows
+            need not be adjacent.
         tokens: ``[B]`` int64.
-        num_top: how many of the likeliest tokens to return, from 0 to V.
+        num_top: number of likeliest tokens to return, from 0 to V.
     Returns: ``(logprobs, ranks, top_logprobs, top_ids)``: ``[B]`` float32 (float64 for float64
-        ``logits``), natural logs; ``[B]`` int64, 1 and the number of tokens that are likelier;
+        ``logits``), natural logs; ``[B]`` int64, 1 + the number of likelier tokens;
         ``[B, num_top]`` of the dtype of ``logprobs``, descending; ``[B, num_top]`` int64.
     Dims: vocab_size, num_top.
     """

@@ -1,6 +1,8 @@
-"""Cases of log probabilities. Dimensions: B sequences, V vocabulary.
+"""Cases of ``token_logprobs``.
 
-Ids are compared exactly: logits are equal, or differ by 1/64 at least.
+Ids are compared exactly: logits are equal or differ by at least 1/64.
+
+B sequences, V vocabulary.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ token_logprobs_cases = CaseSpace(
         and not (point.labels["token"] and point.labels["top"])
     ),
 )
-"""Chosen tokens of any rank, ties and ruled out tokens among the likeliest."""
+"""Chosen tokens of any rank; ties and masked tokens among the likeliest tokens."""
 
 
 def token_logprobs_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return one row of logits for every sequence of a typical step."""
+    """Make one row of logits for every sequence of a typical step."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_rows(num_tokens), int(dims["vocab_size"]))
     logits = _stepped(random_logits("random", shape, dtype, generator))
@@ -54,18 +56,18 @@ def token_logprobs_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed:
 
 
 def _stepped(logits: Tensor) -> Tensor:
-    """Round to multiples of the step; of float16 and bfloat16, those above 1 and 4 are anyway."""
+    """Round logits to multiples of ``_STEP``, so that unequal logits differ clearly."""
     return ((logits.float() / _STEP).round() * _STEP).to(logits.dtype)
 
 
 def _case(logits: Tensor, tokens: Tensor, num_top: int, label: str = "") -> Case:
-    """Return the case of sums of exponentials, the largest of which is 1.
+    """Build the case; the largest exponential of each sum is 1.
 
-    The logarithm of the sum takes on its relative error, V roundings; a logit is added to it.
+    The logarithm turns the relative error of the sum, V roundings, into an absolute error.
     """
     vocab_size = logits.shape[1]
     arguments = {"logits": logits, "tokens": tokens, "num_top": num_top}
     dims = {"vocab_size": vocab_size, "num_top": num_top}
-    # The spread of the logits is what an exponent may be rounded in.
+    # An exponent, a difference of logits, may be rounded in proportion to its magnitude.
     magnitude = 1 + 2 * peak(logits) / vocab_size
     return Case(label, arguments, dims, reduction=vocab_size + 4, magnitude=magnitude)

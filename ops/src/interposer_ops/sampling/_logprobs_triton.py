@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Log probabilities in two launches: of each part of a row, then of the row.
+"""Triton kernels for log probabilities in two launches: per part of a row, then per row.
 
 B sequences, V vocabulary, C parts of a row, N likeliest tokens.
 """
@@ -22,7 +22,7 @@ from interposer_ops.sampling._noise_triton import natural_log
 def token_logprobs_triton(
     logits: Tensor, tokens: Tensor, num_top: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute ``token_logprobs``; the likeliest of a row are among those of its parts."""
+    """Compute ``token_logprobs``; a row's top tokens are among the top tokens of its parts."""
     num_rows, vocab_size = logits.shape
     device, wide = logits.device, torch.float32
     logprobs = torch.empty(num_rows, dtype=wide, device=device)
@@ -33,28 +33,29 @@ def token_logprobs_triton(
         return logprobs, ranks, top_logprobs, top_ids
     rows = as_rows(logits)
     tile = row_tile("vocabulary", device, vocab_size)
-    parts = tile.column_blocks(vocab_size)
+    num_parts = tile.column_blocks(vocab_size)
     slots = triton.next_power_of_2(num_top) if num_top else 0
-    peaks, totals = torch.empty(2, num_rows, parts, dtype=wide, device=device)
-    likelier = torch.empty(num_rows, parts, dtype=torch.int32, device=device)
-    best = torch.empty(num_rows, parts, slots, dtype=wide, device=device)
-    found = torch.empty(num_rows, parts, slots, dtype=torch.int32, device=device)
-    _judge_parts[(num_rows, parts)](
-        rows, tokens, peaks, totals, likelier, best, found, rows.stride(0), num_top,
+    peaks, totals = torch.empty(2, num_rows, num_parts, dtype=wide, device=device)
+    likelier = torch.empty(num_rows, num_parts, dtype=torch.int32, device=device)
+    best = torch.empty(num_rows, num_parts, slots, dtype=wide, device=device)
+    top_tokens = torch.empty(num_rows, num_parts, slots, dtype=torch.int32, device=device)
+    _logprobs_of_parts[(num_rows, num_parts)](
+        rows, tokens, peaks, totals, likelier, best, top_tokens, rows.stride(0), num_top,
         VOCAB_SIZE=vocab_size, SLOTS=slots, COLUMNS=tile.columns, **tile.compiled,
     )  # fmt: skip
-    tile = row_tile("parts", device, parts * max(slots, 1))
-    _judge_rows[(num_rows,)](
-        rows, tokens, peaks, totals, likelier, best, found, logprobs, ranks, top_logprobs, top_ids,
-        rows.stride(0), parts, num_top,
-        VOCAB_SIZE=vocab_size, SLOTS=slots, PARTS=triton.next_power_of_2(parts), **tile.compiled,
+    tile = row_tile("parts", device, num_parts * max(slots, 1))
+    _logprobs_of_rows[(num_rows,)](
+        rows, tokens, peaks, totals, likelier, best, top_tokens, logprobs, ranks, top_logprobs,
+        top_ids, rows.stride(0), num_parts, num_top,
+        VOCAB_SIZE=vocab_size, SLOTS=slots, PARTS=triton.next_power_of_2(num_parts),
+        **tile.compiled,
     )  # fmt: skip
     return logprobs, ranks, top_logprobs, top_ids
 
 
 @triton.jit
-def _judge_parts(
-    logits, tokens, peaks, totals, likelier, best, found, stride, num_top,
+def _logprobs_of_parts(
+    logits, tokens, peaks, totals, likelier, best, top_tokens, stride, num_top,
     VOCAB_SIZE: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -71,28 +72,28 @@ def _judge_parts(
     tl.store(totals + part, tl.sum(power))
     tl.store(likelier + part, tl.sum((value > chosen).to(tl.int32)))
     if SLOTS > 0:
-        left = inside
-        for turn in range(num_top):
-            # The column beyond the last where nothing is left.
-            largest = tl.max(tl.where(left, value, float("-inf")))
-            token = tl.min(tl.where(left & (value == largest), column, VOCAB_SIZE))
-            tl.store(best + part * SLOTS + turn, largest)
-            tl.store(found + part * SLOTS + turn, token)
-            left = left & (column != token)
+        remaining = inside
+        for slot in range(num_top):
+            # Once no column remains, ``token`` is VOCAB_SIZE, which marks an empty slot.
+            largest = tl.max(tl.where(remaining, value, float("-inf")))
+            token = tl.min(tl.where(remaining & (value == largest), column, VOCAB_SIZE))
+            tl.store(best + part * SLOTS + slot, largest)
+            tl.store(top_tokens + part * SLOTS + slot, token)
+            remaining = remaining & (column != token)
 
 
 @triton.jit
-def _judge_rows(
-    logits, tokens, peaks, totals, likelier, best, found, logprobs, ranks, top_logprobs, top_ids,
-    stride, num_parts, num_top,
+def _logprobs_of_rows(
+    logits, tokens, peaks, totals, likelier, best, top_tokens, logprobs, ranks, top_logprobs,
+    top_ids, stride, num_parts, num_top,
     VOCAB_SIZE: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
-    place = row * num_parts + part
-    peak = tl.load(peaks + place, mask=part < num_parts, other=float("-inf"))
-    total = tl.load(totals + place, mask=part < num_parts, other=0.0)
-    count = tl.load(likelier + place, mask=part < num_parts, other=0)
+    position = row * num_parts + part
+    peak = tl.load(peaks + position, mask=part < num_parts, other=float("-inf"))
+    total = tl.load(totals + position, mask=part < num_parts, other=0.0)
+    count = tl.load(likelier + position, mask=part < num_parts, other=0)
     highest = tl.max(peak)
     mass = highest + natural_log(tl.sum(total * tl.exp(peak - highest)))
     chosen = tl.load(logits + row * stride + tl.load(tokens + row)).to(tl.float32)
@@ -100,19 +101,19 @@ def _judge_rows(
     tl.store(ranks + row, (tl.sum(count) + 1).to(tl.int64))
     if SLOTS > 0:
         candidate = tl.arange(0, PARTS * SLOTS)
-        given = (candidate // SLOTS < num_parts) & (candidate % SLOTS < num_top)
-        place = row * num_parts * SLOTS + candidate
-        value = tl.load(best + place, mask=given, other=float("-inf"))
-        token = tl.load(found + place, mask=given, other=VOCAB_SIZE)
-        left = token < VOCAB_SIZE
-        for turn in range(num_top):
-            largest = tl.max(tl.where(left, value, float("-inf")))
-            winner = tl.min(tl.where(left & (value == largest), token, VOCAB_SIZE))
-            tl.store(top_logprobs + row * num_top + turn, largest - mass)
-            # Nothing is found among NaNs, and no token is beyond all of them.
-            known = tl.minimum(winner, VOCAB_SIZE - 1).to(tl.int64)
-            tl.store(top_ids + row * num_top + turn, known)
-            left = left & (token != winner)
+        is_valid = (candidate // SLOTS < num_parts) & (candidate % SLOTS < num_top)
+        position = row * num_parts * SLOTS + candidate
+        value = tl.load(best + position, mask=is_valid, other=float("-inf"))
+        token = tl.load(top_tokens + position, mask=is_valid, other=VOCAB_SIZE)
+        remaining = token < VOCAB_SIZE
+        for slot in range(num_top):
+            largest = tl.max(tl.where(remaining, value, float("-inf")))
+            winner = tl.min(tl.where(remaining & (value == largest), token, VOCAB_SIZE))
+            tl.store(top_logprobs + row * num_top + slot, largest - mass)
+            # No value equals NaN; the last token is stored then, so that every stored token exists.
+            valid_winner = tl.minimum(winner, VOCAB_SIZE - 1).to(tl.int64)
+            tl.store(top_ids + row * num_top + slot, valid_winner)
+            remaining = remaining & (token != winner)
 
 
 BUILDS = (

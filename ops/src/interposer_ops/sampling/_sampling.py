@@ -1,4 +1,7 @@
-"""From logits to tokens. Dimensions: B sequences, V vocabulary."""
+"""Penalties and token sampling.
+
+B sequences, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +32,16 @@ def apply_penalties(
     presence: Tensor,
     frequency: Tensor,
 ) -> Tensor:
-    """Make tokens that were already used less likely, or more likely.
+    """Apply repetition, presence and frequency penalties.
 
-    Repetition comes first and counts prompt and output: of a used token, a positive logit is
-    divided and a negative one multiplied. Then, for the output alone:
+    The repetition penalty comes first and applies to tokens of prompt and output: a positive logit
+    is divided by the penalty, a negative logit multiplied. Then, for the output only:
     y = logit - presence * [count > 0] - frequency * count.
 
     Args:
         logits: ``[B, V]``, any float dtype.
         prompt_mask: ``[B, V]`` bool, the tokens of the prompt.
-        output_counts: ``[B, V]`` int32 or int64, how often each token was generated.
+        output_counts: ``[B, V]`` int32 or int64, number of times that each token was generated.
         repetition: ``[B]`` float32, positive; 1 changes nothing.
         presence: ``[B]`` float32; 0 changes nothing.
         frequency: ``[B]`` float32; 0 changes nothing.
@@ -70,22 +73,23 @@ def sample_tokens(
     seeds: Tensor,
     steps: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Choose one token per row, greedily or at random.
+    """Sample one token per row, greedily or at random, and return its log probability.
 
-    A row of temperature 0 takes its largest logit. Any other is divided by its temperature, cut
-    by top-k, top-p and min-p in this order (see ``truncation_threshold``), and the token with
-    the largest sum of what is kept and Gumbel noise is taken: a draw from the softmax. The noise
-    depends on seed, step and token alone (see ``gumbel_noise``). The lowest index wins ties.
+    A row of temperature 0 takes the token of the largest logit. Other rows are divided by their
+    temperature and truncated by top-k, top-p and min-p in this order (see
+    ``truncation_threshold``); the token with the largest logit + Gumbel noise is a draw from the
+    softmax. The noise depends only on seed, step and token (see ``gumbel_noise``). The lowest index
+    wins ties.
 
     Args:
-        logits: ``[B, V]``, any float dtype, in each row one at least finite and none NaN or +inf.
-        temperature: ``[B]`` float32, not negative; None is 0 in every row, and only ``logits``
-            are read.
-        top_k: ``[B]`` int64, not negative; 0 keeps all tokens, None all in every row.
-        top_p: ``[B]`` float32, in [0, 1]; 1 keeps all tokens, None all in every row.
-        min_p: ``[B]`` float32, in [0, 1]; 0 keeps all tokens, None all in every row.
-        seeds: ``[B]`` int64, of the request.
-        steps: ``[B]`` int64, how many tokens the request generated before.
+        logits: ``[B, V]``, any float dtype; each row has a finite logit and no NaN or +inf.
+        temperature: ``[B]`` float32, not negative; None means 0 for all rows, and no other
+            parameter is read.
+        top_k: ``[B]`` int64, not negative; 0 keeps all tokens; None disables top-k.
+        top_p: ``[B]`` float32, in [0, 1]; 1 keeps all tokens; None disables top-p.
+        min_p: ``[B]`` float32, in [0, 1]; 0 keeps all tokens; None disables min-p.
+        seeds: ``[B]`` int64, seed of the request.
+        steps: ``[B]`` int64, number of tokens that the request has generated.
     Returns: ``(tokens, logprobs)``: ``[B]`` int64, and ``[B]`` float32 (float64 for float64
         ``logits``), the natural log of the token's probability under softmax(``logits``), before
         temperature and truncation.
@@ -98,10 +102,10 @@ def sample_tokens(
         tokens = logits.argmax(-1)
     else:
         scaled = temper(wide, temperature)
-        kept = scaled >= truncation_threshold(scaled, top_k, top_p, min_p)
+        is_kept = scaled >= truncation_threshold(scaled, top_k, top_p, min_p)
         noise = gumbel_noise(seeds, steps, logits.shape[-1], wide.dtype)
         noise = torch.where(temperature[:, None] > 0, noise, 0)
-        tokens = torch.where(kept, scaled + noise, float("-inf")).argmax(-1)
+        tokens = torch.where(is_kept, scaled + noise, float("-inf")).argmax(-1)
     chosen = wide.gather(-1, tokens[:, None]).squeeze(-1)
     return tokens, chosen - wide.logsumexp(-1)
 
@@ -112,13 +116,13 @@ def sample_tokens(
     batched=("logits", "temperature", "seeds", "steps"),
 )
 def gumbel_argmax(logits: Tensor, temperature: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
-    """Draw one token per row from the softmax of its tempered logits.
+    """Draw one token per row from softmax(logits / temperature).
 
-    The token of ``sample_tokens`` without truncation: the largest sum of logit / temperature and
-    ``gumbel_noise``, the largest logit where the temperature is 0; the lowest index wins ties.
+    Equal to ``sample_tokens`` without truncation: the token with the largest logit / temperature +
+    ``gumbel_noise``, or the largest logit if the temperature is 0; the lowest index wins ties.
 
     Args:
-        logits: as in ``sample_tokens``; rows may lie apart.
+        logits: as in ``sample_tokens``; rows need not be adjacent.
         temperature: ``[B]`` float32, not negative.
         seeds, steps: as in ``sample_tokens``.
     Returns: ``[B]`` int64.

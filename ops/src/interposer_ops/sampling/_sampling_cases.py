@@ -1,7 +1,9 @@
-"""Cases of the sampling ops. Dimensions: B sequences, V vocabulary.
+"""Cases of the penalties and of the ops that sample tokens.
 
-Tokens are compared exactly, so what is random gets rows only where rounding cannot change them:
-no token stands near the edge of what is kept, and the winner stands clear of the second.
+Tokens are compared exactly, so that random rows must be clear: no token is near the truncation
+threshold, and the winner's score exceeds the second one clearly.
+
+B sequences, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from interposer_ops.sampling._noise import gumbel_noise
 from interposer_ops.sampling._truncation import temper
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak, uniform
 
-# Values of every row; what a setting leaves out is None in its case. "mixed" makes every second
-# row greedy.
+# Parameters of all rows; a parameter that a setting lacks is None in the case. "mixed" makes every
+# second row greedy.
 _Setting = Mapping[str, float]
 _SETTINGS: dict[str, _Setting] = {
     "greedy": {},
@@ -84,7 +86,7 @@ apply_penalties_cases = CaseSpace(
     alone=_ALONE,
     valid=lambda point, _: point["shape"] != (2, 32000) or not any(list(point.labels.values())[1:]),
 )
-"""Each penalty and all of them, logits of both signs, zeros, used and unused tokens."""
+"""Each penalty alone and all together; logits of both signs, zeros, used and unused tokens."""
 
 
 def _sampling(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -101,7 +103,7 @@ sample_tokens_cases = CaseSpace(
     Axis("setting", _SETTINGS),
     Axis("logits", LOGITS),
     strided={"logits": "rows", "seeds": "offset", "steps": "offset"},
-    # Whoever decodes a batch knows these only then.
+    # Whether a batch has these parameters is known only at run time.
     varying=dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), ("absent",)),
     crossed={
         "shape": ("many rows",),
@@ -114,7 +116,7 @@ sample_tokens_cases = CaseSpace(
         or (not point.labels["logits"] and point.labels["setting"] in ("greedy", "truncated"))
     ),
 )
-"""Every way to sample, several shapes, rows of both kinds, ties and ruled out tokens."""
+"""Every way to sample, several shapes, greedy and random rows, ties and masked tokens."""
 
 
 def _gumbel(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -134,11 +136,11 @@ gumbel_argmax_cases = CaseSpace(
     alone={"shape": ("no rows", "one token")},
     valid=lambda point, _: point["shape"] != (2, 32000) or not point.labels["logits"],
 )
-"""Temperatures from 0 to high, ties and ruled out tokens."""
+"""Temperatures from 0 to high, ties and masked tokens."""
 
 
 def apply_penalties_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return one row of logits for every sequence of a typical step, two of them penalised."""
+    """Make one row of logits for every sequence of a typical step; two rows are penalised."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_rows(num_tokens), int(dims["vocab_size"]))
     logits = normal(shape, dtype, generator, 4.0)
@@ -149,7 +151,7 @@ def apply_penalties_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed
 
 
 def sample_tokens_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return one row of logits for every sequence of a typical step, all of them truncated."""
+    """Make one row of logits for every sequence of a typical step; all rows are truncated."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_rows(num_tokens), int(dims["vocab_size"]))
     setting = _SETTINGS["truncated"]
@@ -158,7 +160,7 @@ def sample_tokens_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: 
 
 
 def gumbel_argmax_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return one row of logits for every sequence of a typical step, none of them greedy."""
+    """Make one row of logits for every sequence of a typical step; no row is greedy."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_rows(num_tokens), int(dims["vocab_size"]))
     setting = _TEMPERATURES[""]
@@ -178,7 +180,7 @@ def _penalties_case(
     penalties: dict[str, Tensor] = {}
     for name, low, neutral in (("repetition", 0.5, 1.0), ("presence", -2, 0), ("frequency", -2, 0)):
         penalties[name] = uniform((batch_size,), torch.float32, generator, low, 2.0)
-        # Of the rows that are penalised at all, the first two; the others are left alone.
+        # Only the first two rows are penalised; the penalty of other rows is neutral.
         penalties[name][2 if name in names else 0 :] = neutral
     arguments = {
         "logits": logits,
@@ -195,7 +197,7 @@ def _arguments(
     kind: str, shape: tuple[int, int], setting: _Setting, dtype: torch.dtype,
     generator: torch.Generator, *, truncating: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the arguments of clear rows; without ``truncating``, those of ``gumbel_argmax``."""
+    """Draw clear rows; if not ``truncating``, return the arguments of ``gumbel_argmax`` only."""
     rows, vocab_size = shape
     columns: dict[str, Tensor | None] = {}
     for name in ("temperature", "top_k", "top_p", "min_p"):
@@ -206,25 +208,31 @@ def _arguments(
     temperature = columns["temperature"]
     if temperature is not None and "mixed" in setting:
         temperature[::2] = 0
-    noise_of = {
+    noise_arguments = {
         "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
         "steps": torch.randint(10_000, (rows,), generator=generator),
     }
-    # One row after the other: each has a temperature and noise of its own.
+    # Drawn row by row, since every row has its own temperature and noise.
     logits = torch.empty(shape, dtype=dtype)
     for row in range(rows):
         at = slice(row, row + 1)
-        own = {n: None if c is None else c[at] for n, c in columns.items()}
-        gumbel = gumbel_noise(noise_of["seeds"][at], noise_of["steps"][at], vocab_size, _WIDE)
+        row_parameters = {n: None if c is None else c[at] for n, c in columns.items()}
+        gumbel = gumbel_noise(
+            noise_arguments["seeds"][at], noise_arguments["steps"][at], vocab_size, _WIDE
+        )
 
         def is_clear(
-            drawn: Tensor, own: dict[str, Tensor | None] = own, gumbel: Tensor = gumbel
+            logits: Tensor,
+            parameters: dict[str, Tensor | None] = row_parameters,
+            gumbel: Tensor = gumbel,
         ) -> Tensor:
-            if own["temperature"] is None or not own["temperature"].all():
-                return torch.ones(1, dtype=torch.bool)  # found by comparison alone
-            scaled = temper(drawn.double(), own["temperature"])
-            kept, clear = clearly_truncated(scaled, own["top_k"], own["top_p"], own["min_p"])
-            return clear & clearly_won(torch.where(kept, scaled + gumbel, float("-inf")))
+            temperature = parameters["temperature"]
+            if temperature is None or not temperature.all():
+                return torch.ones(1, dtype=torch.bool)  # greedy: an exact comparison
+            scaled = temper(logits.double(), temperature)
+            limits = (parameters["top_k"], parameters["top_p"], parameters["min_p"])
+            is_kept, is_clear = clearly_truncated(scaled, *limits)
+            return is_clear & clearly_won(torch.where(is_kept, scaled + gumbel, float("-inf")))
 
         def draw(count: int) -> Tensor:
             return random_logits(kind, (count, vocab_size), dtype, generator)
@@ -232,7 +240,7 @@ def _arguments(
         logits[at] = clear_rows(draw, is_clear, 1)
     if not truncating:
         columns = {"temperature": temperature}
-    return {"logits": logits, **columns, **noise_of}
+    return {"logits": logits, **columns, **noise_arguments}
 
 
 _WIDE = torch.float64

@@ -1,7 +1,9 @@
-"""Verification of drafted tokens. Dimensions: B sequences, S drafted tokens at most, V vocabulary.
+"""Verification of draft tokens for speculative decoding.
 
-A row with n drafted tokens yields those that are accepted and one more, which takes the place of
-the first that is rejected or follows them all: 1 to n + 1 tokens.
+A row with n draft tokens yields 1 to n + 1 tokens: the accepted draft tokens, and one more token
+that replaces the first rejected draft token or follows the last accepted one.
+
+B sequences, S maximum draft tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,22 +28,22 @@ _op = partial(
 def greedy_verify(
     draft_tokens: Tensor, target_logits: Tensor, num_draft: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Accept drafted tokens as long as they are those that greedy decoding takes.
+    """Accept the draft tokens up to the first that greedy decoding would not choose.
 
     The lowest index wins ties, as in ``sample_tokens``.
 
     Args:
-        draft_tokens: ``[B, S]`` int64; what stands behind a row's drafts is not read.
-        target_logits: ``[B, S + 1, V]``, any float dtype, at the place of each drafted token and
-            of the one behind them; none NaN where a row has drafts or at the place behind them.
+        draft_tokens: ``[B, S]`` int64; elements after a row's draft tokens are not read.
+        target_logits: ``[B, S + 1, V]``, any float dtype, at the position of each draft token and
+            of the token after the last one; no NaN at these positions.
         num_draft: ``[B]`` int64, from 0 to S.
-    Returns: ``(tokens, accepted)``: ``[B, S + 1]`` int64, -1 behind the last token; ``[B]`` int64,
-        how many drafted tokens were accepted.
+    Returns: ``(tokens, accepted)``: ``[B, S + 1]`` int64, -1 after the last token; ``[B]`` int64,
+        the number of accepted draft tokens.
     Dims: vocab_size, num_draft_tokens.
     Source: arXiv:2211.17192.
     """
     best = target_logits.argmax(-1)
-    return _verified(draft_tokens, draft_tokens == best[:, :-1], best, num_draft)
+    return _assemble_tokens(draft_tokens, draft_tokens == best[:, :-1], best, num_draft)
 
 
 @_op(
@@ -56,21 +58,23 @@ def rejection_sample(
     seeds: Tensor,
     steps: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Accept or replace drafted tokens so that all tokens are drawn from the target distribution.
+    """Accept or replace draft tokens so that all tokens have the target distribution.
 
-    At draft i of n, with q the distribution that the token x was drawn from and p the target's:
-    x is accepted if all before it were and u q(x) < p(x). At the first that is not, a token is
-    drawn from max(p - q, 0), or from p if that is zero everywhere, which rounding may cause; and
-    from p behind n accepted ones. All is computed in float32 or wider.
+    Let the draft token x at position i be drawn from the draft distribution q, and let p be the
+    target distribution. x is accepted if all earlier draft tokens were and u q(x) < p(x). At the
+    first rejected position, a token is drawn from the residual max(p - q, 0), or from p if rounding
+    makes the residual zero. After n accepted tokens, a token is drawn from p. All steps are
+    computed in float32 or wider.
 
-    A draw takes the largest sum of log weight and Gumbel noise, the lowest index among equals.
-    Noise at place i is that of the row's seed and step + i: ``gumbel_noise`` of tokens 0 to V - 1
-    for the draw, so that a row without drafts takes the token of ``sample_tokens``, and for u the
-    ``uniform_noise`` of token V, on which no draw depends. Whoever drafts must use other noise.
+    A draw takes the token with the largest log weight + Gumbel noise, and the lowest index among
+    equals. The noise at position i is that of the row's seed and of step + i: ``gumbel_noise`` of
+    tokens 0 to V - 1 for a draw, so that a row without draft tokens yields the token of
+    ``sample_tokens``; ``uniform_noise`` of token V for u, independent of every draw. The proposer
+    must use other noise.
 
     Args:
         draft_tokens, num_draft: as in ``greedy_verify``.
-        draft_probs: ``[B, S, V]``, any float dtype; None where drafts were certain, q(x) = 1.
+        draft_probs: ``[B, S, V]``, any float dtype; None for deterministic drafts, q(x) = 1.
         target_probs: ``[B, S + 1, V]``, dtype of ``draft_probs``, after temperature and truncation.
         seeds, steps: as in ``sample_tokens``.
     Returns: those of ``greedy_verify``.
@@ -79,39 +83,39 @@ def rejection_sample(
     """
     wide = torch.promote_types(target_probs.dtype, torch.float32)
     target = target_probs.to(wide)
-    batch_size, places, vocab_size = target.shape
-    offsets = torch.arange(places, device=target.device)
-    seed_of = seeds[:, None].expand(-1, places).flatten()
+    batch_size, num_positions, vocab_size = target.shape
+    offsets = torch.arange(num_positions, device=target.device)
+    seed_of = seeds[:, None].expand(-1, num_positions).flatten()
     step_of = (steps[:, None] + offsets).flatten()
 
     drafted = offsets[:-1] < num_draft[:, None]
-    read = torch.where(drafted, draft_tokens, 0)[..., None]
+    valid_drafts = torch.where(drafted, draft_tokens, 0)[..., None]
     if draft_probs is None:
-        draft = torch.zeros_like(target[:, :-1]).scatter(-1, read, 1.0)
+        draft = torch.zeros_like(target[:, :-1]).scatter(-1, valid_drafts, 1.0)
     else:
         draft = draft_probs.to(wide)
     uniform = uniform_noise(seed_of, step_of, vocab_size + 1)[:, vocab_size]
-    uniform = uniform.view(batch_size, places)[:, :-1].to(wide)
-    chance = target[:, :-1].gather(-1, read).squeeze(-1)
-    is_accepted = uniform * draft.gather(-1, read).squeeze(-1) < chance
+    uniform = uniform.view(batch_size, num_positions)[:, :-1].to(wide)
+    chance = target[:, :-1].gather(-1, valid_drafts).squeeze(-1)
+    is_accepted = uniform * draft.gather(-1, valid_drafts).squeeze(-1) < chance
 
-    rest = (target[:, :-1] - draft).clamp(min=0)
-    replaced = drafted[..., None] & (rest > 0).any(-1, keepdim=True)
-    rest = torch.where(replaced, rest, target[:, :-1])
-    weights = torch.cat((rest, target[:, -1:]), 1)
+    residual = (target[:, :-1] - draft).clamp(min=0)
+    has_residual = drafted[..., None] & (residual > 0).any(-1, keepdim=True)
+    residual = torch.where(has_residual, residual, target[:, :-1])
+    weights = torch.cat((residual, target[:, -1:]), 1)
     noise = gumbel_noise(seed_of, step_of, vocab_size, wide).view(weights.shape)
     drawn = (weights.log() + noise).argmax(-1)
-    return _verified(draft_tokens, is_accepted, drawn, num_draft)
+    return _assemble_tokens(draft_tokens, is_accepted, drawn, num_draft)
 
 
-def _verified(
+def _assemble_tokens(
     draft_tokens: Tensor, is_accepted: Tensor, replacements: Tensor, num_draft: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the drafted tokens before the first that is not accepted, and its replacement."""
-    places = torch.arange(replacements.shape[1], device=replacements.device)
-    is_accepted = is_accepted & (places[:-1] < num_draft[:, None])
+    """Return accepted draft tokens with one replacement, padded with -1, and the counts."""
+    positions = torch.arange(replacements.shape[1], device=replacements.device)
+    is_accepted = is_accepted & (positions[:-1] < num_draft[:, None])
     accepted = is_accepted.to(torch.int64).cumprod(-1).sum(-1)
     drafts = torch.cat((draft_tokens, draft_tokens.new_zeros(draft_tokens.shape[0], 1)), 1)
     end = accepted[:, None]
-    tokens = torch.where(places < end, drafts, torch.where(places == end, replacements, -1))
+    tokens = torch.where(positions < end, drafts, torch.where(positions == end, replacements, -1))
     return tokens, accepted

@@ -1,7 +1,10 @@
-"""Cases of the verification of drafts. B sequences, S drafted tokens at most, V vocabulary.
+"""Cases of the verification of draft tokens.
 
-Tokens are compared exactly: no uniform number stands near the edge of acceptance, and each draw's
-winner stands clear of the second. What is not to be read is NaN, or a token that does not exist.
+Tokens are compared exactly: no uniform number is near the acceptance threshold, and the score of
+each draw's winner exceeds the second one clearly. Elements that kernels must not read are NaN or a
+token that does not exist.
+
+B sequences, S maximum draft tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ _SHAPES = {
     "no rows": (0, 2, 16),
 }
 _NUM_DRAFT = {"": "any", "all drafted": "all", "none drafted": "none"}
-_EDGE = 1e-5  # of probabilities, which float32 rounds by 6e-8
-_NOWHERE = 2**40  # a token that does not exist
+_MARGIN = 1e-5  # of probabilities, which float32 rounds by 6e-8
+_INVALID_TOKEN = 2**40
 
 
 def _greedy(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -41,10 +44,10 @@ def _greedy(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Cas
     logits = logits.to(dtype)
     best = logits[:, :-1].argmax(-1)
     if point["logits"] == "tied":
-        # Others that are as likely as the first are not what greedy decoding takes.
+        # Some drafts are the last of several equal tokens; greedy decoding takes the first one.
         last = vocab_size - 1 - logits[:, :-1].flip(-1).argmax(-1)
         best = torch.where(torch.rand(best.shape, generator=generator) < 0.3, last, best)
-    drafted = _guessed(best, point["quality"], vocab_size, generator)
+    drafted = _draft_tokens(best, point["quality"], vocab_size, generator)
     num_draft = _counts(point["drafted"], rows, drafts, generator)
     return _greedy_case(drafted, logits, num_draft)
 
@@ -67,7 +70,7 @@ greedy_verify_cases = CaseSpace(
     alone={"shape": ("no rows", "one token")},
     valid=lambda point, _: point["drafted"] != "none" or not point.labels["quality"],
 )
-"""Drafts that are right, wrong and right for a while, ties, fewer drafts than there is room."""
+"""Drafts that are right, wrong, or right up to a position; ties; rows with fewer than S drafts."""
 
 
 def _rejection(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -105,22 +108,22 @@ rejection_sample_cases = CaseSpace(
     alone={"shape": ("no rows", "one token")},
     valid=lambda point, _: point["drafted"] != "none" or point["drafts"] in ("likely", "certain"),
 )
-"""Drafts from a distribution near the target's, far from it, the same, and from none."""
+"""Drafts from a distribution near the target, far from the target, equal, and certain drafts."""
 
 
 def greedy_verify_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return rows of which six drafts in ten are right."""
+    """Make rows in which six draft tokens in ten are right."""
     generator = torch.Generator().manual_seed(seed)
     rows, drafts = num_rows(num_tokens), int(dims["num_draft_tokens"])
     vocab_size = int(dims["vocab_size"])
     logits = torch.randn(rows, drafts + 1, vocab_size, generator=generator).to(dtype)
-    drafted = _guessed(logits[:, :-1].argmax(-1), 0.6, vocab_size, generator)
+    drafted = _draft_tokens(logits[:, :-1].argmax(-1), 0.6, vocab_size, generator)
     num_draft = torch.full((rows,), drafts)
     return _greedy_case(drafted, logits, num_draft, f"{num_tokens} tokens")
 
 
 def rejection_sample_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return rows whose drafts come from a distribution near the target's."""
+    """Make rows whose draft distribution is near the target distribution."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_rows(num_tokens), int(dims["num_draft_tokens"]), int(dims["vocab_size"]))
     kind = "certain" if dims["certain_drafts"] else "likely"
@@ -137,16 +140,18 @@ def _counts(kind: str, rows: int, drafts: int, generator: torch.Generator) -> Te
     return torch.randint(drafts + 1, (rows,), generator=generator)
 
 
-def _guessed(best: Tensor, quality: float, vocab_size: int, generator: torch.Generator) -> Tensor:
-    """Return ``best`` with a share of ``quality`` left as it is, and other tokens elsewhere."""
-    right = torch.rand(best.shape, generator=generator) < quality
-    return torch.where(right, best, (best + 1) % vocab_size)
+def _draft_tokens(
+    best: Tensor, quality: float, vocab_size: int, generator: torch.Generator
+) -> Tensor:
+    """Keep each token of ``best`` with probability ``quality``; replace the others."""
+    is_right = torch.rand(best.shape, generator=generator) < quality
+    return torch.where(is_right, best, (best + 1) % vocab_size)
 
 
 def _greedy_case(drafted: Tensor, logits: Tensor, num_draft: Tensor, label: str = "") -> Case:
-    unread = torch.arange(drafted.shape[1]) >= num_draft[:, None]
+    is_unread = torch.arange(drafted.shape[1]) >= num_draft[:, None]
     arguments = {
-        "draft_tokens": drafted.masked_fill(unread, _NOWHERE),
+        "draft_tokens": drafted.masked_fill(is_unread, _INVALID_TOKEN),
         "target_logits": logits,
         "num_draft": num_draft,
     }
@@ -161,17 +166,17 @@ def _clear_case(
     rows, drafts, vocab_size = shape
     num_draft = _counts(counts, rows, drafts, generator)
     draw = partial(_row, (drafts, vocab_size), kind, target_kind, dtype, generator)
-    drawn = [_clear_row(draw, num_draft[row : row + 1]) for row in range(rows)]
-    drawn = drawn or [draw(num_draft)]
+    row_arguments = [_clear_row(draw, num_draft[row : row + 1]) for row in range(rows)]
+    row_arguments = row_arguments or [draw(num_draft)]
     arguments: dict[str, Any] = {
-        name: None if part is None else torch.cat([row[name] for row in drawn])
-        for name, part in drawn[0].items()
+        name: None if part is None else torch.cat([row[name] for row in row_arguments])
+        for name, part in row_arguments[0].items()
     }
-    unread = torch.arange(drafts) >= num_draft[:, None]
-    arguments["draft_tokens"] = arguments["draft_tokens"].masked_fill(unread, _NOWHERE)
+    is_unread = torch.arange(drafts) >= num_draft[:, None]
+    arguments["draft_tokens"] = arguments["draft_tokens"].masked_fill(is_unread, _INVALID_TOKEN)
     if arguments["draft_probs"] is not None:
         probs = arguments["draft_probs"]
-        arguments["draft_probs"] = probs.masked_fill(unread[..., None], torch.nan)
+        arguments["draft_probs"] = probs.masked_fill(is_unread[..., None], torch.nan)
     dims = {
         "vocab_size": vocab_size,
         "num_draft_tokens": drafts,
@@ -194,14 +199,14 @@ def _row(
     rows = len(num_draft)
     drafts, vocab_size = shape
     logits = 2 * torch.randn(rows, drafts + 1, vocab_size, generator=generator)
-    near = 0.3 * torch.randn(rows, drafts, vocab_size, generator=generator)
+    perturbation = 0.3 * torch.randn(rows, drafts, vocab_size, generator=generator)
     match kind:
         case "poor":
             draft_logits = -logits[:, :-1]
         case "same":
             draft_logits = logits[:, :-1]
         case _:
-            draft_logits = logits[:, :-1] + near
+            draft_logits = logits[:, :-1] + perturbation
     if target_kind == "truncated":
         middle = logits.median(-1, keepdim=True).values
         logits = logits.masked_fill(logits < middle, float("-inf"))
@@ -228,25 +233,25 @@ def _is_clear(
     draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tensor, num_draft: Tensor,
     seeds: Tensor, steps: Tensor,
 ) -> bool:  # fmt: skip
-    """Say whether small errors change no acceptance and no draw of one row that may count."""
+    """Return whether small errors change neither an acceptance nor the draw of a row."""
     target = target_probs[0].double()
-    places, vocab_size = target.shape
+    num_positions, vocab_size = target.shape
     count = int(num_draft)
-    at = seeds.expand(places), steps + torch.arange(places)
-    uniform = uniform_noise(*at, vocab_size + 1)[:, vocab_size].double()
-    noise = gumbel_noise(*at, vocab_size, torch.float64)
-    for place in range(count):
-        token = int(draft_tokens[0, place])
-        chance = 1.0 if draft_probs is None else float(draft_probs[0, place, token])
-        edge = float(uniform[place]) * chance - float(target[place, token])
-        if abs(edge) < _EDGE * max(chance, 1e-3):
+    stream = seeds.expand(num_positions), steps + torch.arange(num_positions)
+    uniform = uniform_noise(*stream, vocab_size + 1)[:, vocab_size].double()
+    noise = gumbel_noise(*stream, vocab_size, torch.float64)
+    for position in range(count):
+        token = int(draft_tokens[0, position])
+        chance = 1.0 if draft_probs is None else float(draft_probs[0, position, token])
+        excess = float(uniform[position]) * chance - float(target[position, token])
+        if abs(excess) < _MARGIN * max(chance, 1e-3):
             return False
-        if edge < 0:
+        if excess < 0:
             continue
-        rest = target[place].clone()
+        residual = target[position].clone()
         if draft_probs is None:
-            rest[token] = 0
+            residual[token] = 0
         else:
-            rest = (rest - draft_probs[0, place].double()).clamp(min=0)
-        return bool(clearly_won((rest.log() + noise[place])[None]))
+            residual = (residual - draft_probs[0, position].double()).clamp(min=0)
+        return bool(clearly_won((residual.log() + noise[position])[None]))
     return bool(clearly_won((target[count].log() + noise[count])[None]))
