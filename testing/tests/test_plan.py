@@ -276,4 +276,4 @@ def test_the_command_plans(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["sound"]
     refused = command("interposer-example-norm", "--plan", "--quick", "--jobs", "2")
     assert refused.returncode == 2
-    assert "--plan runs nothing, so that --quick, --jobs would do nothing" in refused.stderr
+    assert "--plan runs nothing, so --quick, --jobs has no effect" in refused.stderr

@@ -177,7 +177,7 @@ def test_nobody_replaces_a_command_of_the_core(run: Run, install: Callable[..., 
     install("acme", "[interposer.commands]\nlock = acme_commands:hum\n", acme_commands=HUM)
     overview = run("--help").stdout
     assert "Hum it." not in overview
-    assert "Write down which plugin distributions are installed" in overview
+    assert "Record the installed plugin distributions" in overview
 
 
 def test_the_commands_start_without_torch(run_new: Run, install: Callable[..., None]) -> None:

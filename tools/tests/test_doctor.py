@@ -424,20 +424,20 @@ def test_an_empty_allow_list_reads_as_none() -> None:
 @pytest.mark.parametrize(
     ("found", "variables", "told"),
     [
-        ("2.3.1", {}, "transformers 9.0 takes those of kernels 2.3.1 with use_kernels=True"),
-        ("3.0", {}, "takes kernels >=2.3,<3.0, found 3.0, so its layers stay as they are"),
-        (None, {}, "takes the package kernels >=2.3,<3.0, which is not installed, so its layers"),
-        ("2.3.1", {"USE_HUB_KERNELS": "no"}, "USE_HUB_KERNELS is 'no', so of transformers 9.0 its"),
+        ("2.3.1", {}, "transformers 9.0 uses them through kernels 2.3.1 with use_kernels=True"),
+        ("3.0", {}, "needs kernels >=2.3,<3.0, found 3.0, so no layer of a model is replaced"),
+        (None, {}, "needs the package kernels >=2.3,<3.0, which is not installed, so no layer"),
+        ("2.3.1", {"USE_HUB_KERNELS": "no"}, "USE_HUB_KERNELS is 'no', so in transformers 9.0 no"),
     ],
 )
-def test_layers_that_stay_as_they_are_are_told(
+def test_kernels_package_that_transformers_ignores_is_reported(
     found: str | None,
     variables: dict[str, str],
     told: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without the versions that it takes, transformers does nothing, and says nothing."""
+    """With an unsuitable version, transformers replaces no layer and gives no warning."""
     source = tmp_path / "transformers" / "utils" / "import_utils.py"
     source.parent.mkdir(parents=True)
     source.write_text('KERNELS_MIN_VERSION = "2.3"\nKERNELS_MAX_VERSION = "3.0"\nraise 1\n')

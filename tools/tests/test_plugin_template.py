@@ -378,7 +378,7 @@ def test_native_is_for_kernels(command: Command, tmp_path: Path) -> None:
     code, out, err = command("plugin", "acme-things", "--kind", "layer", "--native")
     assert (code, out) == (1, "")
     assert err == (
-        "error: Kernels are what is compiled, and a plugin of the kind layer has none.\n"
+        "error: Only kernels can be compiled, and a plugin of the kind layer has none.\n"
         "Try: --kind kernel --native, or --kind layer alone\n"
     )
     assert not names(tmp_path)
@@ -572,7 +572,7 @@ def test_without_copier_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "copier", None)
     code, out, err = command("plugin", "acme-norms", "--kind", "kernel")
     assert (code, out) == (1, "")
-    assert err.startswith("error: A plugin is written by copier, which cannot be used: ")
+    assert err.startswith("error: New plugins need the package copier, which cannot be imported: ")
     assert err.endswith("Try: pip install 'interposer-tools[new]'\n")
     assert not names(tmp_path)
     with pytest.raises(InterposerError, match="copier"):

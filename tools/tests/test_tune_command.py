@@ -86,7 +86,7 @@ def test_tokens_that_are_no_numbers_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "reason"), [("0", "0 is no number of tokens"), ("1,16,1", "1 is there twice")]
+    ("tokens", "reason"), [("0", "0 is too small"), ("1,16,1", "1 occurs twice")]
 )
 def test_tokens_that_cannot_be_used_are_named(tokens: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"--tokens '{tokens}': {reason}"):
