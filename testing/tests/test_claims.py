@@ -415,9 +415,9 @@ def test_what_is_not_promised_is_not_tried(tried: Tried, target: str) -> None:
         ("with_a_branch_on_a_value", "compile", "raised"),
         ("with_another_sum_when_traced", "compile", "above the bound"),
         ("with_a_peak_on_the_host", "graph", "above the bound"),
-        ("with_one_scratch", "thread", "alone and beside other threads"),
+        ("with_one_scratch", "thread", "one thread and eight threads"),
         ("with_another_last_bit_at_times", "determinism", "runs 1 and"),
-        ("in_other_precision_alone", "batch", "among 5 rows and by itself"),
+        ("in_other_precision_alone", "batch", "calls with 5 rows and one row"),
     ],
 )
 def test_a_fault_names_its_check_and_says_what_is_wrong(

@@ -82,7 +82,7 @@ def test_a_lost_rank_has_to_be_missed_by_its_error(label: str) -> None:
 
 def test_results_have_to_last() -> None:
     found = {fault.reason: fault for fault in faults_of("Wrong")["all collectives on 2 ranks"]}
-    fault = found["a result that was kept was overwritten by later calls"]
+    fault = found["later calls overwrote an earlier result"]
     assert fault.where.startswith("repeated: all_reduce")
 
 
@@ -125,28 +125,28 @@ def test_what_is_expected_follows_from_what_is_given(collective: str, num: int) 
 
 
 def played(case: CollectiveCase) -> list[torch.Tensor]:
-    given = case.given
-    ranks = range(len(given))
+    inputs = case.inputs
+    ranks = range(len(inputs))
     match case.collective:
         case "all_gather":
-            return [torch.cat(given)] * len(given)
+            return [torch.cat(inputs)] * len(inputs)
         case "broadcast":
-            return [given[case.source]] * len(given)
+            return [inputs[case.source]] * len(inputs)
         case "all_to_all":
             return [
-                torch.cat([x.split(case.sent(other))[rank] for other, x in enumerate(given)])
+                torch.cat([x.split(case.sent(other))[rank] for other, x in enumerate(inputs)])
                 for rank in ranks
             ]
-    total = given[0].clone()
-    for x in given[1:]:
+    total = inputs[0].clone()
+    for x in inputs[1:]:
         total += x  # rounded each time
     if case.collective == FUSED:
         residual, weight = case.stream
         stream = residual + total
         normed = rms_norm(stream, weight.shape, weight.float(), EPS).to(total.dtype)
-        return [torch.stack([normed.float(), stream])] * len(given)
+        return [torch.stack([normed.float(), stream])] * len(inputs)
     if case.collective == "all_reduce":
-        return [total] * len(given)
+        return [total] * len(inputs)
     return list(total.split(case.sizes))
 
 

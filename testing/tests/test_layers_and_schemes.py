@@ -368,7 +368,7 @@ def test_a_scheme_is_tried_on_its_examples(trials_of: TrialsOf) -> None:
         "loud": "above the bound",
         "endless": "not finite",
         "wide": "torch.float64",
-        "plain": "so that nothing is tried",
+        "plain": "so nothing can be checked",
     }
     for label, reason in words.items():
         assert found[label], label

@@ -1,8 +1,8 @@
-"""The conformance kit: checks for everything that a plugin declares.
+"""The conformance kit: tests for every record of a plugin.
 
-A plugin author writes no expected values. ``verify`` runs everything that a distribution declares
-and reports on it, ``conformance`` yields the trials one by one; the other functions run a single
-check on something that is not registered yet. Every name is loaded on first use.
+You write no expected values. ``verify`` tests every record of a distribution and returns a report;
+``conformance`` yields the same trials one by one. The other functions run a single check, also on
+code that is not registered yet. Every name is imported on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The check of what an indexer names. T tokens, L tokens of the longest sequence, X named tokens.
+"""The check of the top k tokens that an indexer selects. T tokens, L longest sequence.
 
-Scores that differ by less than their error may be taken for each other, so that positions are not
-compared: what is named must score as the best do.
+The order of scores that differ by less than their error is arbitrary. So the check does not compare
+positions; every selected token must score about as high as the k-th best token.
 """
 
 from __future__ import annotations
@@ -15,39 +15,43 @@ from interposer_testing._checks.fault import Fault
 
 
 def naming_faults(output: Any, scores: torch.Tensor, error: float, top_k: int) -> Iterator[Fault]:
-    """Yield where ``output`` does not name the ``top_k`` best tokens of every row.
+    """Check that every row of ``output`` contains the positions of the ``top_k`` best tokens.
 
     Args:
-        output: ``[T, top_k]`` int32, or ``[T, 0]`` where every row has at most ``top_k`` scores.
-        scores: ``[T, L]`` float64; -inf is never named.
-        error: how far a score may be off.
+        output: ``[T, top_k]`` int32, ascending and padded with -1; ``[T, 0]`` if no row has more
+            than ``top_k`` scores.
+        scores: ``[T, L]`` float64; tokens with -inf must not be selected.
+        error: error bound of a score.
     """
     num_tokens, length = scores.shape
     if not isinstance(output, torch.Tensor) or output.dtype != torch.int32:
-        found = getattr(output, "dtype", type(output).__name__)
-        yield Fault("dtype", "output", f"it is {found}, must be a tensor of torch.int32")
+        actual = getattr(output, "dtype", type(output).__name__)
+        yield Fault("dtype", "output", f"it is {actual}, must be a tensor of torch.int32")
         return
     width = 0 if length <= top_k else top_k
     if output.shape != (num_tokens, width):
-        wanted = f"[{num_tokens}, {width}]"
-        yield Fault("shape", "output", f"it is {[*output.shape]}, must be {wanted}")
+        shape = f"[{num_tokens}, {width}]"
+        yield Fault("shape", "output", f"it is {[*output.shape]}, must be {shape}")
         return
-    for token, (row, known) in enumerate(zip(output.cpu().tolist(), scores, strict=True)):
-        named = [position for position in row if position != -1]
-        visible = int((known > -torch.inf).sum())
+    for token, (row, row_scores) in enumerate(zip(output.cpu().tolist(), scores, strict=True)):
+        selected = [position for position in row if position != -1]
+        num_visible = int((row_scores > -torch.inf).sum())
         where = f"token {token}"
         if not width:
             continue
-        if row[: len(named)] != sorted(set(named)):
-            yield Fault("value", where, f"{row} is not ascending positions that end in -1")
-        elif len(named) != min(top_k, visible):
-            count = min(top_k, visible)
-            yield Fault("value", where, f"{len(named)} tokens are named, {count} can be")
-        elif named and not 0 <= named[0] <= named[-1] < visible:
-            yield Fault("value", where, f"{row} names a token that follows it")
-        elif named:
-            worst = min(named, key=lambda position: float(known[position]))
-            least = float(known[:visible].sort(descending=True).values[len(named) - 1])
-            if float(known[worst]) < least - 2 * error:
-                score = f"scores {float(known[worst]):.6g}"
-                yield Fault("value", where, f"{worst} is named and {score}, less than {least:.6g}")
+        num_expected = min(top_k, num_visible)
+        if row[: len(selected)] != sorted(set(selected)):
+            yield Fault("value", where, f"{row} must be ascending positions, padded with -1")
+        elif len(selected) != num_expected:
+            reason = f"{len(selected)} tokens are selected, must be {num_expected}"
+            yield Fault("value", where, reason)
+        elif selected and not 0 <= selected[0] <= selected[-1] < num_visible:
+            yield Fault("value", where, f"{row} contains a later token, which must be masked")
+        elif selected:
+            worst = min(selected, key=lambda position: float(row_scores[position]))
+            score = float(row_scores[worst])
+            best_scores = row_scores[:num_visible].sort(descending=True).values
+            min_score = float(best_scores[len(selected) - 1])
+            if score < min_score - 2 * error:
+                reason = f"token {worst} is selected, but its score {score:.6g} is below"
+                yield Fault("value", where, f"{reason} the {top_k} best, from {min_score:.6g}")

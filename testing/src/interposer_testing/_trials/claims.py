@@ -21,7 +21,7 @@ from interposer_testing._checks.compilation import (
     check_static,
     why_no_compiler,
 )
-from interposer_testing._checks.exemplar import Exemplar, chosen, has_rows
+from interposer_testing._checks.exemplar import Exemplar, best_exemplars, has_rows
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.graph import check_capture, check_no_waiting
 from interposer_testing._checks.registered_op import check_opcheck
@@ -59,7 +59,9 @@ class Promises:
 
     def trials(self, candidate: Candidate) -> Iterator[Trial]:
         """Yield the trials of one kernel, or of the reference."""
-        by_dtype = chosen(self.found, lambda exemplar: bool(self._verdict(candidate, exemplar)))
+        by_dtype = best_exemplars(
+            self.found, lambda exemplar: bool(self._verdict(candidate, exemplar))
+        )
         by_dtype = [few[:1] for few in by_dtype[:1]] if self.quick else by_dtype
         properties = candidate.properties
         for number, exemplar in enumerate(few[0] for few in by_dtype):
