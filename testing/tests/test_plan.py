@@ -146,7 +146,7 @@ def test_what_is_right_fits_some_device(
         (kernel("a", predicate="wants_fp9"), "needs the format 'float9', which no described"),
         (
             kernel("a", dims={"hidden_size": Dim(at_least=1)}),
-            "requires the dim 'hidden_size', which the op 'planned_double' never states; "
+            "requires the dim 'hidden_size', which the op 'planned_double' does not have; "
             "nearest: 'width'",
         ),
         (kernel("a", target="other_arguments"), "target: it takes (x: 'torch.Tensor', factor:"),
@@ -174,14 +174,14 @@ def test_what_is_wrong_is_found(
         (
             kernel("a", architectures=frozenset({"gold"}), features=frozenset({"wheels"})),
             (),
-            "needs the architecture 'gold' (nearest: 'wood', 'brass'); by all else that it needs "
-            "it fits large",
+            "needs the architecture 'gold' (nearest: 'wood', 'brass'); its other requirements fit "
+            "large",
         ),
         (
             kernel("a", features=frozenset({"wheel"}), predicate="wants_fp8"),
             (),
-            "needs the feature 'wheel' (nearest: 'wheels', 'beads'); by all else that it needs it "
-            "fits large",
+            "needs the feature 'wheel' (nearest: 'wheels', 'beads'); its other requirements fit "
+            "large",
         ),
         (
             kernel("a", architectures=frozenset({"brass", "gold"})),

@@ -276,7 +276,7 @@ def test_a_missing_lock_is_a_problem_only_where_it_is_enforced(tmp_path: Path) -
     assert "interposer.lock does not exist" in problem(health).reason
     assert health.device is None  # nothing is run that nobody locked
     assert (len(health.platforms), len(health.plugins)) == (0, 0)
-    assert "so no plugin was looked at" in str(health)
+    assert "so no plugin was loaded" in str(health)
     assert health.cache is not None
     (tmp_path / "interposer.lock").write_text("{}")
     health = doctor()

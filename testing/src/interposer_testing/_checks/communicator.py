@@ -43,7 +43,7 @@ class RanksStopped(Exception):
     """A call raised on at least one rank, so all ranks stop."""
 
 
-class Rehearsal:
+class CommunicatorChecks:
     """The checks of a communicator on one rank.
 
     Attributes:
