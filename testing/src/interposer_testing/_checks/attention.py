@@ -43,7 +43,7 @@ def check_attention(
     the backend are passed on.
 
     Args:
-        site: site of the layer. Its registry must have the ops that write the cache, and
+        site: site of the layer. The registry must have the ops that write the cache, and
             ``paged_attention``; for latent attention ``latent_attention_decode`` and
             ``sparse_latent_attention`` instead, and for indexers ``indexer_scores``.
     Returns: the faults of the first wrong step; empty if all steps are correct.
@@ -102,11 +102,13 @@ class _Layer:
         registry, self.device = site.resolver.registry, site.resolver.device.torch_device
         self.write: CustomOp[..., Any] = load_target(registry.ops[_write_op(spec)].target)
         self.attend: CustomOp[..., Any] = load_target(registry.ops[_attention_op(spec)].target)
+        # The op for steps in which an indexer has selected tokens.
         self.attend_sparsely: CustomOp[..., Any] | None = None
         if spec.sparse:
             self.attend_sparsely = load_target(registry.ops["sparse_latent_attention"].target)
         self.spec = spec
         self.cache = cache
+        # The reference's own cache; NaN shows reads of unwritten slots.
         shape = (pages_needed(spec.page_size), spec.page_size, spec.num_kv_heads, spec.head_size)
         self.keys = torch.full(shape, torch.nan, dtype=torch.float64)
         self.values = self.keys.clone()
@@ -160,7 +162,7 @@ class _Layer:
             buffers["out"] = query.new_empty(expected.shape)
         output = self.forward(backend, query, key, value, plan, **buffers)
         if buffers and output is not buffers["out"]:
-            yield Fault("structure", "output", "it is other memory than 'out'")
+            yield Fault("structure", "output", "the result is not the tensor passed as 'out'")
         if self.spec.type == "indexer":
             yield from naming_faults(output, expected, _score_error(self.spec), self.spec.top_k)
         else:
@@ -210,6 +212,7 @@ class _Layer:
         projections: tuple[torch.Tensor, ...],
     ) -> Iterator[Fault]:
         """Check ``forward_stored``: another layer's query attends to the keys of this step."""
+        # ``-query`` stands for the query of another layer that shares this layer's keys.
         before = self.cache.clone()
         sinks = None if self.sinks is None else self.sinks.to(self.device)
         scales = None
@@ -247,6 +250,7 @@ class _Layer:
         """
         locations = batch.page_table, batch.query_starts, batch.seq_lens, batch.max_query_tokens
         if self.spec.type == "indexer":
+            # The op that writes latent vectors takes them in two parts, here two halves.
             part, cache = self.spec.head_size // 2, self.keys[:, :, 0]
             vectors = key[:, 0].double()
             self.write.reference(vectors[:, :part], vectors[:, part:], cache, batch.slots)
@@ -304,7 +308,7 @@ class _Layer:
     def _bound(self, expected: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Return the error bound of the op for inputs between -1 and 1.
 
-        A score is a scaled sum of D terms. Its error becomes a relative error of the softmax
+        A score is a scaled sum of D terms. The error of a score is a relative error of the softmax
         weights, which multiply values of at most 1.
         """
         spec = self.spec

@@ -33,6 +33,7 @@ def check_batch_invariance(subject: Subject, exemplar: Exemplar) -> list[Fault]:
 
 def _faults(subject: Subject, case: Case) -> Iterator[Fault]:
     rows = num_rows(subject.op, case)
+    # Every comparison is with one call on all rows.
     full_batch = _values(subject, case, rows, rows)
     for size, name in ((1, "one row"), (2, "two rows")):
         if size < rows:
@@ -68,6 +69,7 @@ def _rolled(subject: Subject, case: Case) -> Case:
     op, operands, arguments = subject.op, subject.given(case).operands, case.arguments
     rolled = {name: _roll(arguments[name], 1) for name in op.batched if name in operands}
     for name, starts in op.ragged.items():
+        # The last sequence becomes the first: rotate tokens by its length, and all offsets.
         lengths = arguments[starts].diff()
         rolled[name] = _roll(arguments[name], int(lengths[-1]))
         rolled[starts] = functional.pad(lengths.roll(1).cumsum(0), (1, 0))

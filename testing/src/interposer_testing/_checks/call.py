@@ -62,7 +62,7 @@ class Subject:
         return self.op.signature.bind(**arguments).args
 
     def call(self, given: CallArguments, function: Callable[..., Any] | None = None) -> Call:
-        """Call the function, or ``function`` instead of it, and return the finished call."""
+        """Call the function under test, or ``function`` instead; return the finished call."""
         callee = function or self.function
         return Call(given, callee(*self.positional({**given.arguments, **given.prepared})))
 
@@ -84,7 +84,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A finished call: its arguments and its result."""
+    """A finished call: arguments and result."""
 
     given: CallArguments
     result: Any
@@ -97,6 +97,7 @@ class Call:
     def values(self, mutates: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Return the outputs and the mutated arguments by label, such as "output 0"."""
         values = {f"output {number}": tensor for number, tensor in enumerate(self.outputs)}
+        # Mutated arguments are compared like outputs.
         return values | {f"argument {n!r}": self.given.operands[n].tensor for n in mutates}
 
     def aliases(self) -> set[tuple[str, str]]:
@@ -134,6 +135,7 @@ def differences(
             yield where, f"its form is {list(second.shape)} {second.dtype}, not {list(first.shape)}"
             continue
         bits = _BITS[first.dtype.itemsize]
+        # Comparing bits distinguishes 0.0 from -0.0, unlike ``==``.
         is_wrong = first.contiguous().view(bits) != second.contiguous().view(bits)
         is_wrong &= ~(first.isnan() & second.isnan())
         if is_wrong.any():

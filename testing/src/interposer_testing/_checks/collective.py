@@ -1,4 +1,4 @@
-"""Test cases of collectives: the input of each rank, and its expected result.
+"""Test cases of collectives: input and expected result of each rank.
 
 Dimensions: N ranks, T rows, H hidden.
 """
@@ -59,6 +59,7 @@ class CollectiveCase:
 
     def sent(self, rank: int) -> list[int]:
         """Return the numbers of rows that ``rank`` sends to each rank in ``all_to_all``."""
+        # Rank 1 receives nothing from anybody, so that empty messages are tested too.
         num = len(self.sizes)
         return [self.sizes[(rank + to) % num] * (to != 1) for to in range(num)]
 
@@ -84,6 +85,7 @@ class CollectiveCase:
 
     def fresh(self, rank: int, device: str = "cpu") -> Tensor:
         """Return a new copy of the input of ``rank``, which the caller may write to."""
+        # Python's ``hash`` differs between processes, so use a checksum as seed.
         seed = zlib.crc32(f"{self} of {rank}".encode())
         generator = torch.Generator().manual_seed(seed)
         shape = (self.rows(rank), *self.tail)
@@ -99,7 +101,7 @@ class CollectiveCase:
         return buffer.to(device)[..., ::2]
 
     def call(self, communicator: Communicator, rank: int, x: Tensor) -> Tensor:
-        """Call the collective on ``rank`` and return its result.
+        """Call the collective on ``rank`` and return the result.
 
         For fused all-reduce + RMSNorm, return normed output and residual stream as float32
         ``[2, T, H]``.
@@ -160,8 +162,8 @@ class CollectiveCase:
         Let the error of t be at most d, and e the root mean square of d. The root mean square r of
         a row is then off by at most e, because norms of vectors differ by at most the norm of the
         difference. So the error of y = w t / r is at most w (d / (r - e) + |t| e / (r (r - e))).
-        In addition, t is rounded to its dtype, r is a float32 sum of H squares, and y is rounded at
-        most four times.
+        In addition, t is rounded once, r is a float32 sum of H squares, and y is rounded at most
+        four times.
         """
         residual, weight = (t.to(torch.float64) for t in self.stream)
         inputs = torch.stack([x.to(torch.float64) for x in self.inputs])

@@ -1,6 +1,6 @@
 """The checks of a communicator, as one of several ranks runs them.
 
-All ranks run the same checks in the same order. After each call, the ranks exchange its outcome
+All ranks run the same checks in the same order. After each call, the ranks exchange outcomes
 over a process group of the kit. After a wrong result, all ranks continue with the next collective.
 If the call raised on any rank, all ranks stop.
 """
@@ -111,6 +111,7 @@ class CommunicatorChecks:
                 if leaves:
                     self._close(communicator)
                 else:
+                    # Wait until all ranks have timed out, so that the last rank only "hangs" here.
                     dist.monitored_barrier(ranks.group, timedelta(seconds=60))
                     self._close(communicator)
 
@@ -204,6 +205,7 @@ class CommunicatorChecks:
         ]
 
     def _check_properties(self, communicator: Communicator, cases: Cases, suffix: str) -> None:
+        # Only sums that are rounded can differ from call to call.
         sums = [case for case in cases.get("all_reduce", ()) if not (case.exact or case.strided)]
         for case in sums:
             rows = range(0, case.sizes[0], max(1, case.sizes[0] // 3))
@@ -212,6 +214,7 @@ class CommunicatorChecks:
                     self._compare(communicator, case, slice(None))
             if "batch_invariant" in self._properties:
                 with self._label(f"sums of parts {suffix}"):
+                    # A sum of some elements must equal the same elements of the full sum.
                     for begin in rows:
                         self._compare(communicator, case, slice(begin, begin + rows.step - 1))
         if "graph_safe" in self._properties and self._platform.provides("capture_graph"):
@@ -254,7 +257,7 @@ class CommunicatorChecks:
         self._current_faults += self._call_together(f"replay of {case}", capture_and_replay)
 
     def _call_together(self, where: str, call: Callable[[], Any]) -> Any:
-        """Run ``call`` on all ranks and return its result; all ranks stop if it raises on one."""
+        """Run ``call`` on all ranks and return the result; all ranks stop if one rank raises."""
         result, has_raised = None, False
         try:
             result = call()
@@ -295,13 +298,13 @@ def _faults_of_call(
     yield from case.faults(rank, result)
     is_in_place = case.collective == "all_reduce" and communicator.in_place
     if (is_in_place or case.collective == "broadcast") and result is not x:
-        yield Fault("alias", str(case), "the result is not the tensor x, although it must be")
+        yield Fault("alias", str(case), "the result must be the tensor x, but is another one")
     if case.collective not in ("all_reduce", FUSED, "broadcast") and not torch.equal(x, before):
         yield Fault("mutation", str(case), "x was written")
 
 
 def _digest(x: Tensor) -> tuple[int, int]:
-    """Return two checksums of the bytes of ``x``; the second one depends on their order."""
+    """Return two checksums of the bytes of ``x``; the second one depends on the order of bytes."""
     flat = x.detach().cpu().contiguous().view(-1).view(torch.uint8).to(torch.int64)
     weights = torch.arange(1, len(flat) + 1)
     return int(flat.sum()), int((flat * weights).sum())

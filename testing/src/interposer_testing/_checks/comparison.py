@@ -65,7 +65,7 @@ def compare_value(
 def compare_form(actual: Any, fake: Any, device_type: str = "") -> Iterator[Fault]:
     """Yield a fault for each difference of structure or form between ``actual`` and ``fake``.
 
-    The form of a tensor is its shape, dtype, device and strides. Strides are compared only for
+    The form of a tensor means shape, dtype, device and strides. Strides are compared only for
     dimensions with more than one element.
 
     Args:

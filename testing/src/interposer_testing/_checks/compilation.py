@@ -23,7 +23,7 @@ MIN_DYNAMIC_ROWS = 3
 
 
 def check_static(subject: Subject, exemplar: Exemplar, backend: str) -> list[Fault]:
-    """Check the kernel when it is compiled as one graph with static shapes.
+    """Check the kernel compiled as one graph with static shapes.
 
     torch traces into a ``traceable`` kernel; an ``opaque`` kernel becomes an op of the graph.
     """
@@ -32,7 +32,7 @@ def check_static(subject: Subject, exemplar: Exemplar, backend: str) -> list[Fau
 
 
 def check_dynamic(subject: Subject, exemplar: Exemplar, backend: str) -> list[Fault]:
-    """Check the kernel when it is compiled with a dynamic number of rows.
+    """Check the kernel compiled with a dynamic number of rows.
 
     A second call with fewer rows must reuse the compiled code.
     """
@@ -50,6 +50,7 @@ def check_dynamic(subject: Subject, exemplar: Exemplar, backend: str) -> list[Fa
                 torch._dynamo.mark_dynamic(arguments_by_name[name], 0)
             return compiled(*arguments)
 
+        # The first call compiles with dynamic rows; the second one must not compile again.
         faults = _faults(subject, first, dynamic, f"with {rows} rows")
         if faults:
             return faults

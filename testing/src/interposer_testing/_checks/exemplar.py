@@ -21,7 +21,7 @@ class Exemplar:
     """A case without empty tensors or special values, which can be rebuilt with other numbers.
 
     Attributes:
-        num_rows: number of tokens or sequences that the op treats independently; 0 if it has none.
+        num_rows: number of tokens or sequences that the op treats independently, or 0.
     """
 
     op: CustomOp[..., Any]
@@ -57,7 +57,7 @@ def exemplars(op: CustomOp[..., Any], seed: int) -> Iterator[Exemplar]:
 def exemplar_of(
     op: CustomOp[..., Any], planned: PlannedCase, case: Case, seed: int
 ) -> Exemplar | None:
-    """Make ``case``, built from ``planned``, an exemplar; None if it is not suitable."""
+    """Make ``case``, built from ``planned``, an exemplar; None for an unsuitable case."""
     tensors = [v for v in case.arguments.values() if isinstance(v, torch.Tensor)]
     is_special = planned.point is not None and planned.point.special != ORDINARY
     if is_special or not tensors or not all(tensor.numel() for tensor in tensors):
@@ -87,7 +87,7 @@ def best_exemplars(
 
 
 def has_rows(op: CustomOp[..., Any]) -> bool:
-    """Return whether the op declares that it treats tokens or sequences independently."""
+    """Return whether the op declares batched or ragged arguments."""
     return bool(op.batched or op.ragged)
 
 
@@ -109,8 +109,8 @@ def rows_of(
 ) -> dict[str, torch.Tensor]:
     """Slice the arguments that have one entry per token or sequence.
 
-    An argument with a single row is broadcast to all rows, so it is not sliced. Ragged sequences
-    are sliced together with the offsets at which they start.
+    An argument with a single row is broadcast to all rows, and therefore not sliced. Ragged
+    sequences are sliced together with their start offsets.
     """
     tensors = {n: v for n in op.batched if isinstance(v := arguments[n], torch.Tensor) and v.ndim}
     batch_size = max(map(len, tensors.values()), default=0)

@@ -1,4 +1,4 @@
-"""The expected result of a case, computed by the reference, and its comparison with a call."""
+"""The expected result of a case from the reference, and the comparison of a call with it."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class Expectation:
             given: the arguments of the call under test, which determine the form of the result.
         """
         reference = Subject(op, op.reference)
+        # Mutated arguments are changed in these copies, not in ``case``.
         wide = {name: _widened(value) for name, value in case.arguments.items()}
         outputs = tensors_of(op.reference(*reference.positional(wide)))
         values = {f"output {number}": _widened(tensor) for number, tensor in enumerate(outputs)}
@@ -71,6 +72,7 @@ class Expectation:
         yield from form_faults
         if any(fault.check in ("structure", "shape") for fault in form_faults):
             return  # values of other shapes cannot be compared
+        # An op without rounding and without sums must be exact, including the sign of zero.
         exact = op.tolerance.roundings == 0 and case.reduction == 0
         actual = call.values(op.mutates)
         for where, expected in self.values.items():
@@ -89,7 +91,7 @@ _MAX_FAKES = 256
 
 
 def _fake(op: CustomOp[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Run the reference on meta tensors. The result may be cached, so it must not be changed."""
+    """Run the reference on meta tensors. Do not change the result, which may be cached."""
     form: Hashable = tuple(
         (name, type(v), (v.shape, v.stride(), v.dtype) if isinstance(v, torch.Tensor) else v)
         for name, v in arguments.items()
@@ -109,7 +111,7 @@ def _fake(op: CustomOp[..., Any], arguments: Mapping[str, Any]) -> Any:
 def _on_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Replace tensors by meta tensors of the same form.
 
-    Fake tensors would give the same result but take five times as long; ``opcheck`` uses those.
+    Fake tensors would give the same result but take five times as long.
     """
     return {
         name: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta")

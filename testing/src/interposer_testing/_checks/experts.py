@@ -32,8 +32,8 @@ def check_experts(method: ExpertsMethod, site: Site, seed: int) -> Iterator[Faul
     """Check an MoE layer with SiLU, with and without biases, in both storage orders.
 
     Results must have the shape and dtype of the input and be finite. If the method can dequantize
-    its weights, results are also compared with a float64 MoE layer of these weights, within the
-    error bound of float32 sums.
+    weights, results are also compared with a float64 MoE layer of the dequantized weights, within
+    the error bound of float32 sums.
     """
     for alternating in (False, True):
         for biased in (False, True):

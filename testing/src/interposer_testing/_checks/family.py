@@ -58,7 +58,7 @@ def check_family(
     """Compare a model that the family builds for ``config`` with the same model of transformers.
 
     The transformers model gets random weights and is saved; the family loads that checkpoint with
-    ``config`` as its config.json. Float32 logits must differ by at most 1e-4 of the largest logit,
+    ``config`` as config.json. Float32 logits must differ by at most 1e-4 of the largest logit,
     and greedy decoding must give the same tokens, alone and in a batch. In an encoder-decoder
     model, the encoder reads the prompts; the config must then have ``decoder_start_token_id``.
 
@@ -74,6 +74,7 @@ def check_family(
                 tensor.add_(torch.randn(tensor.shape), alpha=0.2)
         with _silence():
             model.save_pretrained(folder)
+        # Replace the saved config, in which transformers has filled in its own defaults.
         Path(folder, "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
         loaded = load_target(_LOAD)(
             folder,
@@ -181,7 +182,7 @@ def _faults(loaded: Any, peer: _Peer, prompts: list[list[int]]) -> Iterator[Faul
 def _greedy(peer: _Peer, prompt: list[int], tokens: list[int], bound: float) -> list[int]:
     """Return the expected tokens up to the first wrong one, or an empty list if all are correct.
 
-    A token is correct if its logit is the largest, or within the errors of two logits of it.
+    A token is correct if the difference to the largest logit is within the errors of two logits.
     """
     for count, token in enumerate(tokens):
         logits = peer.logits(prompt, tokens[:count])[-1]

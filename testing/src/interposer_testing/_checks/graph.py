@@ -17,7 +17,7 @@ from interposer_testing._checks.fault import Fault
 def check_no_waiting(subject: Subject, exemplar: Exemplar) -> list[Fault]:
     """Check that the reference reads no tensor value on the host, which would wait for the device.
 
-    The reference runs on fake tensors: they have no values, so reading one raises.
+    The reference runs on fake tensors, which have no values, so every read raises.
     """
     arguments = exemplar.build().arguments
     try:
@@ -37,6 +37,7 @@ def check_capture(subject: Subject, exemplar: Exemplar, platform: Platform) -> l
     call_arguments = subject.given(_case_for_capture(subject, exemplar, case))
     results: list[Any] = []
 
+    # The capture may run the function several times; only the last result is replayed.
     def step() -> Any:
         results[:] = [subject.call(call_arguments).result]
         return results[0]

@@ -1,4 +1,4 @@
-"""The check of one kernel on one case, against the reference of its op."""
+"""The check of one kernel on one case, against the reference of the op."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def check_kernel(
         function: takes the op's arguments by position, with constants as ``prepare`` returns them.
         prepare: takes the op's constants by name and returns their replacements by the same names.
         device: torch device for ``function``; the reference runs on the CPU.
-        fenced: protect the memory after the arguments, in the second call before them, so that any
-            access ends the process. Works on a CPU only.
+        fenced: protect the memory after each argument, in the second call before each argument, so
+            that any access ends the process. Works on a CPU only.
     Returns: the faults; empty if the function is correct.
     """
     subject = Subject(op, function, prepare, device=device)

@@ -26,10 +26,10 @@ def check_layer(
 ) -> list[Fault]:
     """Compare a layer with the standard layer on ``case``; both load the same parameters.
 
-    Expected are the values of the standard layer in float64 and the form of its result in
-    ``dtype``. The standard layer uses references for all ops, and sublayers and attention of its
-    own provider. The layer under test uses the kernels that are selected without measurements; a
-    replacement prefers kernels of its own provider. The layer must not change its inputs.
+    Expected are the values of the standard layer in float64 and the form of the result in
+    ``dtype``. The standard layer uses references for all ops, and sublayers and attention of the
+    same provider. The layer under test uses the kernels that are selected without measurements; a
+    replacement prefers kernels of the same provider. The layer must not change its inputs.
     """
     fixed: dict[str, Any] = {"canary": "off", "tables": False}
     standard_rules = _prefer(standard)
@@ -52,6 +52,7 @@ def check_layer(
     ]
     inputs = [o.tensor if isinstance(o, Operand) else o for o in operands]
     result = _call(layer, case, inputs, device.torch_device)
+    # The standard layer runs on the CPU, which always supports float64.
     host = Device(device.platform, "cpu", device.name, device.capability)
     wide = [_widened(value) for value in case.inputs]
     expected_layer = build.layer(host, reference_config, torch.float64)

@@ -1,6 +1,6 @@
 """The check of the top k tokens that an indexer selects. T tokens, L longest sequence.
 
-The order of scores that differ by less than their error is arbitrary. So the check does not compare
+The order of scores is arbitrary within the error of a score. So the check does not compare
 positions; every selected token must score about as high as the k-th best token.
 """
 

@@ -17,7 +17,7 @@ Fence = Literal["", "before", "after"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MARGIN = 64
-# torch aligns the memory that it allocates to this.
+# The alignment of torch's allocations.
 _ALIGNMENT_BYTES = 64
 _NO_ACCESS = 0
 
@@ -25,7 +25,7 @@ _NO_ACCESS = 0
 class Operand:
     """A copy of a tensor with the same strides, in a buffer of its own.
 
-    All buffer elements outside the tensor (before, after and between its elements) have all bits
+    All buffer elements outside the tensor (before, after and between the elements) have all bits
     set, which is NaN in every float dtype. So a read outside the tensor changes the result, and
     ``strays`` counts writes outside the tensor.
 

@@ -6,7 +6,7 @@ import torch
 
 
 def random_parameter(parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw values with the parameter's ``sample`` method, or by its dtype if it has none.
+    """Draw values with the ``sample`` method of the parameter, or by dtype without one.
 
     Integers are drawn from their full range; floats from 0.5 to 1.5, so that they can be scales.
     """
@@ -19,6 +19,7 @@ def random_parameter(parameter: torch.Tensor, generator: torch.Generator) -> tor
     if dtype.is_floating_point:
         return (0.5 + torch.rand(shape, generator=generator)).to(dtype)
     limits = torch.iinfo(dtype)
+    # Draw bytes, because ``randint`` cannot cover the full range of int64.
     bits = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
     assert limits.bits == 8 * dtype.itemsize
     return bits.view(dtype).reshape(shape)

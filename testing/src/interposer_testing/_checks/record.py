@@ -1,4 +1,4 @@
-"""The check of a record: every object that it names can be imported and has the right form."""
+"""The check of a record: every named object can be imported and has the right form."""
 
 from __future__ import annotations
 

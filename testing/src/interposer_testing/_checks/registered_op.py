@@ -91,6 +91,6 @@ def _has_nan(value: Any) -> bool:
 
 
 def _first_lines(error: object) -> str:
-    """Shorten torch's message to its first lines, which describe the error."""
+    """Return the first lines of torch's message, without the advice that follows."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])[:400]

@@ -37,7 +37,7 @@ def check_determinism(subject: Subject, exemplar: Exemplar) -> list[Fault]:
 def check_threads(subject: Subject, exemplar: Exemplar) -> list[Fault]:
     """Check the results of eight threads that call the kernel at once, each with other values.
 
-    A kernel that is ``deterministic`` and repeats its bits in one thread must give these bits in
+    A ``deterministic`` kernel that gives the same bits twice in one thread must give these bits in
     all threads. Any other kernel must stay within the op's error bound.
     """
     op = subject.op
@@ -48,6 +48,7 @@ def check_threads(subject: Subject, exemplar: Exemplar) -> list[Fault]:
         for first, second in zip(alone, again, strict=True)
     )
     arguments_by_thread = [[subject.given(case) for _ in range(_CALLS)] for case in cases]
+    # The barrier makes the first calls of all threads start together.
     barrier = Barrier(_THREADS)
 
     def work(arguments_of_calls: list[CallArguments]) -> list[Call]:
@@ -77,7 +78,7 @@ def check_threads(subject: Subject, exemplar: Exemplar) -> list[Fault]:
 
 @contextmanager
 def _frequent_switches() -> Iterator[None]:
-    """Make Python switch threads so often that it interrupts kernels written in Python."""
+    """Make Python switch threads often enough to interrupt kernels written in Python."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:

@@ -40,7 +40,7 @@ def chunked_steps(spec: AttentionSpec, generator: torch.Generator) -> Iterator[A
     """Yield the batches of consecutive steps over one cache, in host memory.
 
     Every second sequence has randomly scattered pages, all others have consecutive pages. The order
-    of sequences differs in each step. For a prefix-LM, the first chunk of a sequence is its prefix.
+    of sequences differs in each step. For a prefix-LM, the first chunk of a sequence is the prefix.
     """
     page_size = spec.page_size
     tables = _tables(page_size, generator)
@@ -68,7 +68,7 @@ def source_steps(
 ) -> Iterator[tuple[AttentionBatch, AttentionBatch]]:
     """Yield (write batch, read batch) for the steps of ``chunked_steps`` as cross-attention.
 
-    The write batch stores the encoder inputs that the step reads first; it may be empty.
+    The write batch stores the encoder inputs that the step reads first. It may be empty.
     """
     lengths = [_tokens(source, page_size) for source in _SOURCES]
     counts = [-(-length // page_size) for length in lengths]
@@ -81,6 +81,8 @@ def source_steps(
         new = [b for b in running if b not in stored]
         stored.update(new)
         slots = [_slots(tables[b], lengths[b], page_size) for b in new]
+        # ``slots`` is replaced below. The huge page size only keeps its computation inside of the
+        # page table, because queries may be longer than the encoder input.
         batch = paged_batch(
             [tables[b] for b in running], [0] * len(running), queries, page_size=10**9
         )

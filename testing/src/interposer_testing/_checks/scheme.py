@@ -46,12 +46,12 @@ def check_scheme(
 ) -> list[Fault]:
     """Check a linear layer that the scheme builds from ``settings``, with random parameters.
 
-    If the scheme leaves the linear layer unquantized, its experts are checked instead. Integer
-    parameters are drawn from their full range, floats from 0.5 to 1.5, so that they can be scales.
+    If the scheme leaves the linear layer unquantized, the experts are checked instead. Integer
+    parameters are drawn from the full range, floats from 0.5 to 1.5, the usual range of scales.
     Results must be finite and have the shape and dtype of a linear layer.
 
-    If the method can dequantize its weight, results are compared with the float64 matmul of that
-    weight and the input, rounded as the method rounds it. The error bound is that of a kernel with
+    If the method can dequantize the weight, results are compared with the float64 matmul of that
+    weight and the input, rounded as in the method. The error bound is that of a kernel with
     weights and sums in float32. If the method is ``dequantizable``, the matmul with the dequantized
     weight in ``dtype`` must satisfy the same bound. Exceptions of the scheme are passed on.
     """

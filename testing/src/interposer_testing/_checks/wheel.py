@@ -19,7 +19,7 @@ _REMEDY = (
 
 
 def wheel_metadata(name: str, location: str) -> str:
-    """Read the file WHEEL of a distribution in a folder; "" if it is missing or unreadable."""
+    """Read the file WHEEL of a distribution in a folder; "" without a readable file."""
     try:
         for distribution in importlib_metadata.distributions(name=name, path=[location]):
             return distribution.read_text("WHEEL") or ""
@@ -29,7 +29,7 @@ def wheel_metadata(name: str, location: str) -> str:
 
 
 def check_wheel(wheel: str, record: str) -> list[Fault]:
-    """Report native code in a wheel whose tag claims that it runs on any machine.
+    """Report native code in a wheel with the tag for any machine.
 
     Args:
         wheel: text of the file WHEEL.

@@ -1,4 +1,4 @@
-"""A child process that runs trials and sends their outcomes."""
+"""A child process that runs trials and sends the outcomes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Child:
 
     Attributes:
         end: how the process ended, such as "was killed by SIGSEGV".
-        stderr: the last characters of its standard error.
+        stderr: the last characters of the standard error.
     """
 
     def __init__(self, request: dict[str, Any], limit_seconds: float) -> None:
@@ -87,9 +87,9 @@ class Child:
 
 
 def _environment(parts: int) -> dict[str, str]:
-    """Return the environment of a child, with its share of the cores as number of threads.
+    """Return the environment of a child, which divides the cores among all children.
 
-    It has at least two threads, so that races between threads of a kernel can still occur.
+    A child has at least two threads, so that races between threads of a kernel can still occur.
     """
     if parts == 1:
         return child_environment()

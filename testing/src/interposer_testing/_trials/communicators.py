@@ -29,7 +29,7 @@ def communicator_trials(
 ) -> Iterator[Trial]:
     """Yield the trials of a distribution's communicators, in several processes of this machine.
 
-    Every communicator runs the collectives and sizes that its record accepts. Then one rank hangs,
+    Every communicator runs the collectives and sizes that the record accepts. Then one rank hangs,
     and one rank exits; the other ranks must detect this. Finally, no process and no file of the
     communicator may remain.
 

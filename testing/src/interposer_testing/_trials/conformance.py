@@ -62,8 +62,8 @@ def conformance(
 ) -> Iterator[Trial]:
     """Yield the trials of all registered candidates that can run on ``device``.
 
-    Kernels run every case of their op, and the checks of their properties on a few small cases. The
-    references are tested too, which finds ops that violate their own tolerance. Then follow
+    Kernels run every case of the op, and the checks of declared properties on a few small cases.
+    The references are tested too, which finds ops that violate their own tolerance. Then follow
     attention backends, layers, schemes, model families, communicators, records and plugin modules.
     Candidates for other platforms have only a trial of their record, with the reason. A candidate
     that refuses a case has a trial with its reason.
@@ -145,7 +145,7 @@ def attention_trials(
 
 
 class LatestCase:
-    """Builds cases and caches the latest one with its expected result.
+    """Builds cases and caches the latest case with the expected result.
 
     The trials of all candidates on one case are consecutive, so this avoids repeated work without
     keeping every case in memory.
@@ -156,7 +156,7 @@ class LatestCase:
         self._expectation: Expectation | None = None
 
     def build(self, plan: PlannedCase) -> Case:
-        """Return the case of ``plan``. Its arguments are shared, so they must not be changed."""
+        """Return the case of ``plan``. Do not change the arguments, which all trials share."""
         if self._latest is None or self._latest[0] is not plan:
             self._expectation = None
             self._latest = plan, plan.build()

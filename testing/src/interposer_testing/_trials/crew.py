@@ -26,7 +26,7 @@ LEFT = "what is left"
 
 
 class Crew:
-    """The ranks of one communicator. They run all checks when the first result is requested.
+    """The ranks of one communicator, which run all checks when the first result is requested.
 
     Args:
         request: "target", "platform", "devices" by rank and "properties" of the communicator;

@@ -39,7 +39,7 @@ class Host(ABC):
 
     @abstractmethod
     def compute(self, layer: str, op: str, arguments: Mapping[str, Any]) -> Any:
-        """Build a layer, run ``op`` in it and return the result.
+        """Build a layer, run ``op`` in the layer and return the result.
 
         The layer must bind its kernel by the current configuration, which pins the kernel.
 
@@ -55,7 +55,7 @@ def find_host(name: str) -> Host:
 
     Raises:
         UnknownNameError: no distribution declares the host.
-        ConfigError: the class of the host cannot be loaded, or its constructor raises.
+        ConfigError: the class of the host cannot be loaded or created.
     """
     points = {point.name: point for point in entry_points(GROUP)}
     if name not in points:

@@ -20,7 +20,7 @@ from interposer_testing._trials.outcome import Outcome, Progress, Scope, outcome
 from interposer_testing._trials.shard import Message, Shard
 from interposer_testing._trials.verification import declared
 
-# Candidates per process that take longer than its start, which takes seconds.
+# Fewer candidates take less time than the start of a process, which takes seconds.
 _MIN_CANDIDATES_PER_PROCESS = 24
 
 
@@ -28,8 +28,8 @@ def side_by_side(platform: str = "") -> Callable[..., Iterable[Outcome]]:
     """Return a runner that uses several processes if that saves time, otherwise this process.
 
     On a CPU, the number of processes grows with the number of candidates, up to the number of
-    cores. On an accelerator, all trials run in this process: several processes would share its
-    memory and disturb each other.
+    cores. On an accelerator, all trials run in this process: several processes would share the
+    device memory and disturb each other.
     """
 
     def run(
@@ -92,8 +92,8 @@ class Isolation:
     def _in_order(
         self, messages: SimpleQueue[Message], progress: Progress | None
     ) -> Iterator[Outcome]:
-        """Yield the outcomes of all shards in the order of their numbers."""
-        # Outcomes that arrived before those of earlier trials wait in ``early``.
+        """Yield the outcomes of all shards, sorted by number."""
+        # An outcome waits in ``early`` until all earlier trials have finished.
         early, next_number, num_running = dict[int, Outcome](), 0, self._jobs
         while num_running:
             match messages.get():

@@ -45,8 +45,8 @@ class Outcome:
 
     Attributes:
         kind, subject: kind and purpose of the candidate, such as ``"kernel"`` and an op.
-        name, provider, version, platform: name, distribution, its version, and platform of the
-            candidate.
+        name, provider, version, platform: name, distribution, version of the distribution, and
+            platform of the candidate.
         dtype, aspect, case: dtype, aspect and case label of the trial.
         reason: reason why the trial was refused or not run.
         seconds: duration of the trial.
@@ -84,7 +84,7 @@ class Outcome:
 def outcomes(
     registry: Registry, device: Device, scope: Scope, progress: Progress | None = None
 ) -> Iterator[Outcome]:
-    """Run the trials in ``scope`` in this process and yield their outcomes."""
+    """Run the trials in ``scope`` in this process and yield the outcomes."""
     for num_done, trial in enumerate(trials(registry, device, scope)):
         if progress is not None:
             progress(num_done, str(trial))
@@ -121,7 +121,7 @@ def trials(registry: Registry, device: Device, scope: Scope) -> Iterator[Trial]:
 
 
 def outcome_of(trial: Trial) -> Outcome:
-    """Run a trial and return its outcome."""
+    """Run a trial and return the outcome."""
     outcome = untried(trial)
     if trial.not_run:
         return replace(outcome, state="not run", reason=trial.not_run)
@@ -136,7 +136,7 @@ def outcome_of(trial: Trial) -> Outcome:
 
 
 def untried(trial: Trial) -> Outcome:
-    """Return the outcome of a trial without state and faults, before it runs."""
+    """Return the outcome of a trial that has not run, without state and faults."""
     candidate, request, kind = trial.candidate, trial.request, _kind(trial)
     return Outcome(
         kind=kind,

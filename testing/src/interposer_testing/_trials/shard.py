@@ -16,12 +16,12 @@ from interposer_testing._trials.child import Child
 from interposer_testing._trials.outcome import Outcome, Scope, outcome_of, trials, untried
 from interposer_testing._trials.trial import Trial
 
-# Consecutive trials in the same shard, because they share a case and its expected result.
+# Consecutive trials in the same shard, which share a case and the expected result.
 _BLOCK = 16
 
 Message = str | tuple[int, Outcome] | BaseException | None
-"""A message of a shard: the name of a trial that starts; the number of a trial among all trials,
-and its outcome; the error that stopped the shard; or None at its end."""
+"""A message of a shard: the name of a starting trial; the number and the outcome of a finished
+trial; the error that stopped the shard; or None at the end."""
 
 
 class Shard:
@@ -33,7 +33,7 @@ class Shard:
         self._stopped = False
 
     def run(self, send: Callable[[Message], None], limit_seconds: float) -> None:
-        """Run all trials of the shard and send their messages, at the end None.
+        """Run all trials of the shard and send all messages, at the end None.
 
         If the child process crashes in a trial, a new process continues after that trial.
         """
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def _of_shard(all_trials: Iterable[Trial], part: int, parts: int) -> Iterator[tuple[int, Trial]]:
-    """Yield the trials of one shard, with their numbers among all trials."""
+    """Yield (number among all trials, trial) for the trials of one shard."""
     for number, trial in enumerate(all_trials):
         if number // _BLOCK % parts == part:
             yield number, trial

@@ -39,7 +39,7 @@ class Trial:
         request: the request that the case stands for.
         label: label of the case.
         verdict: answer of the candidate to the request; a refused trial does not run.
-        check: runs the test and returns its faults.
+        check: runs the test and returns the faults.
         aspect: the tested aspect.
         not_run: reason why the trial cannot run on this machine; empty if it can.
     """
@@ -53,7 +53,7 @@ class Trial:
     not_run: str = ""
 
     def run(self) -> list[Fault]:
-        """Run the test and return its faults.
+        """Run the test and return the faults.
 
         A trial that is refused or cannot run here has no faults, unless the verdict itself raised.
         """

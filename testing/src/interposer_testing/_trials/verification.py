@@ -22,7 +22,7 @@ from interposer_testing._trials.host import find_host
 from interposer_testing._trials.outcome import Outcome, Progress, Scope, outcomes
 
 Run = Callable[[Registry, Device, Scope, Progress | None], Iterable[Outcome]]
-"""A function that runs trials, such as ``outcomes``, which runs them in this process."""
+"""A function that runs trials, such as ``outcomes``, which uses this process."""
 
 _KINDS: tuple[Kind, ...] = ("kernel", "attention", "layer", "scheme", "model", "communicator")
 
@@ -45,8 +45,8 @@ def verify(
     """Test every record of a distribution and return the report.
 
     Args:
-        distribution: name of the distribution; for a plugin that was registered in code, the name
-            of its module.
+        distribution: name of the distribution; for a plugin registered in code, name of the
+            plugin's module.
         registry: registry with the records; the default has all installed plugins.
         device: device to run on; the default is the first device of the selected platform.
         op: verify only kernels of this op.
@@ -62,7 +62,7 @@ def verify(
     Raises:
         UnknownNameError: the distribution, op, case or host is unknown.
         ConfigError: the configuration excludes the distribution, or the host cannot be loaded.
-        PluginError: a plugin of the distribution failed to load, so its records are unknown.
+        PluginError: a plugin of the distribution failed to load.
         PlatformUnavailableError: no device is available.
     """
     config = Config(platform=platform) if platform else Config()
@@ -91,7 +91,7 @@ def verify(
 
 
 def known_scope(registry: Registry, scope: Scope) -> Scope:
-    """Check the distribution and op of ``scope``, and return it with the normalised name.
+    """Check the distribution and op of ``scope``, and return ``scope`` with the normalised name.
 
     Raises: the exceptions of ``verify``.
     """
@@ -101,7 +101,7 @@ def known_scope(registry: Registry, scope: Scope) -> Scope:
 
 
 def _known_distribution(registry: Registry, name: str) -> str:
-    """Return the registry's spelling of a distribution's name; all its plugins must be loaded."""
+    """Return the normalised name of a distribution, all of whose plugins must be loaded."""
     plugins = registry.plugins
     loaded = {plugin.distribution for plugin in plugins.loaded}
     failed = {failure.distribution: failure for failure in plugins.failed}
@@ -160,7 +160,7 @@ def absent(
 
 
 def _identity(kind: str, subject: str, provider: str, name: str) -> tuple[str, ...]:
-    """Return the key of a record. Only kernels can share a name, if their ops differ."""
+    """Return the key of a record. Only kernels of different ops can share a name."""
     return (kind, subject, provider, name) if kind == "kernel" else (kind, provider, name)
 
 

@@ -1,7 +1,7 @@
 """The test cases of an op as a space of axes, such as shape, options, memory layout and values.
 
 An op's case generator is a ``CaseSpace``. Every point is one combination of labels, one per axis.
-Points can be counted without building their cases, and each case is built from a seed alone.
+Points can be counted without building cases, and each case is built from a seed alone.
 """
 
 from __future__ import annotations

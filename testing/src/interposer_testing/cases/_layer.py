@@ -17,8 +17,8 @@ class Placed:
 
     Attributes:
         build: creates the argument from the layer's site. If the argument is a layer, it is
-            finalized after the layer that gets it, as an embedding is after the head that shares
-            its weight.
+            finalized after the layer that gets the argument. An example is an embedding that shares
+            the weight of the language model head.
     """
 
     build: Callable[[Site], Any]
@@ -26,7 +26,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class OfLayer:
-    """An input that depends on the called layer, such as the KV cache of its attention backend.
+    """An input that depends on the called layer, such as the KV cache of an attention backend.
 
     Attributes:
         build: creates the input from the layer and the torch device. The layer may write to the
