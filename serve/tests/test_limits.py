@@ -163,7 +163,7 @@ def test_a_full_queue_is_told_with_the_time_to_wait(lm: LanguageModel, steps: St
         wait_until(lambda: len(lm.engine.scheduler.waiting) == 2)
         answer = served.complete()
         assert (answer.status, answer.error["code"]) == (429, "queue_full")
-        assert answer.error["message"].startswith(f"{room} answers are running or waiting, and")
+        assert answer.error["message"].startswith(f"{room} answers are running or waiting; allowed")
         assert int(answer.headers["retry-after"]) >= 1
         assert served.metric("interposer_sequences_waiting") == 2
         # Nothing is tokenized for an answer that has no room.

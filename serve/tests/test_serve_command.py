@@ -112,7 +112,7 @@ def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(chat_folder
     ("options", "said"),
     [
         (("--host=nowhere.invalid", "--without-keys"), "cannot listen at nowhere.invalid port"),
-        (("--host=0.0.0.0",), "Other machines could ask at 0.0.0.0 without a key. Try: --api-keys"),
+        (("--host=0.0.0.0",), "Other machines could send requests to 0.0.0.0 without a key. Try: --api-keys"),
         (("--api-keys={keys}",), "holds no key"),
         (("--api-keys=nothing",), "'nothing' does not exist"),
         (("--dtype=float1",), "Unknown dtype 'float1'"),

@@ -182,7 +182,7 @@ class _Connection(HttpToolsProtocol):
             seconds = self.limits.header_seconds
             self._refuse(408, f"The header was incomplete after {seconds:g} s")
         else:
-            self.transport.close()  # no request was begun, so there is nothing to respond to
+            self.transport.close()  # no request has started, so there is nothing to respond to
 
     def _refuse(self, status: int, reason: str) -> None:
         self._write_error(ApiError(status, reason))
