@@ -163,7 +163,7 @@ def test_what_a_space_does_not_know_is_named() -> None:
         CaseSpace(build, axis, alone={"width": ()})
     with pytest.raises(RecordError, match="has no value"):
         Axis("shape", {})
-    with pytest.raises(RecordError, match="as one that every space has"):
+    with pytest.raises(RecordError, match="which every space has already"):
         Axis("layout", {"dense": None})
 
 

@@ -1,4 +1,4 @@
-"""The command `interposer` and its parts as Python functions: doctor, tuner, plugin template.
+"""The command `interposer`, also as Python functions: doctor, tuner, plugin template.
 
 Every name is imported on first use.
 """

@@ -1,6 +1,6 @@
 """The entry point of the command ``interposer``, which explains why an import failed.
 
-It imports only the standard library, so that it works in a broken installation.
+This module imports only the standard library, so that the command works in a broken installation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _REQUIRED = ("interposer", "interposer_sandbox")
 
 
 def main() -> None:
-    """Run the command line, and end with a readable message if a part of it cannot be imported."""
+    """Run the command line, and end with a readable message if an import fails."""
     _check_streams()
     try:
         from interposer_tools._program import main as run

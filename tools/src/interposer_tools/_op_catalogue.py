@@ -25,12 +25,12 @@ class OpFacts:
     """The declaration of one op.
 
     Attributes:
-        family: name of the module that defines the op, without its package.
+        family: name of the defining module, without the package.
         description: docstring of the reference.
         dims: names of the dims in a request for this op.
         always_taken: by argument, the layouts that every kernel must accept for any request.
         cases: number of distinct test cases over all dtypes.
-        dtypes: dtypes of the test cases; empty if they are unknown before the cases are built.
+        dtypes: dtypes of the test cases; empty if unknown before the cases are built.
         kernels: kernels of all platforms as ``provider/name``, without the reference.
     """
 
@@ -61,6 +61,7 @@ class OpFacts:
         (reference,) = (c for c in candidates if isinstance(c.record, OpEntry))
         op: CustomOp[..., Any] = registry.load(reference, entry.target)
         kernels = (c for c in candidates if c is not reference)
+        # Only a ``CaseSpace`` knows dtypes and layouts without building its cases.
         space = op.cases
         dtypes = space.dtypes if isinstance(space, CaseSpace) else ()
         planned = list(planned_cases(op, seed=0))
@@ -136,7 +137,7 @@ class OpCatalogue:
     def of(cls, registry: Registry, names: Iterable[str] = ()) -> OpCatalogue:
         """Collect the ops ``names``, or all installed ops if ``names`` is empty.
 
-        Raises: UnknownNameError: no installed plugin declares one of them.
+        Raises: UnknownNameError: no installed plugin declares an op of ``names``.
         """
         op_names = [*names] or [*registry.ops]
         for name in op_names:
@@ -179,6 +180,7 @@ class OpCatalogue:
             lines += [f"## {family.replace('_', ' ').capitalize()}", ""]
             for op in members:
                 lines += op.markdown()
+        # Sections end with blank lines; collapse repeated ones.
         return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 
@@ -187,7 +189,7 @@ def _family(op: OpFacts) -> tuple[str, str]:
 
 
 def _paragraphs(docstring: str) -> Iterator[str]:
-    """Convert a docstring to Markdown: sections become bold words, their entries become lists."""
+    """Convert a docstring to Markdown: sections become bold words, arguments become list items."""
     for line in docstring.splitlines():
         section, argument = _SECTION.match(line), _ARGUMENT.match(line)
         if section and section[1] in ("Args", "Dims") and not section[2]:

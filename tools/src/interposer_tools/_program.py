@@ -1,7 +1,7 @@
-"""The command ``interposer``: its own subcommands and those of entry points in ``GROUP``.
+"""The command ``interposer``: built-in subcommands and those of entry points in ``GROUP``.
 
-Neither this module nor the modules of the commands import torch. A command imports slow modules
-inside its function, so that ``interposer --help`` is fast.
+Neither this module nor the modules of the commands import torch. Commands import slow modules
+when they run, so that ``interposer --help`` is fast.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
 def _drop_output() -> None:
     """Send the rest of the output to the null device.
 
-    Otherwise the interpreter flushes it at exit and fails again.
+    Otherwise the interpreter would fail again when it flushes the output at exit.
     """
     null_device = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null_device, sys.stdout.fileno())
@@ -99,6 +99,7 @@ def _application(arguments: list[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     application.callback()(_root)
+    # Two distributions may claim the same name; the command then only reports this.
     claims = defaultdict(list)
     for point in entry_points(GROUP):
         claims[point.name].append(point)
@@ -130,7 +131,7 @@ def _placeholder(points: list[importlib_metadata.EntryPoint]) -> Callable[[], No
 def _add_command(
     application: typer.Typer, name: str, points: list[importlib_metadata.EntryPoint]
 ) -> None:
-    """Add the entry point's command, or a command that prints why it cannot be loaded."""
+    """Add the entry point's command, or a command that prints the reason of a failed import."""
     try:
         if len(points) > 1:
             targets = " and by ".join(sorted(point.value for point in points))

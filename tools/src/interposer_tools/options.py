@@ -96,6 +96,7 @@ def policy(
     from interposer import Config
     from interposer.tooling import parse_rules
 
+    # Only fields that are set override files and environment variables.
     fields: dict[str, Any] = {}
     if kernels:
         fields["kernels"] = parse_rules([*kernels], "--kernel")

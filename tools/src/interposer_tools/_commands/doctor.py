@@ -31,7 +31,7 @@ def doctor(
     locked: Locked = False,
     as_json: AsJson = False,
 ) -> None:
-    """List installed platforms and plugins, and report everything that failed and how to fix it.
+    """List installed platforms and plugins, and report failures with the way to fix each one.
 
     Exits with 1 if anything failed.
     """

@@ -62,6 +62,7 @@ def tune(
             "There is nothing to do. Try: interposer tune MODEL_DIR, or --import or --export FILE"
         )
     counts = _numbers(tokens)
+    # Check the export first: the measurement can take minutes.
     if export_file is not None and not export_file.absolute().parent.is_dir():
         raise ConfigError(f"--export {export_file}: its folder does not exist. Try: make it first")
     from interposer.tooling import default_store
@@ -161,7 +162,7 @@ def _print_table(table: Table, console: Console) -> None:
 
 
 def _ranked(entry: Entry) -> list[tuple[str, str]]:
-    """Return (candidate, timing or reason of its failure), the fastest candidate first."""
+    """Return (candidate, timing or reason of the failure), the fastest candidate first."""
     ordered = sorted(entry.value.candidates.items(), key=lambda item: (item[1].seconds, item[0]))
     timed = [(name, str(figures)) for name, figures in ordered]
     failed = [(name, f"failed: {reason}") for name, (_, reason) in entry.value.failed.items()]

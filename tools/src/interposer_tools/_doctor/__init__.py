@@ -1,1 +1,1 @@
-"""The report of ``interposer doctor``: installed plugins, failures and how to fix them."""
+"""The report of ``interposer doctor``: installed plugins, failures and fixes."""

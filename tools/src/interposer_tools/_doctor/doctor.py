@@ -166,7 +166,7 @@ def _examine_cache(health: Health, store: Store) -> None:
 
 
 def _unusable(folder: Path) -> str:
-    """Return the reason why no files can be written to ``folder``, or ""; it may not exist yet."""
+    """Return the reason why ``folder`` cannot be created or written to, or ""."""
     try:
         existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
         if not existing.is_dir():

@@ -13,7 +13,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that does not work, with the reason and the way to fix it."""
+    """A failure, with the reason and the way to fix it."""
 
     subject: str
     reason: str
@@ -23,7 +23,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class ProbedPlatform:
-    """A platform with the result of its probe, and other platforms whose kernels it runs too."""
+    """A platform with the result of the probe, and other platforms whose kernels can run on it."""
 
     name: str
     provider: str
@@ -46,7 +46,7 @@ class ProbedPlatform:
 
 @dataclass(frozen=True, slots=True)
 class InstalledPlugin:
-    """A loaded plugin, with the number of its records per class and its other hooks."""
+    """A loaded plugin, with the number of records per class and the names of other hooks."""
 
     name: str
     distribution: str
@@ -79,7 +79,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class PolicySource:
-    """A source of configuration, such as a file, with the fields that it sets."""
+    """A source of configuration, such as a file, and the fields set there."""
 
     name: str
     path: str
@@ -91,12 +91,12 @@ class Health:
     """The state of an installation. ``problems`` is empty if everything works.
 
     Attributes:
-        versions: versions of interposer, its plugin API, Python and the operating system.
-        torch: version and build of torch, and the kind of accelerator that it was built for.
+        versions: versions of interposer, the plugin API, Python and the operating system.
+        torch: version, build and accelerator type of torch.
         sources: sources of configuration, the strongest first.
         device: description of the selected device, or None.
         machine: further facts about this machine, by subject.
-        cache: the cache folder and its contents.
+        cache: the cache folder with numbers of entries.
         lock: the lock file and whether the installation matches; "" without a lock file.
         warnings: warnings of loaded plugins; failures are in ``problems``.
     """
@@ -131,6 +131,7 @@ class Health:
     def head(self) -> list[str]:
         """The lines about versions and the selected device."""
         versions, torch = self.versions, self.torch
+        # For example "cuda 12.6" or "hip 6.3"; a CPU build has neither.
         build = ", ".join(f"{name} {value}" for name, value in torch["build"].items())
         lines = [
             f"interposer {versions['interposer']}, API {versions['api']}, "
@@ -178,6 +179,7 @@ class Health:
             ]
             tables.append((f"cache {self.cache.path}", ("kind", "holds"), rows or [("empty", "")]))
         if self.lock:
+            # ``lock`` is "PATH: STATE", and a path may contain ": " too.
             path, _, state = self.lock.rpartition(": ")
             tables.append(("lock", ("file", "state"), [(path, state)]))
         yield from (section for section in tables if section[2])

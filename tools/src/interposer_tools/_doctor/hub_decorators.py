@@ -1,6 +1,6 @@
-"""The check that transformers can replace its layers by kernels from Hugging Face's kernel hub.
+"""The check that transformers can replace layers by kernels from Hugging Face's kernel hub.
 
-Decorators mark these layers in transformers. Without a suitable version of the package ``kernels``,
+Decorators mark such layers in transformers. Without a suitable version of the package ``kernels``,
 the decorators do nothing and give no warning.
 
 Source: transformers 5.23, ``integrations/hub_kernels.py`` (the decorators, ``USE_HUB_KERNELS``) and

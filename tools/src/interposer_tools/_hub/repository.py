@@ -37,7 +37,7 @@ _COPIED_PACKAGES = (_CORE, "interposer_sandbox", "interposer_testing")
 
 @dataclass(frozen=True, slots=True)
 class HubFunction:
-    """One function of the repository, with the signature of its op.
+    """One function of the repository, with the signature of an op.
 
     Attributes:
         op: name of the op.
@@ -75,15 +75,14 @@ class HubRepository:
     """Kernels of one distribution in the layout of the kernel hub."""
 
     def __init__(self, registry: Registry, provider: str, ops: Sequence[str], name: str) -> None:
-        """Select the kernel of each op and collect the source that it needs.
+        """Select the kernel of each op and collect the necessary source.
 
         Args:
             provider: the distribution that provides the ops and Triton kernels.
             ops: names of the ops to export.
             name: name of the repository.
         Raises:
-            UnknownNameError: the distribution has no ops, does not have one of ``ops``, or has no
-                Triton kernel for it.
+            UnknownNameError: the distribution has no ops, or no Triton kernel for one of ``ops``.
             ConfigError: ``name`` is invalid, or a kernel cannot be called with the op's arguments.
         """
         if not _NAME.fullmatch(name):
@@ -259,7 +258,7 @@ def _layers(ops: set[str]) -> tuple[str, list[str]]:
 
 
 def _restriction(kernel: Kernel) -> str:
-    """Return the reason why a kernel does not accept every call of its op, or ""."""
+    """Return the reason why a kernel does not accept every call of the op, or ""."""
     if kernel.prepare:
         return "it takes constants that another function has prepared"
     return f"it is for some {', '.join(kernel.requires.dims)} only" if kernel.requires.dims else ""

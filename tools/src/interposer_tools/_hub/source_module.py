@@ -1,4 +1,4 @@
-"""The syntax tree of one Python module: its top-level names and the names that each one needs."""
+"""The syntax tree of one Python module, with the dependencies between top-level names."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SourceModule:
 
     Attributes:
         name: dotted name of the module.
-        bindings: top-level statements by the name that they bind, without imports.
+        bindings: top-level statements by bound name, without imports.
         imported: imported names by alias.
         lazy: names that are imported under ``if TYPE_CHECKING``, by alias.
     """
@@ -78,7 +78,7 @@ class SourceModule:
 
 @cache
 def source_module(name: str) -> SourceModule:
-    """Parse the source of the module ``name`` without importing it.
+    """Parse the source of the module ``name`` without an import.
 
     Raises: ConfigError: the module has no Python source.
     """
@@ -104,7 +104,7 @@ def source_module(name: str) -> SourceModule:
 
 
 def needed_names(statement: Binding, *, decorated: bool) -> tuple[set[str], set[str]]:
-    """Return the names that a statement needs at run time, and names only in its annotations.
+    """Return the names that a statement needs at run time, and names only in annotations.
 
     Args:
         decorated: include the names in the statement's own decorators.
@@ -115,7 +115,7 @@ def needed_names(statement: Binding, *, decorated: bool) -> tuple[set[str], set[
 
 
 class _Names(ast.NodeVisitor):
-    """Collects the names in code; names in function annotations separately, as they never run."""
+    """Collects the names in code, separately for function annotations, which never run."""
 
     def __init__(self, *, decorated: bool) -> None:
         self.names: set[str] = set()

@@ -1,6 +1,6 @@
-"""A package with copies of some functions and all definitions that these functions need.
+"""A package with copies of some functions and all necessary definitions.
 
-Functions, classes and constants are copied unchanged, with the comments above them. Imports become
+Functions, classes and constants are copied unchanged, with the comments above. Imports become
 relative, so that the package works in any folder and under any name. Unused definitions and
 decorators that only declare an op are omitted.
 """
@@ -31,7 +31,7 @@ _NOTE = "# Copied from {module} by `interposer hub-kernels`: edit the original a
 
 
 class SourceTree:
-    """Definitions from some packages, with all definitions that they need."""
+    """Definitions from some packages, with everything that the definitions need."""
 
     def __init__(self, packages: Iterable[str]) -> None:
         """Create an empty tree.
@@ -43,9 +43,9 @@ class SourceTree:
         self._needed: dict[str, set[str]] = {}
 
     def add(self, module: str, name: str) -> Definition:
-        """Add a definition and everything that it needs.
+        """Add a definition with all dependencies.
 
-        Returns: the module that defines ``name``, which may import it from elsewhere.
+        Returns: the defining module and the name there; ``module`` may only import ``name``.
         Raises: ConfigError: the definition is not in the source.
         """
         definition = self._resolved(module, name)
@@ -58,7 +58,7 @@ class SourceTree:
         return path / "__init__.py" if source_module(module).is_package else path.with_suffix(".py")
 
     def files(self) -> dict[PurePosixPath, str]:
-        """Return the files of the package by path, with the JSON data files of its modules."""
+        """Return the files of the package by path, including JSON data files."""
         texts = {self.place(module): self._text(module) for module in sorted(self._needed)}
         folders = {parent for path in texts for parent in path.parents} - {PurePosixPath()}
         for folder in sorted(folders):
@@ -111,6 +111,7 @@ class SourceTree:
         statements = [s for s in source.tree.body if self._needed[module] & _names_of(source, s)]
         names = set[str]().union(*(self._used(source, statement) for statement in statements))
         imports = [self._import(source, name) for name in sorted(names)]
+        # ``clean=False`` keeps the indentation, so the copy is identical.
         document = ast.get_docstring(source.tree, clean=False)
         parts = [
             _NOTE.format(module=module).rstrip(),
@@ -139,13 +140,14 @@ def _names_of(source: SourceModule, statement: ast.stmt) -> set[str]:
 
 
 def _only_declares(source: SourceModule, statement: Binding) -> bool:
-    """Return whether the decorators return the function unchanged or make it an op."""
+    """Return whether the decorators only declare a function, without changing the code."""
     if not isinstance(statement, ast.FunctionDef) or not statement.decorator_list:
         return False
     value: Any = getattr(import_module(source.name), statement.name)
     if isinstance(value, CustomOp):
         return True
     is_plain = isinstance(value, FunctionType) and not hasattr(value, "__wrapped__")
+    # A decorator that wraps or replaces the function must be copied.
     return is_plain and value.__module__ == source.name and value.__code__.co_name == statement.name
 
 

@@ -28,7 +28,7 @@ class Spread:
 
 
 class Clock:
-    """Times calls on one device, from the call to the end of the work that it submitted.
+    """Times calls on one device, from the call to the end of the submitted work.
 
     Args:
         timer: a clock that returns seconds.

@@ -26,7 +26,7 @@ class Table(_Model):
     """Measurements, one entry per key.
 
     Attributes:
-        not_measured: requests that a run skipped; ``write`` does not write them.
+        not_measured: requests that a run skipped, which ``write`` omits.
     """
 
     entries: tuple[Entry, ...] = ()
@@ -51,7 +51,7 @@ class Table(_Model):
         return cls(entries=tuple(entry for entry in entries if isinstance(entry, Entry)))
 
     def write(self, path: str | Path) -> None:
-        """Write the sorted entries to a file, which is replaced if it exists.
+        """Write the sorted entries to a file, and replace an existing file.
 
         Raises: StorageError: the file cannot be written.
         """

@@ -1,4 +1,4 @@
-"""The calls to time for one request of a model: arguments for its kernels or backends."""
+"""The calls to time for one request of a model, with arguments for kernels or backends."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ class TimedRequest(ABC):
     def calls(self, candidate: Candidate) -> list[Call]:
         """Load and prepare ``candidate``. Returns: one call per number of tokens.
 
-        Raises: NoCandidateError: the candidate cannot be loaded, or fails its check before first
-            use.
+        Raises: NoCandidateError: the candidate cannot be loaded, or fails the canary.
         """
 
     def resolver(self, **rules: Any) -> Resolver:
@@ -151,7 +150,7 @@ def _changed(config: Config, **changes: Any) -> Config:
 
 
 def _moved(arguments: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Move tensors to ``device`` and keep their strides."""
+    """Move tensors to ``device`` without changing strides."""
     return {
         name: _moved_tensor(value, device) if isinstance(value, torch.Tensor) else value
         for name, value in arguments.items()

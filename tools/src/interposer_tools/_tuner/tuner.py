@@ -44,9 +44,9 @@ def tune(
 ) -> Table:
     """Measure all candidates for ``model`` on this machine, and store the results.
 
-    The result of a candidate is the geometric mean over ``tokens`` of its median times, each from
-    ``repeats`` runs with cold caches. From then on, the fastest candidate is selected unless the
-    configuration says otherwise.
+    The result of a candidate is the geometric mean of the median times for all ``tokens``, each
+    from ``repeats`` runs with cold caches. From then on, the fastest candidate is selected unless
+    the configuration says otherwise.
 
     Args:
         model: a model directory, a loaded model or a plan.
@@ -112,6 +112,7 @@ class _Session:
             if isinstance(timed, str):
                 skipped.append(NotMeasured(request=str(request), reason=timed))
                 continue
+            # Store each result at once, so that an interrupted run loses only one.
             with torch.inference_mode():
                 entry = self.measured(timed)
             write_entry(self.measurements.store, entry)
@@ -131,7 +132,7 @@ class _Session:
     def requests(self) -> list[Request]:
         """Return the distinct requests of the plan and of the kernels in all attention backends.
 
-        Attention requests come after kernel requests: a backend is timed with its fastest kernels.
+        Attention requests come last, so that backends are timed with the fastest kernels.
         """
         requests = {
             choice.request.key: choice.request for choice, _ in self.resolver.choices.values()
@@ -151,7 +152,7 @@ class _Session:
         return sorted(requests.values(), key=lambda request: order.get(request.kind, 2))
 
     def timed(self, request: Request) -> TimedRequest | str:
-        """Return the calls to time for a request, or the reason why it cannot be measured."""
+        """Return the calls to time for a request, or the reason why there are none."""
         if request.kind == "attention":
             return TimedAttention(self.plan, request, self.tokens)
         if request.kind != "kernel":
@@ -165,7 +166,7 @@ class _Session:
             return f"because the sample of the op {request.name!r} raised {described(error)}"
 
     def measured(self, timed: TimedRequest) -> Entry:
-        """Time all candidates. The result also lists failed candidates with their reasons."""
+        """Time all candidates. The result also lists failed candidates with reasons."""
         accepted = self.resolver.accepted(timed.request)
         versions = {candidate.qualified_name: candidate.version for candidate in accepted}
         failed: dict[str, tuple[str, str]] = {}
@@ -199,6 +200,7 @@ class _Session:
         self, calls: Mapping[str, Sequence[Callable[[], object]]]
     ) -> dict[str, list[Spread]]:
         """Time the calls. Returns: per candidate, one ``Spread`` per number of tokens."""
+        # All candidates alternate for one number of tokens, then for the next one.
         columns = [
             self.clock.time(column, self.repeats) for column in zip(*calls.values(), strict=True)
         ]
@@ -218,7 +220,7 @@ class _Session:
 
 
 class _CallError(Exception):
-    """The candidate ``name`` failed while it was timed."""
+    """The candidate ``name`` failed during the measurement."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -233,7 +235,7 @@ def _call(name: str, call: Callable[[], object]) -> object:
 
 
 def _reason(candidate: Candidate, error: BaseException) -> str:
-    """Describe the failure of a candidate. If it was refused, return only its own reason."""
+    """Describe the failure of a candidate; for a refusal, only the reason of this candidate."""
     if isinstance(error, NoCandidateError):
         reasons = [r.reason for r in error.refusals if r.candidate == candidate.name]
         return reasons[0] if reasons else str(error)
