@@ -92,7 +92,7 @@ def check(answer: Any, field: str | None, said: str) -> None:
 
 
 @pytest.mark.parametrize(("field", "value", "said"), REFUSED)
-def test_what_is_not_honoured_is_refused(served: Served, field: str, value: Any, said: str) -> None:
+def test_unsupported_fields_are_refused(served: Served, field: str, value: Any, said: str) -> None:
     check(served.complete(**{field: value}), field, said)
     check(served.chat(**{field: value}), field, said)
 
@@ -109,7 +109,7 @@ def test_fields_of_completions_are_checked(
     check(served.complete(**{field: value}), field, said)
 
 
-def test_what_the_engine_cannot_take_is_refused_before_a_stream_begins(served: Served) -> None:
+def test_requests_that_the_engine_refuses_fail_before_streaming(served: Served) -> None:
     for asked, said in (
         ({"prompt": "x " * 2000}, "the model's context is 1024"),
         ({"prompt": [""]}, "The prompt is empty"),
@@ -142,14 +142,14 @@ def test_fields_that_contradict_each_other_are_refused(served: Served) -> None:
     )
 
 
-def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
+def test_fields_that_request_nothing_are_accepted(served: Served) -> None:
     neutral = {"response_format": {"type": "text"}, "logit_bias": {}, "store": False, "user": "me"}
     neutral["min_tokens"] = 0
     assert served.chat(max_tokens=1, **neutral, top_logprobs=0, audio=None).status == 200
     assert served.complete(max_tokens=1, **neutral, best_of=1, echo=False, suffix="").status == 200
 
 
-def test_a_missing_field_and_another_model_are_told(served: Served) -> None:
+def test_missing_fields_and_unknown_models_are_reported(served: Served) -> None:
     answer = served.ask("/v1/completions", {"model": "stdlib-lm"})
     check(answer, "prompt", "prompt is missing; needed are model, prompt")
     other = served.complete(model="gpt")

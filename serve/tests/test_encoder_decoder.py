@@ -13,7 +13,7 @@ from interposer_models import load
 
 
 @pytest.mark.process
-def test_completions_are_of_the_source(tmp_path: Path) -> None:
+def test_completions_depend_on_the_encoder_input(tmp_path: Path) -> None:
     model = written("mbart", tmp_path)
     lm = load(tmp_path, "float32", platform="cpu", cache_tokens=640, max_sequences=4)
     source = lm.tokenizer.encode("a text")

@@ -49,7 +49,7 @@ def ending(
         assert lm.speculation.accepted_tokens > 0
 
 
-def test_a_chat_ends_before_it(ending: tuple[Served, list[int]]) -> None:
+def test_a_chat_ends_before_an_end_token(ending: tuple[Served, list[int]]) -> None:
     served, tokens = ending
     expected = served.lm.tokenizer.decode(tokens[:-1])
     body = served.chat(**ASKED).body
@@ -61,7 +61,7 @@ def test_a_chat_ends_before_it(ending: tuple[Served, list[int]]) -> None:
     assert parts[-1]["finish_reason"] == "stop"
 
 
-def test_a_completion_ends_before_it(ending: tuple[Served, list[int]]) -> None:
+def test_a_completion_ends_before_an_end_token(ending: tuple[Served, list[int]]) -> None:
     served, tokens = ending
     asked = {**ASKED, "prompt": chat_prompt(served.lm)}
     expected = served.lm.tokenizer.decode(tokens[:-1])

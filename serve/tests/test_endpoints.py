@@ -37,7 +37,7 @@ def expected(offline: LanguageModel, prompt: str, **asked: Any) -> Any:
     return offline.generate([prompt], **asked)[0]
 
 
-def test_32_requests_at_once_get_what_each_would_get_alone(
+def test_32_concurrent_requests_get_the_same_answers_as_alone(
     served: Served, offline: LanguageModel
 ) -> None:
     def ask(index: int) -> Any:
@@ -62,7 +62,9 @@ def test_32_requests_at_once_get_what_each_would_get_alone(
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(alone.logprobs, abs=1e-3)
 
 
-def test_a_chat_is_the_completion_of_its_prompt(served: Served, offline: LanguageModel) -> None:
+def test_a_chat_answer_completes_the_rendered_prompt(
+    served: Served, offline: LanguageModel
+) -> None:
     messages = [{"role": "developer", "content": "Be"}, {"role": "user", "content": "import os"}]
     told = [{"role": "system", "content": "Be"}, messages[1]]
     prompt = offline.chat_prompt(told)
@@ -84,7 +86,7 @@ def test_a_chat_is_the_completion_of_its_prompt(served: Served, offline: Languag
         assert body["usage"] == {**spent, "total_tokens": sum(spent.values())}
 
 
-def test_a_streamed_chat_is_the_whole_one_in_parts(served: Served) -> None:
+def test_a_streamed_chat_adds_up_to_the_whole_answer(served: Served) -> None:
     asked: dict[str, Any] = {"max_tokens": 12, "logprobs": True, "n": 3, **WARM}
     whole = served.chat(**asked).body
     options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -125,7 +127,7 @@ def test_token_ids_are_prompts_too(served: Served, offline: LanguageModel) -> No
     assert texts[0] == texts[1] == served.complete(max_tokens=6).body["choices"]
 
 
-def test_log_probabilities_are_those_of_the_engine(served: Served, offline: LanguageModel) -> None:
+def test_log_probabilities_match_the_engine(served: Served, offline: LanguageModel) -> None:
     alone = expected(offline, "import os", max_tokens=6, temperature=0.0)
     logprobs = served.complete(max_tokens=6, logprobs=0).body["choices"][0]["logprobs"]
     assert logprobs["tokens"] == [offline.tokenizer.decode([i]) for i in alone.token_ids]
@@ -136,7 +138,7 @@ def test_log_probabilities_are_those_of_the_engine(served: Served, offline: Lang
 
 
 @pytest.mark.parametrize("stop", [" sys", [" sys", "nothing"]])
-def test_texts_stop_an_answer(served: Served, stop: Any) -> None:
+def test_stop_texts_end_an_answer(served: Served, stop: Any) -> None:
     whole = served.complete(prompt="def main():", max_tokens=8).body["choices"][0]["text"]
     assert " sys" in whole
     choice = served.complete(prompt="def main():", max_tokens=8, stop=stop).body["choices"][0]
@@ -146,7 +148,7 @@ def test_texts_stop_an_answer(served: Served, stop: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_chat_is_as_long_as_the_context_unless_it_is_told(served: Served) -> None:
+def test_the_default_chat_length_is_the_context(served: Served) -> None:
     body = served.chat(ignore_eos=True).body
     assert body["usage"]["total_tokens"] == 1024
     assert body["choices"][0]["finish_reason"] == "length"
@@ -165,9 +167,7 @@ TOOLS = [
 ]
 
 
-def test_tools_are_written_by_the_template_and_calls_are_read(
-    served: Served, offline: LanguageModel
-) -> None:
+def test_tools_are_rendered_and_calls_are_parsed(served: Served, offline: LanguageModel) -> None:
     messages = [{"role": "user", "content": "def main():"}]
     prompt = offline.chat_prompt(messages, tools=TOOLS)
     alone = offline.generate([prompt], max_new_tokens=24)[0]
@@ -218,7 +218,7 @@ def test_models_are_listed(served: Served) -> None:
     assert served.ask("/v1/models/other").status == 404
 
 
-def test_the_explanation_is_that_of_the_model(served: Served, offline: LanguageModel) -> None:
+def test_the_explanation_matches_the_model(served: Served, offline: LanguageModel) -> None:
     told = served.ask("/explanation").body
     assert {row["kind"] for row in told["choices"]} >= {"platform", "model", "kernel", "attention"}
     assert all(row["why"] for row in told["choices"])

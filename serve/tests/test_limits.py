@@ -36,7 +36,7 @@ def steps(lm: LanguageModel) -> Iterator[StalledSteps]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_pages(
+def test_a_disconnected_client_frees_its_pages(
     lm: LanguageModel, steps: StalledSteps, stream: bool
 ) -> None:
     with serving(lm) as served, ThreadPoolExecutor(1) as pool:
@@ -85,7 +85,7 @@ def test_a_stream_whose_client_left_before_it_began_is_cancelled(
     assert [sequence.finish_reason for sequence in running] == ["cancelled"]
 
 
-def test_an_order_to_leave_is_followed_before_the_next_step(lm: LanguageModel) -> None:
+def test_a_disconnect_takes_effect_before_the_next_step(lm: LanguageModel) -> None:
     """Steps that wait to be allowed show what stands between two of them."""
     allowed, at_step = threading.Semaphore(0), threading.Semaphore(0)
     step, held = lm.engine.step, []
@@ -152,7 +152,7 @@ def read_all(connection: Any) -> bytes:
     return content
 
 
-def test_a_full_queue_is_told_with_the_time_to_wait(lm: LanguageModel, steps: StalledSteps) -> None:
+def test_a_full_queue_is_refused_with_retry_after(lm: LanguageModel, steps: StalledSteps) -> None:
     room = lm.engine.scheduler.max_sequences + 2
     with serving(lm, limits=Limits(queue=2)) as served:
         running = [
@@ -234,7 +234,7 @@ def test_bodies_and_prompts_have_a_size(lm: LanguageModel) -> None:
         assert served.complete(prompt="x", max_tokens=1).status == 200
 
 
-def test_a_body_that_tells_no_length_is_cut_off(lm: LanguageModel) -> None:
+def test_a_body_without_content_length_is_limited(lm: LanguageModel) -> None:
     with serving(lm, limits=Limits(body_bytes=2000)) as served:
         connection = HTTPConnection("127.0.0.1", served.port, timeout=WAIT_SECONDS)
         with closing(connection):
@@ -254,7 +254,7 @@ def test_limits_are_positive() -> None:
         Limits(deadline_seconds=0)
 
 
-def test_a_step_that_fails_fails_its_requests_alone(
+def test_a_failed_step_fails_only_its_requests(
     lm: LanguageModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     step, broken = lm.engine.step, threading.Event()
@@ -321,7 +321,9 @@ def refuses_connections(port: int) -> bool:
     return False
 
 
-def test_answers_end_before_the_server_does(lm: LanguageModel, steps: StalledSteps) -> None:
+def test_running_answers_finish_before_the_server_stops(
+    lm: LanguageModel, steps: StalledSteps
+) -> None:
     pool = ThreadPoolExecutor(4)
     with serving(lm, drain=int(WAIT_SECONDS)) as served:
         asked = [pool.submit(served.complete, max_tokens=n, stream=True) for n in (20, 40, 60)]
@@ -340,7 +342,9 @@ def test_answers_end_before_the_server_does(lm: LanguageModel, steps: StalledSte
     pool.shutdown()
 
 
-def test_what_does_not_end_in_time_is_cancelled(lm: LanguageModel, steps: StalledSteps) -> None:
+def test_answers_that_do_not_finish_in_time_are_cancelled(
+    lm: LanguageModel, steps: StalledSteps
+) -> None:
     with serving(lm, drain=1) as served:
         connection = served.connect("/v1/completions", {**LONG, "stream": True})
         content = b""
@@ -369,7 +373,7 @@ def test_answers_are_counted(lm: LanguageModel) -> None:
             assert line % status in figures
 
 
-def test_guesses_are_counted(chat_folder: Path) -> None:
+def test_draft_tokens_are_counted(chat_folder: Path) -> None:
     guessing = Speculation(adaptive=False)
     with serving(load(chat_folder, cache_tokens=512, speculation=guessing)) as served:
         served.complete(prompt=[1, 2, 3] * 5, max_tokens=30, ignore_eos=True)
@@ -381,7 +385,7 @@ def test_guesses_are_counted(chat_folder: Path) -> None:
 KEYS = ("first", "sécond")
 
 
-def test_a_key_is_asked_for(lm: LanguageModel) -> None:
+def test_a_key_is_required(lm: LanguageModel) -> None:
     with serving(lm, keys=KEYS) as served:
         for path in ("/", "/page.js", "/page.css", "/health", "/ready"):
             assert served.ask(path).status == 200
@@ -414,7 +418,7 @@ def test_keys_that_no_client_could_send_are_refused(
         application(lm, NAME, keys=keys)
 
 
-def test_pages_of_other_origins_are_kept_out(served: Served) -> None:
+def test_pages_of_other_origins_are_refused(served: Served) -> None:
     for host in ("localhost", "LocalHost:80", "127.0.0.1:80", "[::1]:8000"):
         assert served.ask("/health", host=host).status == 200
     for host in ("evil.example", "localhost.evil.example:8000", ""):

@@ -104,7 +104,7 @@ def test_a_stream_that_is_closed_is_cancelled(client: openai.OpenAI, lm: Languag
     wait_until(lambda: not lm.engine.scheduler.running)
 
 
-def test_many_at_once_are_answered(keyed: Served) -> None:
+def test_concurrent_requests_are_answered(keyed: Served) -> None:
     async def ask() -> list[str | None]:
         async with openai.AsyncOpenAI(base_url=f"{keyed.url}/v1", api_key="secret") as client:
             asked: Any = {"model": NAME, "messages": MESSAGES, "max_tokens": 9}
@@ -120,7 +120,7 @@ class Fruit(BaseModel):
     count: int = Field(ge=0, le=9)
 
 
-def test_answers_are_parsed_by_the_class_that_was_asked_for(client: openai.OpenAI) -> None:
+def test_answers_are_parsed_as_the_requested_class(client: openai.OpenAI) -> None:
     asked: Any = {"model": NAME, "messages": MESSAGES, "response_format": Fruit, "max_tokens": 90}
     found = client.chat.completions.parse(**asked).choices[0]
     assert found.finish_reason == "stop"

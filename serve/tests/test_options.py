@@ -90,7 +90,7 @@ def test_each_field_changes_the_response_or_is_refused(
         assert after != before, field
 
 
-def test_a_prompt_is_told_as_the_engine_tells_it(served: Served, offline: LanguageModel) -> None:
+def test_prompt_log_probabilities_match_the_engine(served: Served, offline: LanguageModel) -> None:
     prompt = "import os\nπ = 3\n"
     alone = offline.generate([prompt], max_new_tokens=3, prompt_logprobs=2)[0]
     spelled = [offline.tokenizer.decode([each]) for each in alone.prompt_token_ids]

@@ -53,7 +53,7 @@ def test_the_page_holds_a_conversation(page: Page, offline: LanguageModel) -> No
     assert page.complaints == []
 
 
-def test_the_page_shows_what_was_chosen_and_why(page: Page, served: Served) -> None:
+def test_the_page_shows_selected_kernels_and_reasons(page: Page, served: Served) -> None:
     told = served.ask("/explanation").body
     assert page.text("#model") == f"{NAME}, 1024 tokens of context"
     assert told["device"]["name"] in page.text("#device")

@@ -70,7 +70,7 @@ def generated(offline: LanguageModel, prompt: str, **settings: Any) -> str:
     return offline.generate(prompt, **settings)[0].text
 
 
-def test_completions_are_those_of_one_process(server: Ranks, offline: LanguageModel) -> None:
+def test_completions_match_a_single_process(server: Ranks, offline: LanguageModel) -> None:
     asked: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 5}
 
     def complete(prompt: str) -> Answer:
@@ -86,7 +86,7 @@ def test_completions_are_those_of_one_process(server: Ranks, offline: LanguageMo
     assert (refused.status, refused.error["type"]) == (400, "invalid_request_error")
 
 
-def test_chats_and_streams_are_those_of_one_process(server: Ranks, offline: LanguageModel) -> None:
+def test_chats_and_streams_match_a_single_process(server: Ranks, offline: LanguageModel) -> None:
     prompt = offline.chat_prompt([{"role": "user", "content": "import os"}])
     expected = offline.generate([prompt], max_new_tokens=16)[0].text
     asked: dict[str, Any] = {"max_tokens": 16, "temperature": 0}
@@ -97,7 +97,7 @@ def test_chats_and_streams_are_those_of_one_process(server: Ranks, offline: Lang
     assert "".join(deltas) == expected
 
 
-def test_both_ranks_tell_what_they_chose(server: Ranks) -> None:
+def test_both_ranks_explain_their_selection(server: Ranks) -> None:
     told = server.ask("/explanation").body
     first, second = told.pop("ranks")
     assert first == told
@@ -105,9 +105,7 @@ def test_both_ranks_tell_what_they_chose(server: Ranks) -> None:
     assert any(note.startswith("cut by heads: model.layers.self_attn") for note in first["notes"])
 
 
-def test_a_client_that_leaves_ends_its_answer_on_both_ranks(
-    server: Ranks, offline: LanguageModel
-) -> None:
+def test_a_disconnect_ends_the_answer_on_both_ranks(server: Ranks, offline: LanguageModel) -> None:
     body = {"model": NAME, "prompt": "import os", "max_tokens": 1000, "temperature": 0}
     body |= {"stream": True, "ignore_eos": True}
     with server.connect("/v1/completions", body) as connection:
@@ -125,9 +123,7 @@ def metrics(server: Ranks) -> str:
     return found
 
 
-def test_an_answer_that_runs_is_ended_before_both_ranks_are(
-    server: Ranks, offline: LanguageModel
-) -> None:
+def test_running_answers_end_before_both_ranks_stop(server: Ranks, offline: LanguageModel) -> None:
     before = shared_memory()
     body = {"model": NAME, "prompt": "def f(", "max_tokens": 300, "temperature": 0}
     body |= {"stream": True, "ignore_eos": True}

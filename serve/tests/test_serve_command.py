@@ -39,7 +39,7 @@ def ask(url: str, body: Any = None, key: str = "") -> Any:
         return json.load(answer)
 
 
-def test_the_command_serves_until_it_is_told_to_end(chat_folder: Path, tmp_path: Path) -> None:
+def test_the_command_serves_until_a_signal(chat_folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# of the team\n\n  open \n")
     folder = write_adapter(tmp_path / "own", {"model.layers.0.mlp.down_proj": (256, 688)})
@@ -89,7 +89,7 @@ def test_ctrl_c_lets_answers_end_and_a_second_one_ends_them(
         assert process.stderr.read() == ""
 
 
-def test_of_two_servers_on_one_port_the_second_is_told_before_it_loads(chat_folder: Path) -> None:
+def test_a_second_server_on_a_port_fails_before_loading(chat_folder: Path) -> None:
     with started(chat_folder) as (url, _):
         port = url.rpartition(":")[2]
         asked = command(chat_folder, f"--port={port}")
@@ -99,7 +99,7 @@ def test_of_two_servers_on_one_port_the_second_is_told_before_it_loads(chat_fold
     assert "loading" not in done.stderr
 
 
-def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(chat_folder: Path) -> None:
+def test_a_used_address_fails_before_loading(chat_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         asked = command(chat_folder, f"--port={taken.getsockname()[1]}")
         done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
@@ -112,7 +112,7 @@ def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(chat_folder
     ("options", "said"),
     [
         (("--host=nowhere.invalid", "--without-keys"), "cannot listen at nowhere.invalid port"),
-        (("--host=0.0.0.0",), "Other machines could send requests to 0.0.0.0 without a key. Try: --api-keys"),
+        (("--host=0.0.0.0",), "requests to 0.0.0.0 without a key. Try: --api-keys FILE"),
         (("--api-keys={keys}",), "holds no key"),
         (("--api-keys=nothing",), "'nothing' does not exist"),
         (("--dtype=float1",), "Unknown dtype 'float1'"),
@@ -123,7 +123,7 @@ def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(chat_folder
         (("--expert-parallel", "--embed"), "--expert-parallel is given with --embed. Try: without"),
     ],
 )
-def test_what_cannot_be_served_is_told(
+def test_invalid_options_are_reported(
     chat_folder: Path, tmp_path: Path, options: tuple[str, ...], said: str
 ) -> None:
     keys = tmp_path / "keys"

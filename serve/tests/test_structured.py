@@ -84,7 +84,7 @@ def test_an_answer_is_json_of_the_schema(served: Served, seed: int) -> None:
     valid(served.complete(**asked).body["choices"][0]["text"])
 
 
-def test_any_object_is_one(served: Served) -> None:
+def test_json_object_accepts_any_object(served: Served) -> None:
     asked = {"response_format": {"type": "json_object"}, "seed": 3, "n": 8, **WARM}
     choices = served.complete(**asked).body["choices"]
     whole = [choice["text"] for choice in choices if choice["finish_reason"] == "stop"]
@@ -117,7 +117,7 @@ def test_biases_and_least_lengths(served: Served, offline: LanguageModel) -> Non
     assert served.complete(**asked).body["choices"][0]["text"] == alone.text
 
 
-def test_a_prompt_stands_in_front_where_it_is_echoed(served: Served) -> None:
+def test_an_echoed_prompt_precedes_the_answer(served: Served) -> None:
     asked: dict[str, Any] = {"prompt": ["def f(", "x = ["], "n": 2, "max_tokens": 5}
     plain = served.complete(**asked).body["choices"]
     echoed = served.complete(**asked, echo=True).body["choices"]
@@ -164,7 +164,7 @@ def calling(
 
 
 @pytest.mark.parametrize("seed", landing_sample(range(2), every=2))
-def test_a_call_is_made_where_it_is_required(calling: Served, seed: int) -> None:
+def test_a_required_call_is_made(calling: Served, seed: int) -> None:
     # The control token would end the answer otherwise.
     asked = {"tools": TOOLS, "seed": seed, "ignore_eos": True, **WARM}
     named = {"type": "function", "function": {"name": "look"}}
@@ -183,7 +183,7 @@ def test_a_call_is_made_where_it_is_required(calling: Served, seed: int) -> None
         assert [delta["tool_calls"][0]["function"] for delta in told] == [call["function"]]
 
 
-def test_a_call_is_not_required_where_its_form_is_not_known(served: Served) -> None:
+def test_required_calls_need_a_known_format(served: Served) -> None:
     refused = served.chat(tools=TOOLS, tool_choice="required")
     assert (refused.status, refused.error["param"]) == (400, "tool_choice")
     assert (

@@ -69,7 +69,7 @@ def test_stages_follow_each_other(lm: LanguageModel, exporter: InMemorySpanExpor
     }
 
 
-def test_a_failure_and_a_client_that_left_are_told_apart(
+def test_failures_and_disconnects_are_distinguished(
     lm: LanguageModel, exporter: InMemorySpanExporter
 ) -> None:
     long = {"model": NAME, "prompt": "import os", "max_tokens": 1000, "ignore_eos": True}

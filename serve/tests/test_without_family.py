@@ -13,7 +13,7 @@ from interposer_models import load
 
 
 @pytest.mark.process
-def test_answers_of_the_server_are_those_of_the_model(tmp_path: Path) -> None:
+def test_server_answers_match_the_model(tmp_path: Path) -> None:
     write_checkpoint(FAMILIES["falcon"](), tmp_path)
     expected = load(tmp_path, "float32", cache_tokens=512).generate(
         ["a text", "another"], max_new_tokens=12

@@ -69,25 +69,25 @@ def run(record: CommunicatorEntry) -> dict[str, list[Fault]]:
         ("what is left", "ranks", "/dev/shm/interposer-wrong-"),
     ],
 )
-def test_each_mistake_is_found(label: str, check: str, reason: str) -> None:
+def test_each_faulty_communicator_is_found(label: str, check: str, reason: str) -> None:
     found = faults_of("Wrong")[label]
     assert [fault for fault in found if fault.check == check and reason in fault.reason], found
 
 
 @pytest.mark.parametrize("label", ["a rank that hangs", "a rank that exits"])
-def test_a_lost_rank_has_to_be_missed_by_its_error(label: str) -> None:
+def test_a_lost_rank_must_raise_rank_error(label: str) -> None:
     reasons = {fault.reason for fault in faults_of("Wrong")[label]}
     assert "raised ValueError('something went wrong'), not RankError" in reasons
 
 
-def test_results_have_to_last() -> None:
+def test_later_calls_must_not_overwrite_results() -> None:
     found = {fault.reason: fault for fault in faults_of("Wrong")["all collectives on 2 ranks"]}
     fault = found["later calls overwrote an earlier result"]
     assert fault.where.startswith("repeated: all_reduce")
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_is_a_fault_of_everything() -> None:
+def test_a_crashed_rank_fails_every_check() -> None:
     record = CommunicatorEntry("dead", "wrong_communicators:Dead", ("all_reduce",))
     found = run(record)
     assert len(found) == 5
@@ -95,7 +95,7 @@ def test_a_process_that_ends_is_a_fault_of_everything() -> None:
         assert "its process left with exit code 3" in {fault.reason for fault in faults}
 
 
-def test_what_a_record_refuses_is_not_tried() -> None:
+def test_refused_collectives_are_not_tested() -> None:
     requires = Requires(dtypes=("float32",), dims={"ranks": Dim(at_least=8)})
     record = CommunicatorEntry("many", PORTABLE, ("all_reduce",), requires=requires)
     (trial,) = trials(record)
@@ -104,7 +104,7 @@ def test_what_a_record_refuses_is_not_tried() -> None:
     assert "ranks" in trial.verdict.reason
 
 
-def test_a_machine_with_too_few_devices_says_so() -> None:
+def test_too_few_devices_are_reported() -> None:
     record = CommunicatorEntry("far", PORTABLE, ("all_reduce",))
     (trial,) = trials(record, Device("acme", "acme:0", "test", Capability("any")), (4,))
     count = torch.accelerator.device_count()
@@ -113,7 +113,7 @@ def test_a_machine_with_too_few_devices_says_so() -> None:
 
 @pytest.mark.parametrize("collective", [*COLLECTIVES, FUSED])
 @pytest.mark.parametrize("num", [2, 4])
-def test_what_is_expected_follows_from_what_is_given(collective: str, num: int) -> None:
+def test_expected_results_match_a_simulation(collective: str, num: int) -> None:
     """A communicator that one process plays gets every case right, and a wrong one does not."""
     for case in collective_cases(collective, num, ("bfloat16",)):
         results = played(case)

@@ -53,7 +53,7 @@ def verified(op: str = "silu_and_mul", case: str = "") -> Report:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("announce")
-def test_kernels_are_tried_in_every_layer(tmp_path: Path) -> None:
+def test_kernels_are_tested_in_every_layer_of_a_host(tmp_path: Path) -> None:
     installed(tmp_path, SOUND)
     report = verified()
     assert report.state == "correct"
@@ -115,7 +115,9 @@ def test_an_unknown_host_is_named_with_the_group() -> None:
         ("Beta = 1", "Acme"),
     ],
 )
-def test_a_host_that_cannot_be_used_says_why(tmp_path: Path, module: str, reason: str) -> None:
+def test_a_host_that_cannot_be_loaded_states_the_reason(
+    tmp_path: Path, module: str, reason: str
+) -> None:
     installed(tmp_path, module)
     with pytest.raises(ConfigError, match=f"The host 'acme'.*{reason}"):
         verified()

@@ -130,7 +130,7 @@ def only(report: PlanReport, name: str) -> PlannedRecord:
         (kernel("either", predicate="wants_either"), ("large",)),
     ],
 )
-def test_what_is_right_fits_some_device(
+def test_correct_records_fit_a_device(
     planned: Callable[..., PlanReport], record: Kernel, fits: tuple[str, ...]
 ) -> None:
     report = planned(record)
@@ -157,7 +157,7 @@ def test_what_is_right_fits_some_device(
         ),
     ],
 )
-def test_what_is_wrong_is_found(
+def test_faults_of_records_are_found(
     planned: Callable[..., PlanReport], record: Record, fault: str
 ) -> None:
     report = planned(record)
@@ -195,7 +195,7 @@ def test_what_is_wrong_is_found(
         ),
     ],
 )
-def test_what_is_for_hardware_that_nobody_describes_is_noted(
+def test_requirements_of_no_described_device_are_noted(
     planned: Callable[..., PlanReport], record: Kernel, fits: tuple[str, ...], note: str
 ) -> None:
     report = planned(record)
@@ -206,7 +206,7 @@ def test_what_is_for_hardware_that_nobody_describes_is_noted(
     assert report.sound
 
 
-def test_what_is_wrong_besides_is_found_on_undescribed_hardware(
+def test_other_faults_are_found_for_undescribed_hardware(
     planned: Callable[..., PlanReport],
 ) -> None:
     gold = frozenset({"gold"})
@@ -219,7 +219,7 @@ def test_what_is_wrong_besides_is_found_on_undescribed_hardware(
     assert only(report, "searching").faults[0].startswith("needs the format 'float9', which no")
 
 
-def test_what_fits_nowhere_says_why(planned: Callable[..., PlanReport]) -> None:
+def test_a_record_that_fits_nowhere_states_the_reasons(planned: Callable[..., PlanReport]) -> None:
     both = kernel("both", features=frozenset({"wheels"}), architectures=frozenset({"wood"}))
     narrow = kernel("narrow", dims={"width": Dim(at_most=4)})
     report = planned(both, narrow)
@@ -233,7 +233,7 @@ def test_what_fits_nowhere_says_why(planned: Callable[..., PlanReport]) -> None:
     assert str(report).endswith("4 sound, 2 fits nowhere") or "2 fits nowhere" in str(report)
 
 
-def test_a_package_that_is_not_here_is_no_fault(
+def test_a_missing_third_party_package_is_no_fault(
     planned: Callable[..., PlanReport], tmp_path: Path
 ) -> None:
     (tmp_path / "acme_of_vendor.py").write_text("import vendor_of_nowhere\n")
@@ -246,14 +246,14 @@ def test_a_package_that_is_not_here_is_no_fault(
     assert report.sound
 
 
-def test_only_what_is_for_an_op_is_looked_at(planned: Callable[..., PlanReport]) -> None:
+def test_limiting_to_an_op_plans_only_its_kernels(planned: Callable[..., PlanReport]) -> None:
     report = planned(kernel("any"), op="planned_double")
     assert [record.name for record in report.records] == ["any"]
     with pytest.raises(UnknownNameError, match="op 'planned_duble'"):
         planned(op="planned_duble")
 
 
-def test_the_facts_are_plain(planned: Callable[..., PlanReport]) -> None:
+def test_the_plan_converts_to_json(planned: Callable[..., PlanReport]) -> None:
     facts = json.loads(planned(kernel("wood", architectures=frozenset({"wood"}))).to_json())
     assert (facts["version"], facts["distribution"], facts["sound"]) == (1, "acme", True)
     record = next(r for r in facts["records"] if r["name"] == "wood")

@@ -112,7 +112,7 @@ def test_each_candidate_aspect_and_dtype_is_a_test(acme: pytest.Pytester) -> Non
     assert "case 'rows'" not in others.partition("short test summary")[0]
 
 
-def test_options_stand_above_the_marker(acme: pytest.Pytester) -> None:
+def test_options_override_the_marker(acme: pytest.Pytester) -> None:
     options = ("-k", "wrong and numerics and bfloat16", "--conformance-seed", "7")
     done = run(acme, '"acme-kernels", seed=3', *options)
     assert "--seed 7 --quick" in done.stdout.str()
@@ -121,7 +121,7 @@ def test_options_stand_above_the_marker(acme: pytest.Pytester) -> None:
     assert "--quick" not in full.stdout.str()
 
 
-def test_an_unknown_platform_is_no_silent_skip(acme: pytest.Pytester) -> None:
+def test_an_unknown_platform_is_an_error(acme: pytest.Pytester) -> None:
     done = run(acme, '"acme-kernels"', "--conformance-platform", "cuda")
     done.assert_outcomes(errors=1)
     assert "Unknown platform 'cuda'" in done.stdout.str()
@@ -147,7 +147,7 @@ def test_a_wrong_marker_is_an_error_of_collection(acme: pytest.Pytester) -> None
     assert "Traceback" not in text
 
 
-def test_without_a_marked_test_nothing_heavy_is_imported(pytester: pytest.Pytester) -> None:
+def test_torch_is_not_imported_without_a_marked_test(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
         import sys

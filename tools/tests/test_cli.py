@@ -114,9 +114,7 @@ def test_a_broken_command_does_not_break_the_others_and_says_why_when_run(
 
 
 @pytest.mark.slow
-def test_only_the_command_that_is_asked_for_is_imported(
-    run: Run, install: Callable[..., None]
-) -> None:
+def test_only_the_requested_command_is_imported(run: Run, install: Callable[..., None]) -> None:
     install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=FATAL)
     for arguments in (("--help",), ("ops",), ("lock", "--help")):
         done = run(*arguments)
@@ -124,7 +122,7 @@ def test_only_the_command_that_is_asked_for_is_imported(
     assert run("hum").returncode < 0
 
 
-def test_entry_points_that_nobody_can_read_are_told_by_their_folder(
+def test_unreadable_entry_points_are_reported_with_their_folder(
     run_new: Run, install: Callable[..., None], tmp_path: Path
 ) -> None:
     install("acme", "[acme]\n")
@@ -146,7 +144,7 @@ def test_entry_points_that_nobody_can_read_are_told_by_their_folder(
         ("2>&- <&- >/dev/null", 0, ""),
     ],
 )
-def test_closed_streams_end_in_an_error_or_are_nothing(
+def test_closed_streams_are_handled(
     closed: str, code: int, said: str, environment: dict[str, str]
 ) -> None:
     script = f'"$0" -m interposer_tools ops {closed}'
@@ -165,7 +163,7 @@ def test_a_command_of_another_distribution_runs(run: Run, install: Callable[...,
     assert run("hum").stdout == "hmm\n"
 
 
-def test_a_command_claimed_twice_is_neither(run: Run, install: Callable[..., None]) -> None:
+def test_a_command_claimed_twice_is_refused(run: Run, install: Callable[..., None]) -> None:
     install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=HUM)
     install("zeta", "[interposer.commands]\nhum = zeta_commands:hum\n", zeta_commands=HUM)
     done = run("hum")
@@ -173,7 +171,7 @@ def test_a_command_claimed_twice_is_neither(run: Run, install: Callable[..., Non
     assert "it is claimed by acme_commands:hum and by zeta_commands:hum" in done.stderr
 
 
-def test_nobody_replaces_a_command_of_the_core(run: Run, install: Callable[..., None]) -> None:
+def test_plugins_cannot_replace_built_in_commands(run: Run, install: Callable[..., None]) -> None:
     install("acme", "[interposer.commands]\nlock = acme_commands:hum\n", acme_commands=HUM)
     overview = run("--help").stdout
     assert "Hum it." not in overview
@@ -188,7 +186,7 @@ def test_the_commands_start_without_torch(run_new: Run, install: Callable[..., N
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs terminals as of POSIX")
-def test_what_takes_seconds_says_so_on_a_terminal(tmp_path: Path) -> None:
+def test_slow_steps_are_logged_on_a_terminal(tmp_path: Path) -> None:
     command = forks().command("-m", "interposer_tools", "explain", "--why", "platform")
     environment = {**os.environ, "INTERPOSER_CACHE_DIR": str(tmp_path)}
     master, slave = os.openpty()
@@ -203,7 +201,7 @@ def test_what_takes_seconds_says_so_on_a_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("arguments", [["--version"], ["hum"]])
-def test_output_that_cannot_be_written_is_one_message(
+def test_unwritable_output_is_one_message(
     arguments: list[str], tmp_path: Path, install: Callable[..., None]
 ) -> None:
     source = "def hum():\n    for _ in range(9999):\n        print('hmm')\n"

@@ -120,7 +120,7 @@ def facts(command: Command, *arguments: str | Path, code: int = 0) -> dict[str, 
     return json.loads(out)  # type: ignore[no-any-return]
 
 
-def test_doctor_is_content_with_a_healthy_installation(command: Command) -> None:
+def test_doctor_exits_with_0_for_a_healthy_installation(command: Command) -> None:
     told = facts(command, "doctor")
     assert told["healthy"]
     assert told["device"]["name"] == "Abacus 9"
@@ -149,7 +149,7 @@ def test_doctor_fresh_forgets_the_verdicts(command: Command, tmp_path: Path) -> 
     assert facts(command, "doctor", "--fresh")["cache"]["entries"] == {}
 
 
-def test_what_doctor_describes_is_what_explain_reads(command: Command, tmp_path: Path) -> None:
+def test_explain_reads_the_description_of_doctor(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "here.json"
     assert command("doctor", "--describe", file) == (0, f"{file}: Abacus 9\n", "")
     assert DeviceDescription.read(file) == DeviceDescription.of(place())
@@ -200,7 +200,7 @@ def test_explain_without_a_model_lists_platform_policy_and_candidates(command: C
     assert "\nplatform\n  -> abacus (acme in code): " in out  # it is for all places
 
 
-def test_why_limits_the_answer_and_knows_its_names(command: Command) -> None:
+def test_why_selects_one_subject_and_refuses_unknown_ones(command: Command) -> None:
     code, out, _ = command("explain", "--why", "negate")
     assert code == 0
     assert f"      target: {__name__}:negate\n" in out
@@ -246,7 +246,7 @@ def test_a_wrong_option_is_a_usage_error(command: Command) -> None:
         assert (code, out) == (2, "")
 
 
-def test_options_become_a_policy_that_leaves_the_rest_alone() -> None:
+def test_options_set_only_their_own_fields() -> None:
     assert policy().model_fields_set == set()
     assert policy(locked=True) == Config(locked=True)
     assert policy(platform="+cpu, -abacus") == Config(
@@ -261,7 +261,7 @@ def test_options_become_a_policy_that_leaves_the_rest_alone() -> None:
         policy(["a=x", "a=+y"])
 
 
-def test_lock_writes_what_locked_insists_on(command: Command, tmp_path: Path) -> None:
+def test_locked_enforces_the_written_lock(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "interposer.lock"
     code, _, err = command("lock", "--check")
     assert code == 1
@@ -317,7 +317,7 @@ def test_a_narrow_terminal_gets_plain_text() -> None:
 
 
 @pytest.mark.process
-def test_facts_in_full_are_plain_text_on_any_terminal() -> None:
+def test_full_explanations_are_plain_text_on_any_terminal() -> None:
     printed = on_terminal(150, "explain", "--why", "platform", plugins="interposer-cpu")
     assert "\nplatform\r\n  -> cpu (interposer-cpu " in printed
     assert "━" not in printed

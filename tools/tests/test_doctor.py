@@ -163,7 +163,7 @@ print(health.to_json())
 
 
 @pytest.mark.slow
-def test_torch_is_not_asked_for_devices(tmp_path: Path) -> None:
+def test_doctor_does_not_count_devices_with_torch(tmp_path: Path) -> None:
     environment = {**os.environ, "INTERPOSER_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COUNTING]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -174,7 +174,7 @@ def test_torch_is_not_asked_for_devices(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("host")
-def test_text_and_tables_hold_the_same_facts(cache: Path) -> None:
+def test_text_and_tables_contain_the_same_facts(cache: Path) -> None:
     health = doctor()
     text, tables = str(health), printed(health)
     for words in (
@@ -214,7 +214,9 @@ def test_a_platform_that_fails_is_a_problem_with_its_traceback(
 
 
 @pytest.mark.usefixtures("host")
-def test_whose_kernels_a_platform_runs_is_told(make_plugin: Callable[..., ModuleType]) -> None:
+def test_platforms_list_other_platforms_whose_kernels_they_run(
+    make_plugin: Callable[..., ModuleType],
+) -> None:
     board = PlatformEntry("board", f"{__name__}:Board", score=5.0, runs=("interpreter", "abacus"))
     with register(make_plugin("board", board)):
         health = doctor()
@@ -262,7 +264,7 @@ def test_a_wrong_source_of_the_policy_is_the_only_finding(monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("host")
-def test_an_argument_is_a_source_if_it_says_anything() -> None:
+def test_an_argument_is_a_source_if_it_sets_a_field() -> None:
     sources = [(s.name, s.fields) for s in doctor(Config(tables=False)).sources]
     assert sources[0] == ("argument", {"tables": False})
     assert "argument" not in [s.name for s in doctor(Config()).sources]
@@ -327,7 +329,7 @@ def test_a_failed_plugin_is_a_problem_even_under_a_strict_policy(
 
 
 @pytest.mark.usefixtures("host")
-def test_what_the_policy_leaves_out_is_listed_with_the_reason(
+def test_excluded_plugins_are_listed_with_the_reason(
     install: Callable[[str, str], None],
 ) -> None:
     install("acmeidle", "raise AssertionError('imported')\n")
@@ -338,7 +340,7 @@ def test_what_the_policy_leaves_out_is_listed_with_the_reason(
     assert "acmeidle-norms (acmeidle): not used: the configuration allows" in str(health)
 
 
-def test_what_the_lock_refuses_is_not_run(
+def test_plugins_that_the_lock_refuses_are_not_loaded(
     install: Callable[[str, str], None], cache: Path, tmp_path: Path
 ) -> None:
     install("acmetorn", "INTERPOSER_API = '>=1.0,<2'\n")
@@ -370,7 +372,7 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("host")
-def test_a_kernel_for_an_op_that_nobody_defines_is_a_warning(
+def test_a_kernel_for_an_unknown_op_is_a_warning(
     make_plugin: Callable[..., ModuleType],
 ) -> None:
     kernel = Kernel("duoble", "double_fast", f"{__name__}:double")
@@ -394,7 +396,7 @@ def test_a_kernel_for_an_op_that_nobody_defines_is_a_warning(
         ({"*": "fast"}, "Unknown kernel 'fast' for '*' in Config.kernels"),
     ],
 )
-def test_a_rule_on_what_nobody_has_is_a_problem(
+def test_a_rule_for_an_unknown_name_is_a_problem(
     kernels: dict[str, Any], reason: str, make_plugin: Callable[..., ModuleType]
 ) -> None:
     with register(make_plugin("fine", OpEntry("double", f"{__name__}:double"))):
@@ -464,7 +466,7 @@ def test_kernels_package_that_transformers_ignores_is_reported(
     assert told in doctor().machine["kernels of the hub"]
 
 
-def test_without_transformers_nothing_is_said_of_its_layers(
+def test_without_transformers_its_layers_are_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "transformers").mkdir()

@@ -232,11 +232,11 @@ def run(*arguments: str | Path, cwd: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("title", EDITS)
-def test_ruff_is_content_with_edits(title: str, edited: dict[str, Path]) -> None:
+def test_edited_packages_pass_ruff(title: str, edited: dict[str, Path]) -> None:
     run("ruff", "check", "--no-cache", cwd=edited[title])
 
 
 @pytest.mark.slow
-def test_mypy_is_content_with_edits(edited: dict[str, Path], tmp_path: Path) -> None:
+def test_edited_packages_pass_mypy(edited: dict[str, Path], tmp_path: Path) -> None:
     for folder in edited.values():  # one after the other, as they share what is known of torch
         run("mypy", "--cache-dir", tmp_path, cwd=folder)

@@ -121,7 +121,7 @@ def files(folder: Path) -> set[str]:
 
 
 @each_kind
-def test_package_has_all_that_it_needs(kind: str, command: Command, tmp_path: Path) -> None:
+def test_a_new_package_has_all_files(kind: str, command: Command, tmp_path: Path) -> None:
     options = ("kernel", "--native") if kind == NATIVE else (kind,)
     code, out, err = command("plugin", "acme-things", "--kind", *options)
     assert (code, err) == (0, "")
@@ -151,7 +151,7 @@ def test_package_has_all_that_it_needs(kind: str, command: Command, tmp_path: Pa
 
 
 @each_kind
-def test_metadata_fits_what_is_installed(kind: str, written: dict[str, Path]) -> None:
+def test_requirements_match_the_installed_versions(kind: str, written: dict[str, Path]) -> None:
     facts = tomllib.loads((written[kind] / "pyproject.toml").read_text(encoding="utf-8"))
     project = facts["project"]
     package = f"acme_{kind}"
@@ -190,7 +190,7 @@ def test_ci_runs_the_tests_and_the_verification(kind: str, written: dict[str, Pa
     "name", ["a", pytest.param("acme-things", marks=pytest.mark.slow), LONGEST]
 )
 @each_kind
-def test_ruff_is_content(kind: str, name: str, tmp_path: Path) -> None:
+def test_a_new_package_passes_ruff(kind: str, name: str, tmp_path: Path) -> None:
     folder = new(name, kind).write(tmp_path)
     options = ("--no-cache", "--config", "src = ['src']")
     for settings in (folder / "pyproject.toml", SETTINGS):
@@ -202,7 +202,7 @@ def test_ruff_is_content(kind: str, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_mypy_is_content(written: dict[str, Path], tmp_path: Path) -> None:
+def test_a_new_package_passes_mypy(written: dict[str, Path], tmp_path: Path) -> None:
     for folder in written.values():
         settings = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["mypy"]
         assert settings["strict"] is True
@@ -323,7 +323,7 @@ def test_installed_package_is_verified_to_be_correct(
 
 
 @pytest.mark.slow
-def test_ops_are_right_on_the_new_platform(installed: Installed, tmp_path: Path) -> None:
+def test_ops_are_correct_on_the_new_platform(installed: Installed, tmp_path: Path) -> None:
     environment = installed(PluginKind.PLATFORM)
     options = ("--platform", "acme-platform", "--op", "rms_norm", "--quick")
     report = verified("interposer-ops", tmp_path, *options, env=environment)
@@ -374,7 +374,7 @@ def test_native_levels_have_the_registers_of_their_names(
     }
 
 
-def test_native_is_for_kernels(command: Command, tmp_path: Path) -> None:
+def test_native_is_only_for_kernels(command: Command, tmp_path: Path) -> None:
     code, out, err = command("plugin", "acme-things", "--kind", "layer", "--native")
     assert (code, out) == (1, "")
     assert err == (
@@ -398,7 +398,7 @@ def test_written_layer_computes_any_number_of_rows(
     torch.testing.assert_close(found, torch.nn.functional.silu(gate) * up)
 
 
-def test_written_scheme_refuses_what_it_does_not_know(
+def test_written_scheme_refuses_unknown_settings(
     written: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(written[PluginKind.QUANTIZATION] / "src")
@@ -459,7 +459,7 @@ def test_template_is_in_the_wheel_of_the_tools(tmp_path: Path) -> None:
         ("example.norm", "the installed interposer-example-norm has a plugin of this name"),
     ],
 )
-def test_name_that_cannot_be_used_is_told_with_a_way_out(
+def test_invalid_name_is_refused_with_a_proposal(
     name: str, reason: str, command: Command, tmp_path: Path
 ) -> None:
     code, out, err = command("plugin", "--kind", "layer", "--", name)
@@ -518,7 +518,7 @@ def facts(path: Path) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, _file, _dangling_link])
-def test_what_exists_is_left_alone(
+def test_existing_target_is_not_changed(
     make: Callable[[Path], None], command: Command, tmp_path: Path
 ) -> None:
     target = tmp_path / "acme-norms"
@@ -545,7 +545,7 @@ def test_folder_to_write_into_must_exist(command: Command, tmp_path: Path) -> No
         (KeyboardInterrupt(), KeyboardInterrupt),
     ],
 )
-def test_nothing_half_written_stays(
+def test_no_partial_package_remains_after_a_failure(
     raised: BaseException,
     expected: type[BaseException],
     tmp_path: Path,
@@ -589,7 +589,7 @@ def test_extra_brings_copier() -> None:
         assert str(requirement.marker) == 'extra == "new"'
 
 
-def test_settings_of_the_users_own_templates_do_not_count(
+def test_copier_settings_of_the_user_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "settings.yml").write_text("defaults: [not, a, mapping\n")
@@ -598,7 +598,7 @@ def test_settings_of_the_users_own_templates_do_not_count(
 
 
 @pytest.mark.parametrize("license_", License)
-def test_license_is_what_was_asked_for(license_: License, command: Command, tmp_path: Path) -> None:
+def test_license_is_the_requested_one(license_: License, command: Command, tmp_path: Path) -> None:
     author = 'Ada "the countess" Lövelace \\ 1'
     arguments = ("--kind", "layer", "--license", license_, "--author", author)
     assert command("plugin", "acme-norms", *arguments)[0] == 0

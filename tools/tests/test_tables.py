@@ -79,7 +79,7 @@ def test_an_explanation_is_shown(site: Site) -> None:
         assert words in shown
 
 
-def test_figures_and_failures_of_an_explanation_are_shown(site: Site) -> None:
+def test_measurements_and_failures_of_an_explanation_are_shown(site: Site) -> None:
     explanation = explain(site)
     choice = replace(explanation.rows[0].choice, seconds={"acme/negate_fast": 12.34e-6})
     failure = Refusal("negate_wide", "acme 1", "raised OSError()", "Traceback\n  OSError")
@@ -89,7 +89,7 @@ def test_figures_and_failures_of_an_explanation_are_shown(site: Site) -> None:
     assert "raised OSError()" in shown
 
 
-def test_candidates_are_shown_where_no_model_is_explained() -> None:
+def test_candidates_are_shown_without_a_model() -> None:
     shown = printed(explanation_tables(explain()))
     assert "rms_norm" in shown
     assert "fits the device" in shown

@@ -85,7 +85,7 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def test_what_is_right_ends_with_0_and_what_is_wrong_with_1(run: Run, tmp_path: Path) -> None:
+def test_correct_plugins_exit_with_0_and_wrong_ones_with_1(run: Run, tmp_path: Path) -> None:
     files = [
         f"--{kind}={tmp_path / f'out.{kind}'}" for kind in ("json", "junit", "html", "markdown")
     ]
@@ -132,7 +132,7 @@ def test_what_is_right_ends_with_0_and_what_is_wrong_with_1(run: Run, tmp_path: 
         (["acme-kernels", "--csv"], "No such option"),
     ],
 )
-def test_what_cannot_be_verified_ends_with_2(arguments: list[str], message: str, run: Run) -> None:
+def test_failed_verifications_exit_with_2(arguments: list[str], message: str, run: Run) -> None:
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
@@ -140,7 +140,7 @@ def test_what_cannot_be_verified_ends_with_2(arguments: list[str], message: str,
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs signals as of POSIX")
-def test_a_crash_names_what_was_running(run: Run) -> None:
+def test_a_crash_names_the_running_trial(run: Run) -> None:
     done = run("acme-kernels", "--op", "acme_double", kernels="crashing")
     assert done.returncode < 0
     assert "<trial acme_double-acme-kernels/crashing-float32-one row>" in done.stderr
@@ -148,7 +148,7 @@ def test_a_crash_names_what_was_running(run: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs signals as of POSIX")
-def test_in_isolation_a_crash_is_a_fault_of_its_candidate_alone(run: Run, tmp_path: Path) -> None:
+def test_an_isolated_crash_fails_only_its_candidate(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     options = ("--op", "acme_double", "--isolate", f"--json={file}")
     done = run("acme-kernels", *options, kernels="crashing good")
@@ -168,7 +168,7 @@ def test_in_isolation_a_crash_is_a_fault_of_its_candidate_alone(run: Run, tmp_pa
 
 
 @pytest.mark.slow
-def test_several_processes_report_what_one_does(run: Run, tmp_path: Path) -> None:
+def test_several_processes_give_the_same_report_as_one(run: Run, tmp_path: Path) -> None:
     found = {}
     for option in ("--seed=0", "--jobs=3"):
         file = tmp_path / "out.json"
@@ -187,7 +187,7 @@ def test_several_processes_report_what_one_does(run: Run, tmp_path: Path) -> Non
 
 @pytest.mark.skipif(os.name != "posix", reason="needs signals as of POSIX")
 @pytest.mark.slow
-def test_a_crash_in_one_of_several_processes_ends_no_other(run: Run, tmp_path: Path) -> None:
+def test_a_crash_in_one_process_does_not_end_others(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     done = run("acme-kernels", "-j2", f"--json={file}", kernels="crashing good")
     assert done.returncode == 1, done.stderr
@@ -198,7 +198,7 @@ def test_a_crash_in_one_of_several_processes_ends_no_other(run: Run, tmp_path: P
     assert crashing.tallies[0].findings[0].reason == "was killed by SIGSEGV"
 
 
-def test_no_process_at_all_is_refused(run: Run) -> None:
+def test_zero_processes_are_refused(run: Run) -> None:
     done = run("acme-kernels", "--jobs", "0")
     assert done.returncode == 2
     assert done.stderr == "error: 0 processes can run nothing. Try: --jobs 1, or more\n"

@@ -104,12 +104,12 @@ def test_native_code_in_a_wheel_for_any_machine_is_wrong(verified: Verified) -> 
     assert finding.reason in done.stdout
 
 
-def test_native_code_in_a_wheel_for_this_machine_is_right(verified: Verified) -> None:
+def test_native_code_in_a_wheel_for_this_machine_is_correct(verified: Verified) -> None:
     done, tally = verified(HERE, LIBRARY)
     assert (done.returncode, tally.state) == (0, "correct")
 
 
-def test_a_library_that_is_installed_as_if_it_were_python_is_wrong(verified: Verified) -> None:
+def test_a_shared_library_in_a_pure_python_wheel_is_wrong(verified: Verified) -> None:
     text = f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {HERE}\n"
     done, tally = verified(HERE, LIBRARY, WHEEL=text)
     assert done.returncode == 1
@@ -126,7 +126,7 @@ def test_an_editable_installation_is_not_judged_by_its_tag(
     assert tally.not_run == {"an editable installation has no wheel of its code": 1}
 
 
-def test_what_came_without_a_wheel_is_not_judged(verified: Verified) -> None:
+def test_installations_without_a_wheel_are_not_checked(verified: Verified) -> None:
     done, tally = verified(PURE, LIBRARY, WHEEL="")
     assert (done.returncode, tally.state) == (0, "not run")
     assert tally.not_run == {"it was not installed from a wheel": 1}
