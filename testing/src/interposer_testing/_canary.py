@@ -77,6 +77,7 @@ def compare(
                 case_faults = check_kernel(
                     op, function, case, prepare=prepare, device=device, fenced=fenced
                 )
+                # The messages are shown without the case, so name it.
                 faults += [f"on case {case.label!r}, {fault}" for fault in case_faults]
             except foreign_errors() as error:
                 trace = trace or traceback.format_exc()

@@ -262,6 +262,7 @@ def described_placement(registry: Registry, wanted: str | os.PathLike[str]) -> P
 def _find(registry: Registry, wanted: str | os.PathLike[str]) -> tuple[DeviceDescription, str]:
     """Return the description and its origin."""
     shipped = registry.records(DeviceEntry)
+    # A ``Path`` is always a file, a text can be both: names of descriptions come first.
     if isinstance(wanted, str):
         matching = [
             (plugin, entry)
@@ -296,6 +297,7 @@ def _faults(error: ValidationError) -> str:
     faults = []
     for fault in error.errors():
         path = ".".join(map(str, fault["loc"]))
+        # pydantic's own texts for these two do not help to find a misspelt key.
         if fault["type"] == "extra_forbidden":
             nearest = nearest_first(path, DeviceDescription.model_fields)[0]
             faults.append(f"unknown key {path!r}, the nearest known is {nearest!r}")

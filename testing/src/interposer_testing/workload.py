@@ -125,6 +125,7 @@ def random_projections(
         value = _selected_tokens(batch, spec.top_k, generator)
     elif spec.latent:
         value = key[..., : spec.latent_size]
+    # ``split`` returns views; without ``fused``, copy them to dense memory.
     parts = [query, key, value]
     return parts if fused else [part.contiguous() for part in parts]
 

@@ -40,10 +40,12 @@ def compare_value(
     is_equal = (actual64 == expected) | (actual64.isnan() & expected.isnan())
     is_wrong = ~is_equal & ~((error <= bound) & expected.isfinite())
     if not is_wrong.any():
+        # ``==`` treats 0.0 and -0.0 as equal, so compare signs separately.
         is_flipped = is_equal & (actual64.signbit() != expected.signbit()) & ~expected.isnan()
         if exact and is_flipped.any():
             yield Fault("value", where, _first_difference(actual64, expected, is_flipped))
         return
+    # For NaN and infinities, an error and a bound would say nothing.
     is_not_finite = is_wrong & ~(actual64.isfinite() & expected.isfinite())
     if is_not_finite.any():
         yield Fault("value", where, _first_difference(actual64, expected, is_not_finite))
@@ -109,6 +111,7 @@ def _outline(value: Any) -> Any:
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
+    # The stride of a dimension with one element has no effect, and torch sets it arbitrarily.
     return [s for size, s in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 

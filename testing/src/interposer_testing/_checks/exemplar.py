@@ -74,6 +74,7 @@ def best_exemplars(
 
     Exemplars with at least three rows are better than others, then strided ones.
     """
+    # Sorted by size, so ``setdefault`` keeps the smallest exemplar of each kind.
     best: dict[torch.dtype, dict[bool, Exemplar]] = {}
     for exemplar in sorted(candidates, key=lambda e: (_lacks_rows(e), e.num_elements)):
         if accepts(exemplar):
@@ -93,6 +94,7 @@ def has_rows(op: CustomOp[..., Any]) -> bool:
 
 def num_rows(op: CustomOp[..., Any], case: Case) -> int:
     """Return the number of tokens or sequences that the op treats independently, or 0."""
+    # Every list of start offsets has one entry per sequence, so use the first.
     for starts in op.ragged.values():
         return len(case.arguments[starts]) - 1
     return max(map(len, rows_of(op, case.arguments, slice(None)).values()), default=0)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 PlanState = Literal["wrong", "unresolved", "fits nowhere", "sound"]
+# From the worst to the best.
 STATES: tuple[PlanState, ...] = ("wrong", "unresolved", "fits nowhere", "sound")
 VERSION = 1
 """Version of the format that ``PlanReport.to_dict`` returns."""
@@ -102,6 +103,7 @@ class PlanReport:
         devices = ", ".join(self.devices) or "none is described"
         head = f"{self.distribution} {self.version}: planned, nothing was run"
         yield [head, f"devices: {devices}"]
+        # Group records by the devices that they fit, the widest support first.
         fitting: dict[tuple[str, ...], list[str]] = {}
         for record in self.in_state("sound"):
             fitting.setdefault(record.fits, []).append(record.title)
@@ -118,6 +120,7 @@ class PlanReport:
         if notes:
             yield ["please check:", *notes]
         for record in self.in_state("fits nowhere"):
+            # Most devices refuse for the same reason, so list devices by reason.
             reasons: dict[str, list[str]] = {}
             for device, reason in record.refusals:
                 reasons.setdefault(reason, []).append(device)

@@ -94,6 +94,7 @@ class _Watched(Set[str]):
         self._names = names
         self._looked_up = looked_up
 
+    # ``Set`` calls this for the result of operators such as ``&``.
     @classmethod
     def _from_iterable(cls, names: Iterable[Any]) -> frozenset[Any]:
         return frozenset(names)

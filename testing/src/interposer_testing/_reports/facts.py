@@ -9,6 +9,7 @@ from typing import Literal
 NO_CASE = "the suite has no case for it"
 STATIC = frozenset({"records", "lightness", "wheel"})
 """Aspects that do not run the candidate, and so do not show that its results are correct."""
+# Kinds of candidates without code that could run.
 _DECLARATIONS = frozenset(
     {"checkpoint", "device description", "module", "platform", "tuning table"}
 )
@@ -153,6 +154,7 @@ class Examined:
         for tally in self.tallies:
             for reason, count in (tally.refused if state == "refused" else tally.not_run).items():
                 counts[reason] = counts.get(reason, 0) + count
+        # A candidate without any trial has no tally that could state a reason.
         if state == "not run" and not counts and self.state == "not run":
             counts[self.absent or NO_CASE] = 1
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

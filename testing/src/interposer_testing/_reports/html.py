@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from interposer_testing._reports.facts import Examined, Finding, Tally
 from interposer_testing._reports.report import Report
 
+# Inline, so that the page works as an attachment and without a network.
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c1e21; --dim: #5b6470; --back: #fff; --line: #d5d9de;
   --head: #f3f5f7; --good: #0b6b34; --good-back: #e3f4e9; --bad: #a3121f; --bad-back: #fde7e7;
@@ -142,6 +143,7 @@ def _faults(reports: Sequence[Report]) -> Iterator[str]:
         ]
     if faults:
         yield "<h2>Faults</h2>"
+        # Show the first fault opened, all others collapsed.
         yield faults[0].replace("<details>", "<details open>", 1)
     yield from faults[1:]
 
@@ -164,6 +166,7 @@ def _fault(candidate: Examined, tally: Tally, where: str) -> str:
     for (dtype, case), findings in cases.items():
         parts.append(f"<h3>{escape(', '.join(filter(None, (dtype, f'case {case!r}'))))}</h3><ul>")
         parts += [_finding(finding) for finding in findings]
+        # All findings of a case have the same command.
         parts.append(f"</ul><p>Try again:</p><pre>{escape(findings[0].command)}</pre>")
     num_omitted = tally.failed - len(cases)
     if num_omitted > 0:

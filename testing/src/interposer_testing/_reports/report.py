@@ -50,6 +50,7 @@ class Report:
         """
         states = {c.state for c in self.candidates if c.state == "wrong" or not c.is_declaration}
         states = states or {c.state for c in self.candidates}
+        # The first of these states that occurs is the state of the distribution.
         order: tuple[State, ...] = ("wrong", "correct", "refused")
         return next((state for state in order if state in states), "not run")
 

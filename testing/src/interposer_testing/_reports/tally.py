@@ -45,6 +45,7 @@ class _Count:
             reasons = self.refused if outcome.state == "refused" else self.not_run
             reasons[outcome.reason] = reasons.get(outcome.reason, 0) + 1
             return
+        # The same case runs once per dtype, so count distinct labels.
         self.cases.add(outcome.case)
         self.seconds += outcome.seconds
         if outcome.state == "passed":

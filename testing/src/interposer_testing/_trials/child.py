@@ -40,6 +40,7 @@ class Child:
         self._errors = self._open.enter_context(TemporaryFile("w+", errors="replace"))
         self._process = self._open.enter_context(
             subprocess.Popen(
+                # faulthandler prints the frames of a crash, which name the trial.
                 [sys.executable, "-X", "faulthandler", "-c", _PROGRAM, self._request],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -66,6 +66,7 @@ def _trials(candidate: Candidate, device: Device, sizes: Sequence[int]) -> Itera
             accepted = Verdict.accept()
             yield Trial(candidate, request, f"{num} ranks", accepted, list, "communicator", reason)
             continue
+        # Refused cases are skipped; a size without any accepted case is one refused trial.
         for collective in record.collectives:
             dtypes = record.requires.dtypes or DTYPES
             for case in collective_cases(collective, num, dtypes):

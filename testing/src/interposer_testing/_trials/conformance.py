@@ -115,6 +115,7 @@ def _kernel_trials(
         for candidate in candidates:
             yield from property_trials.trials(candidate)
     except foreign_errors() as error:
+        # The op or its cases failed: report this once, as a fault of the reference.
         fault = Fault.raised("import", f"op {name!r}", error)
         request = Request("kernel", name, device.platform, device.capability)
         reference = registry.candidates("kernel", name)[0]

@@ -36,6 +36,7 @@ def layer_trials(
             if distribution in ("", candidate.provider)
             and getattr(candidate.record, "platform", "") in registry.runs(device.platform)
         ]
+        # The request's dtype is set per case.
         request = Request("layer", layer_id, device.platform, device.capability)
         if not candidates:
             continue

@@ -98,6 +98,7 @@ def trials(registry: Registry, device: Device, scope: Scope) -> Iterator[Trial]:
         UnknownNameError: the host is unknown, or no case has the label in ``scope``.
         ConfigError: the host cannot be loaded.
     """
+    # Collect labels even of unrun trials, to suggest names for a misspelt ``case``.
     labels = dict[str, None]()
     generate = partial(host_trials, host=find_host(scope.host)) if scope.host else conformance
     for trial in generate(
@@ -174,6 +175,7 @@ def _named_runner(trial: Trial) -> Callable[[], list[Fault]]:
     def run() -> list[Fault]:
         return trial.run()
 
+    # ``globals()`` and the closure are those of ``run``, so the copy behaves the same.
     code = run.__code__.replace(co_filename=f"<trial {trial}>")
     runner: Callable[[], list[Fault]] = FunctionType(
         code, globals(), run.__name__, closure=run.__closure__

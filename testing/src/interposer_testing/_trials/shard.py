@@ -90,6 +90,7 @@ def main() -> None:
     crashed = set(map(tuple, request["crashed"]))
     all_trials = trials(registry, place(config).device, scope)
     for number, trial in _of_shard(all_trials, request["part"], request["parts"]):
+        # Earlier trials ran before the crash.
         if number < request["first"]:
             continue
         outcome = untried(trial)

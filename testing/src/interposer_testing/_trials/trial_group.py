@@ -81,6 +81,7 @@ class TrialGroup:
 
     def _lines(self, outcomes: list[Outcome], failed: list[Outcome]) -> list[str]:
         """Return the first faults in full, and one line for each further failed trial."""
+        # All outcomes of a group belong to one candidate and one aspect.
         (candidate,) = examined(outcomes, self.scope, self.platform)
         (tally,) = candidate.tallies
         lines = wrong_lines(candidate, tally)

@@ -74,6 +74,7 @@ def verify(
     start = time.perf_counter()
     candidates = examined(run(registry, device, scope, progress), scope, platform)
     tested = [(c.kind, c.subject, c.provider, c.name) for c in candidates]
+    # With ``case``, most candidates have no trial, which is no finding.
     without_trials = () if case else absent(registry, device, scope, tested)
     return Report(
         distribution=scope.distribution,
@@ -166,6 +167,7 @@ def _identity(kind: str, subject: str, provider: str, name: str) -> tuple[str, .
 
 def declared(registry: Registry, scope: Scope) -> Iterator[tuple[str, str, Candidate]]:
     """Yield (kind, subject, candidate) for the candidates in ``scope``."""
+    # An op or a host limits the verification to kernels.
     for kind in ("kernel",) if scope.op or scope.host else _KINDS:
         subjects = [scope.op] if scope.op else registry.subjects(kind)
         for subject in subjects:

@@ -36,6 +36,7 @@ def _sliced(tensor: torch.Tensor, _: int) -> torch.Tensor:
 
 def _skipped(tensor: torch.Tensor, _: int) -> torch.Tensor:
     """Use every second index of the first dimension."""
+    # ``new_empty`` leaves the gaps uninitialised; ``Operand`` fills them with NaN later.
     storage = tensor.new_empty((2 * tensor.shape[0], *tensor.shape[1:]))
     return storage[::2].copy_(tensor)
 
@@ -47,6 +48,7 @@ def _padded(tensor: torch.Tensor, _: int) -> torch.Tensor:
 
 def _uneven(tensor: torch.Tensor, number: int) -> torch.Tensor:
     """Leave another number of elements after the rows of every argument."""
+    # A kernel that uses the row stride of one argument for another one then fails.
     return _with_gaps(tensor, max(tensor.ndim - 2, 0), 5 + 2 * number)
 
 

@@ -123,6 +123,7 @@ class CaseSpace:
 
     def build(self, point: Point, dtype: torch.dtype, seed: int) -> Case:
         """Build the case of ``point``; equal seeds give equal cases."""
+        # Derive the seed from the point, so that each case is independent of all others.
         key = f"{point.label}|{dtype}|{seed}".encode()
         generator = torch.Generator().manual_seed(zlib.crc32(key))
         case = self._build(point, dtype, generator)
@@ -132,6 +133,7 @@ class CaseSpace:
             special = cast(Special, point.special)
             names = [name for name, values in self._special.items() if special in values]
             tensors |= {n: with_special(tensors[n], special) for n in names if n in tensors}
+        # Last, because special values are set in contiguous copies.
         if point.layout != DENSE:
             tensors = laid_out(tensors, point.layout, self.strided)
         return replace(case, label=point.label, arguments=arguments | tensors)
@@ -201,6 +203,7 @@ def planned_cases(
     """Yield the cases of ``op`` in all dtypes; if ``quick``, only the covering ones of a space."""
     space = op.cases
     if not isinstance(space, CaseSpace):
+        # A plain generator has to build a case before its label is known.
         for dtype in FLOATS:
             for case in space(dtype, seed):
                 yield PlannedCase(case.label, dtype, partial(_identity, case))

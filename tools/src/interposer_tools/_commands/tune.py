@@ -93,6 +93,7 @@ def tune(
             _print(table)
         print("\n".join(lines), end="\n" if lines else "")
     failed = [entry for entry in table.entries if not entry.value.candidates]
+    # A failed candidate is only reported; a request without any result is an error.
     if model_dir is not None and failed:
         requests = ", ".join(str(entry.key) for entry in failed)
         print(f"error: every candidate failed for {requests}", file=sys.stderr)
