@@ -51,15 +51,15 @@ def test_an_adapter_is_requested_as_a_model(adapted: LanguageModel) -> None:
             assert "".join(part["choices"][0]["text"] for part in parts) == text
         assert server.chat(model="one").body["model"] == "one"
         listed = server.ask("/v1/models").body["data"]
-        assert [(one["id"], one.get("parent")) for one in listed] == [
+        assert [(entry["id"], entry.get("parent")) for entry in listed] == [
             (NAME, None),
             ("one", NAME),
             ("two", NAME),
         ]
         assert server.ask("/v1/models/two").body == listed[2]
         refused = server.complete(model="three")
-        told = f"model is 'three'; allowed is '{NAME}' or 'one' or 'two'"
-        assert (refused.status, refused.error["message"]) == (404, told)
+        message = f"model is 'three'; allowed is '{NAME}' or 'one' or 'two'"
+        assert (refused.status, refused.error["message"]) == (404, message)
         assert server.ask("/v1/models/three").status == 404
 
 

@@ -42,8 +42,8 @@ def served(encoder: Encoder) -> Iterator[Served]:
 def test_embeddings_match_the_encoder(served: Served, encoder: Encoder) -> None:
     expected = encoder.embed(TEXTS)
     body = served.ask("/v1/embeddings", {"model": "tiny", "input": TEXTS}).body
-    found = torch.tensor([entry["embedding"] for entry in body["data"]])
-    torch.testing.assert_close(found, expected)
+    vectors = torch.tensor([entry["embedding"] for entry in body["data"]])
+    torch.testing.assert_close(vectors, expected)
     assert [entry["index"] for entry in body["data"]] == [0, 1, 2]
     count = sum(len(ids) for ids in encoder.tokenizer(TEXTS)["input_ids"])
     assert body["usage"] == {"prompt_tokens": count, "total_tokens": count}
@@ -71,7 +71,7 @@ def test_concurrent_requests_get_their_own_vectors(served: Served, encoder: Enco
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"input": []}, "input is []; allowed is a text or a list of texts"),
         ({"input": [[1, 2]]}, "allowed is a text or a list of texts"),
@@ -80,9 +80,11 @@ def test_concurrent_requests_get_their_own_vectors(served: Served, encoder: Enco
         ({"input": "x " * 200}, "tokens; allowed are 64"),
     ],
 )
-def test_unsupported_fields_are_refused(served: Served, fields: dict[str, Any], said: str) -> None:
+def test_unsupported_fields_are_refused(
+    served: Served, fields: dict[str, Any], message: str
+) -> None:
     answer = served.ask("/v1/embeddings", {"model": "tiny", "input": "a", **fields})
-    assert (answer.status, said in answer.error["message"]) == (400, True), answer.body
+    assert (answer.status, message in answer.error["message"]) == (400, True), answer.body
 
 
 def test_other_endpoints_work_with_an_encoder(served: Served) -> None:

@@ -40,7 +40,7 @@ def test_a_disconnected_client_frees_its_pages(
     lm: LanguageModel, steps: StalledSteps, stream: bool
 ) -> None:
     with serving(lm) as served, ThreadPoolExecutor(1) as pool:
-        other = pool.submit(served.complete, max_tokens=200, ignore_eos=True, prompt="x")
+        other_answer = pool.submit(served.complete, max_tokens=200, ignore_eos=True, prompt="x")
         wait_until(lambda: len(lm.engine.scheduler.running) == 1)
         connection = served.connect("/v1/completions", {**LONG, "stream": stream})
         wait_until(lambda: len(lm.engine.scheduler.running) == 2)
@@ -51,7 +51,7 @@ def test_a_disconnected_client_frees_its_pages(
         wait_until(lambda: lm.engine.scheduler.running == [first])
         assert (second.finish_reason, second.pages) == ("cancelled", [[]])
         steps.release()
-        assert other.result().body["usage"]["completion_tokens"] == 200
+        assert other_answer.result().body["usage"]["completion_tokens"] == 200
         wait_until(lambda: lm.engine.pool.num_free == lm.engine.pool.num_pages)
         wait_until(lambda: served.metric("interposer_generations_total") == 2)
 
@@ -88,10 +88,10 @@ def test_a_stream_whose_client_left_before_it_began_is_cancelled(
 def test_a_disconnect_takes_effect_before_the_next_step(lm: LanguageModel) -> None:
     """Steps that wait to be allowed show what stands between two of them."""
     allowed, at_step = threading.Semaphore(0), threading.Semaphore(0)
-    step, held = lm.engine.step, []
+    step, num_unfinished = lm.engine.step, []
 
     def counted() -> Any:
-        held.append(len(lm.engine.scheduler.running) + len(lm.engine.scheduler.waiting))
+        num_unfinished.append(len(lm.engine.scheduler.running) + len(lm.engine.scheduler.waiting))
         at_step.release()
         assert allowed.acquire(timeout=WAIT_SECONDS)
         return step()
@@ -105,7 +105,7 @@ def test_a_disconnect_takes_effect_before_the_next_step(lm: LanguageModel) -> No
         def next_step() -> int:
             allowed.release()
             assert at_step.acquire(timeout=WAIT_SECONDS)
-            return held[-1]
+            return num_unfinished[-1]
 
         wait_until(lambda: next_step() == 2)
         leaving.close()
@@ -212,11 +212,11 @@ def test_a_deadline_ends_an_answer(
             _, error_event = re.findall(r"^data: (.*)\r?$", body, re.MULTILINE)
             error = json.loads(error_event)["error"]
         else:
-            asked = pool.submit(served.complete, **LONG)
+            pending_answer = pool.submit(served.complete, **LONG)
             wait_until(lambda: deadlines)
             deadlines.pop()()
-            assert asked.result().status == 504
-            error = asked.result().error
+            assert pending_answer.result().status == 504
+            error = pending_answer.result().error
         assert error["code"] == "deadline_exceeded"
         assert error["message"] == "The answer took longer than 12345 s"
         steps.release()
@@ -268,9 +268,12 @@ def test_a_failed_step_fails_only_its_requests(
         monkeypatch.setattr(lm.engine, "step", sometimes)
         assert served.ask("/ready").status == 200
         broken.set()
-        whole = pool.submit(served.complete)
+        pending_answer = pool.submit(served.complete)
         streamed = pool.submit(served.complete, stream=True)
-        assert (whole.result().status, whole.result().error["code"]) == (500, "failed")
+        assert (pending_answer.result().status, pending_answer.result().error["code"]) == (
+            500,
+            "failed",
+        )
         assert streamed.result().body.count("data: ") == 1
         assert '"server_error"' in streamed.result().body
         assert served.ask("/ready").status == 503
@@ -300,11 +303,11 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(
     with stalled_steps(lm) as steps, serving(lm) as served, ThreadPoolExecutor(1) as pool:
         expected = served.complete(max_tokens=1).body["choices"][0]["text"]
         monkeypatch.setattr(lm.engine.runner, "compute", broken)
-        other = pool.submit(served.complete, max_tokens=200, ignore_eos=True)
+        other_answer = pool.submit(served.complete, max_tokens=200, ignore_eos=True)
         wait_until(lambda: len(lm.engine.scheduler.running) == 1)
         failed = served.complete(prompt="import re", stream=stream)
         steps.release()
-        text = other.result().body["choices"][0]["text"]
+        text = other_answer.result().body["choices"][0]["text"]
         error = json.loads(failed.body.removeprefix("data: "))["error"] if stream else failed.error
         assert failed.status == (200 if stream else 500)
         assert error["type"] == "server_error"
@@ -326,17 +329,19 @@ def test_running_answers_finish_before_the_server_stops(
 ) -> None:
     pool = ThreadPoolExecutor(4)
     with serving(lm, drain=int(WAIT_SECONDS)) as served:
-        asked = [pool.submit(served.complete, max_tokens=n, stream=True) for n in (20, 40, 60)]
+        pending_answers = [
+            pool.submit(served.complete, max_tokens=n, stream=True) for n in (20, 40, 60)
+        ]
         wait_until(lambda: len(lm.engine.scheduler.running) == 3)
 
         def release_when_it_ends() -> None:
             wait_until(lambda: refuses_connections(served.port), "the end of the server")
-            assert not any(answer.done() for answer in asked)
+            assert not any(answer.done() for answer in pending_answers)
             steps.release()
 
         released = pool.submit(release_when_it_ends)
     released.result()
-    for answer, count in zip(asked, (20, 40, 60), strict=True):
+    for answer, count in zip(pending_answers, (20, 40, 60), strict=True):
         assert len(events(answer.result().body)) <= count
         assert events(answer.result().body)[-1]["choices"][0]["finish_reason"] == "length"
     pool.shutdown()
@@ -390,8 +395,8 @@ def test_a_key_is_required(lm: LanguageModel) -> None:
         for path in ("/", "/page.js", "/page.css", "/health", "/ready"):
             assert served.ask(path).status == 200
         for path in ("/v1/models", "/metrics", "/explanation", "/nothing"):
-            for given in ({}, {"authorization": "Bearer third"}, {"authorization": "first"}):
-                answer = served.ask(path, **given)
+            for headers in ({}, {"authorization": "Bearer third"}, {"authorization": "first"}):
+                answer = served.ask(path, **headers)
                 assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
                 assert answer.headers["www-authenticate"] == "Bearer"
             assert served.ask(path, authorization="Bearer first").status != 401

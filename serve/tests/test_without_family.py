@@ -19,6 +19,13 @@ def test_server_answers_match_the_model(tmp_path: Path) -> None:
         ["a text", "another"], max_new_tokens=12
     )
     with serving(load(tmp_path, "float32", cache_tokens=512)) as served:
-        asked = {"model": NAME, "temperature": 0, "max_tokens": 12, "prompt": ["a text", "another"]}
-        body = served.ask("/v1/completions", asked).body
-    assert [choice["text"] for choice in body["choices"]] == [one.text for one in expected]
+        fields = {
+            "model": NAME,
+            "temperature": 0,
+            "max_tokens": 12,
+            "prompt": ["a text", "another"],
+        }
+        body = served.ask("/v1/completions", fields).body
+    assert [choice["text"] for choice in body["choices"]] == [
+        completion.text for completion in expected
+    ]

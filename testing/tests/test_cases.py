@@ -80,14 +80,14 @@ def test_covering_points_contain_every_label() -> None:
 
 @given(st.sampled_from(points()), st.integers(0, 2**32))
 def test_a_case_depends_only_on_point_and_seed(point: Point, seed: int) -> None:
-    one, again = (SPACE.build(point, torch.float32, seed) for _ in range(2))
-    other = SPACE.build(point, torch.float32, seed + 1)
-    assert one.label == point.label
+    first, again = (SPACE.build(point, torch.float32, seed) for _ in range(2))
+    other_seed = SPACE.build(point, torch.float32, seed + 1)
+    assert first.label == point.label
     for name in ("x", "bias"):
-        a, b = one.arguments[name], again.arguments[name]
+        a, b = first.arguments[name], again.arguments[name]
         assert a.stride() == b.stride()
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    assert not torch.equal(one.arguments["bias"], other.arguments["bias"])
+    assert not torch.equal(first.arguments["bias"], other_seed.arguments["bias"])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -86,8 +86,8 @@ def sum_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
 @custom_op("toy_sum", cases=sum_cases)
 def toy_sum(pages: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     rows = pages[table].flatten(1)
-    written = torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
-    return torch.where(written, rows, 0).sum(-1)
+    is_written = torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
+    return torch.where(is_written, rows, 0).sum(-1)
 
 
 def faults_of(
@@ -499,8 +499,11 @@ def test_a_refused_trial_differs_from_a_passed_one(trials_of: TrialsOf) -> None:
 @pytest.mark.process
 def test_candidates_for_other_platforms_are_omitted(trials_of: TrialsOf) -> None:
     elsewhere = norm_kernel("elsewhere", "raise_an_error", platform="elsewhere")
-    here = norm_kernel("here", "norm_in_float64", platform="cpu")
-    assert {t.candidate.name for t in trials_of(NORM, elsewhere, here)} == {"reference", "here"}
+    cpu_kernel = norm_kernel("here", "norm_in_float64", platform="cpu")
+    assert {t.candidate.name for t in trials_of(NORM, elsewhere, cpu_kernel)} == {
+        "reference",
+        "here",
+    }
 
 
 @pytest.mark.process

@@ -297,8 +297,10 @@ Tried = Callable[..., list[Trial]]
 @pytest.fixture
 def tried(registered: Callable[..., Registry]) -> Tried:
     def trials(*records: Record, device: Device = DEVICE, quick: bool = True) -> list[Trial]:
-        found = conformance(registered(TAPE, *records), device, op=records[0].name, quick=quick)
-        return list(found)
+        all_trials = conformance(
+            registered(TAPE, *records), device, op=records[0].name, quick=quick
+        )
+        return list(all_trials)
 
     return trials
 
@@ -360,13 +362,17 @@ def test_a_correct_kernel_has_no_faults(
 def test_a_false_property_fails_only_in_its_own_aspect(
     tried: Tried, target: str, aspect: Aspect, claims: set[str]
 ) -> None:
-    wanted = {"traceable"} if aspect.startswith("compile") else set()
+    needed_properties = {"traceable"} if aspect.startswith("compile") else set()
     quick = aspect != "compile static"
-    trials = tried(SCALED, kernel(target, properties=frozenset(claims | wanted)), quick=quick)
-    found = blamed(trials, target)
-    assert aspect in found
+    trials = tried(
+        SCALED, kernel(target, properties=frozenset(claims | needed_properties)), quick=quick
+    )
+    failed_aspects = blamed(trials, target)
+    assert aspect in failed_aspects
     # A graph break is one for any number of rows.
-    assert found - {aspect} <= ({"compile dynamic"} if aspect == "compile static" else set())
+    assert failed_aspects - {aspect} <= (
+        {"compile dynamic"} if aspect == "compile static" else set()
+    )
     assert blamed(trials, "reference") == set()
 
 
@@ -478,9 +484,9 @@ def write_adding_zero(cache: torch.Tensor, rows: torch.Tensor, places: torch.Ten
 @pytest.mark.process  # trials in full look for a compiler
 def test_a_kernel_is_tested_in_every_accepted_dtype(tried: Tried) -> None:
     everywhere = Kernel("scaled", "everywhere", f"{__name__}:by_weight_first")
-    one = kernel("by_weight_first")
+    float32_kernel = kernel("by_weight_first")
     dtypes: dict[str, set[str]] = {}
-    for trial in tried(SCALED, everywhere, one, quick=False):
+    for trial in tried(SCALED, everywhere, float32_kernel, quick=False):
         if trial.aspect == "threads":
             dtypes.setdefault(trial.candidate.name, set()).add(trial.request.dtype)
     assert dtypes["everywhere"] == dtypes["reference"] == {"float32", "bfloat16", "float16"}

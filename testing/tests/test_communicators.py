@@ -70,8 +70,8 @@ def run(record: CommunicatorEntry) -> dict[str, list[Fault]]:
     ],
 )
 def test_each_faulty_communicator_is_found(label: str, check: str, reason: str) -> None:
-    found = faults_of("Wrong")[label]
-    assert [fault for fault in found if fault.check == check and reason in fault.reason], found
+    faults = faults_of("Wrong")[label]
+    assert [fault for fault in faults if fault.check == check and reason in fault.reason], faults
 
 
 @pytest.mark.parametrize("label", ["a rank that hangs", "a rank that exits"])
@@ -81,17 +81,19 @@ def test_a_lost_rank_must_raise_rank_error(label: str) -> None:
 
 
 def test_later_calls_must_not_overwrite_results() -> None:
-    found = {fault.reason: fault for fault in faults_of("Wrong")["all collectives on 2 ranks"]}
-    fault = found["later calls overwrote an earlier result"]
+    faults_by_reason = {
+        fault.reason: fault for fault in faults_of("Wrong")["all collectives on 2 ranks"]
+    }
+    fault = faults_by_reason["later calls overwrote an earlier result"]
     assert fault.where.startswith("repeated: all_reduce")
 
 
 @pytest.mark.slow
 def test_a_crashed_rank_fails_every_check() -> None:
     record = CommunicatorEntry("dead", "wrong_communicators:Dead", ("all_reduce",))
-    found = run(record)
-    assert len(found) == 5
-    for faults in found.values():
+    faults_by_label = run(record)
+    assert len(faults_by_label) == 5
+    for faults in faults_by_label.values():
         assert "its process left with exit code 3" in {fault.reason for fault in faults}
 
 
@@ -134,7 +136,7 @@ def played(case: CollectiveCase) -> list[torch.Tensor]:
             return [inputs[case.source]] * len(inputs)
         case "all_to_all":
             return [
-                torch.cat([x.split(case.sent(other))[rank] for other, x in enumerate(inputs)])
+                torch.cat([x.split(case.sent(sender))[rank] for sender, x in enumerate(inputs)])
                 for rank in ranks
             ]
     total = inputs[0].clone()

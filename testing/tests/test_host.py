@@ -67,12 +67,12 @@ def test_kernels_are_tested_in_every_layer_of_a_host(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("announce")
 def test_the_kernel_under_test_is_the_one_that_computes(tmp_path: Path) -> None:
-    told = tmp_path / "told"
+    log = tmp_path / "told"
     spying = SOUND.replace("        x = arg", "        self.tell(op)\n        x = arg").replace(
         "    def layers",
         "    def tell(self, op):\n"
         "        from interposer import effective_config\n"
-        f"        with open({str(told)!r}, 'a') as file:\n"
+        f"        with open({str(log)!r}, 'a') as file:\n"
         "            file.write(str(effective_config().kernels[op]) + '\\n')\n\n"
         "    def layers",
     )
@@ -80,7 +80,7 @@ def test_the_kernel_under_test_is_the_one_that_computes(tmp_path: Path) -> None:
     report = verified()
     names = {f"{c.provider}/{c.name}" for c in report.in_state("correct")}
     assert len(names) >= 2
-    assert all(any(name in line for line in told.read_text().splitlines()) for name in names)
+    assert all(any(name in line for line in log.read_text().splitlines()) for name in names)
 
 
 @pytest.mark.usefixtures("announce")

@@ -90,8 +90,10 @@ def raises(request: Request) -> Verdict:
 
 
 def kernel(name: str, target: str = "twice", predicate: str = "", **requires: Any) -> Kernel:
-    asked = f"{HERE}:{predicate}" if predicate else ""
-    return Kernel("planned_double", name, f"{HERE}:{target}", "abacus", Requires(**requires), asked)
+    predicate_target = f"{HERE}:{predicate}" if predicate else ""
+    return Kernel(
+        "planned_double", name, f"{HERE}:{target}", "abacus", Requires(**requires), predicate_target
+    )
 
 
 @pytest.fixture
@@ -134,8 +136,8 @@ def test_correct_records_fit_a_device(
     planned: Callable[..., PlanReport], record: Kernel, fits: tuple[str, ...]
 ) -> None:
     report = planned(record)
-    found = only(report, record.name)
-    assert (found.state, found.faults, found.fits) == ("sound", (), fits)
+    planned_record = only(report, record.name)
+    assert (planned_record.state, planned_record.faults, planned_record.fits) == ("sound", (), fits)
     assert report.sound
     assert report.devices == ("small", "large")
 
@@ -161,11 +163,11 @@ def test_faults_of_records_are_found(
     planned: Callable[..., PlanReport], record: Record, fault: str
 ) -> None:
     report = planned(record)
-    found = only(report, "a")
-    assert found.state == "wrong"
-    assert any(text.startswith(fault) for text in found.faults), found.faults
+    planned_record = only(report, "a")
+    assert planned_record.state == "wrong"
+    assert any(text.startswith(fault) for text in planned_record.faults), planned_record.faults
     assert not report.sound
-    assert f"WRONG {found.title}" in str(report)
+    assert f"WRONG {planned_record.title}" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -199,10 +201,13 @@ def test_requirements_of_no_described_device_are_noted(
     planned: Callable[..., PlanReport], record: Kernel, fits: tuple[str, ...], note: str
 ) -> None:
     report = planned(record)
-    found = only(report, "a")
-    assert (found.state, found.fits) == ("sound" if fits else "fits nowhere", fits)
-    assert found.notes == (f"not coherent with any description: {note}",)
-    assert found.notes[0] in str(report)
+    planned_record = only(report, "a")
+    assert (planned_record.state, planned_record.fits) == (
+        "sound" if fits else "fits nowhere",
+        fits,
+    )
+    assert planned_record.notes == (f"not coherent with any description: {note}",)
+    assert planned_record.notes[0] in str(report)
     assert report.sound
 
 
@@ -270,9 +275,9 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.process
 def test_the_command_plans(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    done = command("interposer-example-norm", "--plan", "--json", str(file))
-    assert done.returncode == 0, done.stderr
-    assert "planned, nothing was run" in done.stdout
+    process = command("interposer-example-norm", "--plan", "--json", str(file))
+    assert process.returncode == 0, process.stderr
+    assert "planned, nothing was run" in process.stdout
     assert json.loads(file.read_text())["sound"]
     refused = command("interposer-example-norm", "--plan", "--quick", "--jobs", "2")
     assert refused.returncode == 2

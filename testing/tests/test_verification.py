@@ -121,13 +121,13 @@ def report() -> Report:
 
 
 def candidate(report: Report, name: str) -> Examined:
-    (found,) = [c for c in report.candidates if c.name == name]
-    return found
+    (match,) = [c for c in report.candidates if c.name == name]
+    return match
 
 
 def tally(report: Report, name: str, aspect: str = "numerics") -> Tally:
-    (found,) = [t for t in candidate(report, name).tallies if t.aspect == aspect]
-    return found
+    (match,) = [t for t in candidate(report, name).tallies if t.aspect == aspect]
+    return match
 
 
 def test_each_candidate_has_the_expected_state(report: Report) -> None:
@@ -165,9 +165,9 @@ def test_trials_that_cannot_run_state_the_reason(report: Report) -> None:
 
 
 def test_a_correct_record_does_not_make_a_kernel_correct(verified: Verified) -> None:
-    found = verified(NEVER, op="")
-    assert tally(found, "never", "records").passed == 1
-    assert candidate(found, "never").state == "refused"
+    report = verified(NEVER, op="")
+    assert tally(report, "never", "records").passed == 1
+    assert candidate(report, "never").state == "refused"
 
 
 def test_a_report_without_runs_is_not_correct() -> None:
@@ -188,8 +188,8 @@ def test_a_report_without_runs_is_not_correct() -> None:
 def test_a_kernel_for_another_platform_is_listed_with_its_op(
     verified: Verified,
 ) -> None:
-    found = verified(ELSEWHERE)
-    (reason,) = candidate(found, "elsewhere").reasons("not run")
+    report = verified(ELSEWHERE)
+    (reason,) = candidate(report, "elsewhere").reasons("not run")
     assert reason == "needs the platform cuda, this is cpu"
 
 
@@ -210,15 +210,15 @@ def test_findings_are_limited_and_reproducible(report: Report, verified: Verifie
 
 
 def test_the_seed_changes_the_numbers(verified: Verified) -> None:
-    one, other = (tally(verified(SHIFTED, seed=seed), "shifted") for seed in (0, 1))
-    assert one.findings[0].reason != other.findings[0].reason
+    first, second = (tally(verified(SHIFTED, seed=seed), "shifted") for seed in (0, 1))
+    assert first.findings[0].reason != second.findings[0].reason
 
 
 def test_progress_names_the_trials(verified: Verified) -> None:
-    told: list[tuple[int, str]] = []
-    verified(GOOD, case="rows", progress=lambda *step: told.append(step))
-    assert [number for number, _ in told] == list(range(len(told)))
-    assert any("acme/good" in name and "rows" in name for _, name in told)
+    calls: list[tuple[int, str]] = []
+    verified(GOOD, case="rows", progress=lambda *step: calls.append(step))
+    assert [number for number, _ in calls] == list(range(len(calls)))
+    assert any("acme/good" in name and "rows" in name for _, name in calls)
 
 
 @pytest.mark.parametrize(
@@ -267,9 +267,9 @@ def test_an_excluded_distribution_is_an_error(
 def test_a_plugin_without_candidates_has_an_empty_report(
     registered: Callable[..., Registry],
 ) -> None:
-    found = verify("acme", registry=registered(), device=DEVICE)
-    assert found.candidates == ()
-    assert found.state == "not run"
+    report = verify("acme", registry=registered(), device=DEVICE)
+    assert report.candidates == ()
+    assert report.state == "not run"
 
 
 # The forms of a report.

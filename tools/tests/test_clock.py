@@ -79,16 +79,16 @@ def test_the_device_is_synchronized_before_and_after_each_call() -> None:
 
 def test_caches_are_cold() -> None:
     """The buffer written between two calls is larger than the cache that the device states."""
-    made = clock(Recording(), cache_bytes=1 << 20)
-    made.time([lambda: None], repeats=3)
-    assert made._buffer.nbytes >= 2 << 20
-    assert torch.equal(made._buffer, torch.full_like(made._buffer, 3))
+    small_cache_clock = clock(Recording(), cache_bytes=1 << 20)
+    small_cache_clock.time([lambda: None], repeats=3)
+    assert small_cache_clock._buffer.nbytes >= 2 << 20
+    assert torch.equal(small_cache_clock._buffer, torch.full_like(small_cache_clock._buffer, 3))
 
 
 def test_garbage_is_not_collected_in_between() -> None:
-    seen: list[bool] = []
-    clock(Recording()).time([lambda: seen.append(gc.isenabled())], repeats=3)
-    assert seen[-3:] == [False] * 3
+    enabled_in_call: list[bool] = []
+    clock(Recording()).time([lambda: enabled_in_call.append(gc.isenabled())], repeats=3)
+    assert enabled_in_call[-3:] == [False] * 3
     assert gc.isenabled()
 
     def fail() -> None:

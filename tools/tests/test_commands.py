@@ -121,9 +121,9 @@ def facts(command: Command, *arguments: str | Path, code: int = 0) -> dict[str, 
 
 
 def test_doctor_exits_with_0_for_a_healthy_installation(command: Command) -> None:
-    told = facts(command, "doctor")
-    assert told["healthy"]
-    assert told["device"]["name"] == "Abacus 9"
+    report = facts(command, "doctor")
+    assert report["healthy"]
+    assert report["device"]["name"] == "Abacus 9"
     code, out, err = command("doctor")
     assert (code, err) == (0, "")
     assert out.endswith("Nothing failed.\n")
@@ -134,9 +134,9 @@ def test_doctor_exits_with_1_if_anything_failed(
 ) -> None:
     broken = PlatformEntry("broken", f"{__name__}:Broken", score=0.0)
     with register(make_plugin("worn", broken)):
-        told = facts(command, "doctor", code=1)
+        report = facts(command, "doctor", code=1)
         code, out, err = command("doctor")
-    assert [problem["subject"] for problem in told["problems"]] == [
+    assert [problem["subject"] for problem in report["problems"]] == [
         "platform 'broken' of worn in code"
     ]
     assert (code, err) == (1, "")
@@ -154,10 +154,10 @@ def test_explain_reads_the_description_of_doctor(command: Command, tmp_path: Pat
     assert command("doctor", "--describe", file) == (0, f"{file}: Abacus 9\n", "")
     assert DeviceDescription.read(file) == DeviceDescription.of(place())
     assert command("doctor", "--describe", "-") == (0, file.read_text(), "")
-    here, there = facts(command, "explain"), facts(command, "explain", "--on", file)
-    assert there["device"] == here["device"]
-    assert there["candidates"] == here["candidates"]
-    assert there["notes"] == [f"'Abacus 9' is described in {file}"]
+    real, described = facts(command, "explain"), facts(command, "explain", "--on", file)
+    assert described["device"] == real["device"]
+    assert described["candidates"] == real["candidates"]
+    assert described["notes"] == [f"'Abacus 9' is described in {file}"]
 
 
 def test_a_description_that_cannot_be_written_is_one_message(
@@ -180,20 +180,20 @@ def test_a_changed_description_changes_what_would_run(command: Command, tmp_path
         return option  # type: ignore[no-any-return]
 
     assert slides()["accepted"]
-    there = slides("--on", file)
-    assert not there["accepted"]
-    assert there["reason"] == "needs slide, which the device lacks"
-    assert there["requires"] == ["platform abacus", "features slide"]
+    described = slides("--on", file)
+    assert not described["accepted"]
+    assert described["reason"] == "needs slide, which the device lacks"
+    assert described["requires"] == ["platform abacus", "features slide"]
 
 
 def test_explain_without_a_model_lists_platform_policy_and_candidates(command: Command) -> None:
-    told = facts(command, "explain", "--kernel", "negate=reference")
-    (platform,) = told["choices"]
+    report = facts(command, "explain", "--kernel", "negate=reference")
+    (platform,) = report["choices"]
     assert (platform["kind"], platform["chosen"]) == ("platform", "abacus")
-    settings = {s["setting"]: (s["value"], s["source"]) for s in told["policy"]}
+    settings = {s["setting"]: (s["value"], s["source"]) for s in report["policy"]}
     assert settings["kernels.negate"] == ("reference", "argument")
     assert settings["isolation"] == ("off", "use()")
-    assert ("kernel", "negate") in [(c["kind"], c["name"]) for c in told["candidates"]]
+    assert ("kernel", "negate") in [(c["kind"], c["name"]) for c in report["candidates"]]
     code, out, _ = command("explain")
     assert code == 0
     assert "kernel 'negate'\n  negate_slide (acme in code): score 10 on abacus, fits" in out

@@ -166,11 +166,11 @@ print(health.to_json())
 def test_doctor_does_not_count_devices_with_torch(tmp_path: Path) -> None:
     environment = {**os.environ, "INTERPOSER_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COUNTING]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert process.returncode == 0, process.stderr
+    facts = json.loads(process.stdout)
     assert facts["torch"]["accelerator"] == "cuda"
-    assert "torch was asked" not in done.stdout
+    assert "torch was asked" not in process.stdout
 
 
 @pytest.mark.usefixtures("host")
@@ -221,11 +221,11 @@ def test_platforms_list_other_platforms_whose_kernels_they_run(
     with register(make_plugin("board", board)):
         health = doctor()
     assert health.healthy
-    (found,) = (platform for platform in health.platforms if platform.name == "board")
-    assert found.runs == ["abacus", "interpreter"]
-    told = "runs the kernels of abacus, which is not installed; runs the kernels of interpreter"
-    assert told in str(health)
-    assert told in printed(health)
+    (board_facts,) = (platform for platform in health.platforms if platform.name == "board")
+    assert board_facts.runs == ["abacus", "interpreter"]
+    text = "runs the kernels of abacus, which is not installed; runs the kernels of interpreter"
+    assert text in str(health)
+    assert text in printed(health)
 
 
 def test_no_platform_is_a_problem(cache: Path) -> None:
@@ -315,13 +315,16 @@ def test_a_failed_plugin_is_a_problem_even_under_a_strict_policy(
         use(**policy, cache_dir=str(cache), disable=["opps"]),
     ):
         health = doctor()
-    found = problem(health)
-    assert found.subject == "plugin 'acmebroken-norms' of acmebroken 1.0"
-    assert "No module named 'acme_of_nowhere'" in found.reason
-    assert "INTERPOSER_DISABLE=acmebroken-norms" in found.mend
-    assert "ModuleNotFoundError" in found.traceback
+    plugin_problem = problem(health)
+    assert plugin_problem.subject == "plugin 'acmebroken-norms' of acmebroken 1.0"
+    assert "No module named 'acme_of_nowhere'" in plugin_problem.reason
+    assert "INTERPOSER_DISABLE=acmebroken-norms" in plugin_problem.mend
+    assert "ModuleNotFoundError" in plugin_problem.traceback
     text = str(health)
-    assert f"FAILED {found.subject}: {found.reason}\n  Try: {found.mend}\n" in text
+    assert (
+        f"FAILED {plugin_problem.subject}: {plugin_problem.reason}\n  Try: {plugin_problem.mend}\n"
+        in text
+    )
     (warning,) = health.warnings  # the failure itself is told once, as a problem
     assert warning.startswith("The configuration disables 'opps'")
     assert f"warning: {warning}" in text
@@ -424,7 +427,7 @@ def test_an_empty_allow_list_reads_as_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "variables", "told"),
+    ("installed_version", "variables", "message"),
     [
         ("2.3.1", {}, "transformers 9.0 uses them through kernels 2.3.1 with use_kernels=True"),
         ("3.0", {}, "needs kernels >=2.3,<3.0, found 3.0, so no layer of a model is replaced"),
@@ -433,9 +436,9 @@ def test_an_empty_allow_list_reads_as_none() -> None:
     ],
 )
 def test_kernels_package_that_transformers_ignores_is_reported(
-    found: str | None,
+    installed_version: str | None,
     variables: dict[str, str],
-    told: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -443,14 +446,17 @@ def test_kernels_package_that_transformers_ignores_is_reported(
     source = tmp_path / "transformers" / "utils" / "import_utils.py"
     source.parent.mkdir(parents=True)
     source.write_text('KERNELS_MIN_VERSION = "2.3"\nKERNELS_MAX_VERSION = "3.0"\nraise 1\n')
-    versions = {"transformers": "9.0", **({"kernels": found} if found else {})}
+    versions = {
+        "transformers": "9.0",
+        **({"kernels": installed_version} if installed_version else {}),
+    }
     for name, version in versions.items():
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         )
-    if found is None:
+    if installed_version is None:
         lookup = importlib_metadata.version
 
         def version_of(name: str) -> str:
@@ -463,7 +469,7 @@ def test_kernels_package_that_transformers_ignores_is_reported(
     monkeypatch.delenv("USE_HUB_KERNELS", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert told in doctor().machine["kernels of the hub"]
+    assert message in doctor().machine["kernels of the hub"]
 
 
 def test_without_transformers_its_layers_are_not_reported(

@@ -56,9 +56,9 @@ def test_facts_match_the_definition_of_the_op() -> None:
 
 
 def test_one_op_is_shown_in_full() -> None:
-    shown = str(OpCatalogue.of(registry(), ["negated"]))
-    assert "``[T, H]``, any float dtype," in shown
-    assert "cases: 2" in shown
+    text = str(OpCatalogue.of(registry(), ["negated"]))
+    assert "``[T, H]``, any float dtype," in text
+    assert "cases: 2" in text
 
 
 def test_the_page_has_sections_and_lists() -> None:

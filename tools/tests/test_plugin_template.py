@@ -106,10 +106,10 @@ def execute(*arguments: str | Path, **options: Any) -> str:
     return succeed(subprocess.run([sys.executable, *map(str, arguments)], **options))
 
 
-def succeed(done: subprocess.CompletedProcess[str]) -> str:
+def succeed(process: subprocess.CompletedProcess[str]) -> str:
     """Return what a program printed; it must have ended with 0."""
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def names(folder: Path) -> list[str]:
@@ -164,10 +164,10 @@ def test_requirements_match_the_installed_versions(kind: str, written: dict[str,
         if name.startswith("interposer"):
             assert {part.operator for part in requirement.specifier} == {">=", "<"}
     plugin = (written[kind] / "src" / package / "plugin.py").read_text(encoding="utf-8")
-    (stated,) = re.findall(r'^INTERPOSER_API = "(.+)"$', plugin, re.MULTILINE)
-    assert SpecifierSet(stated).contains(API_VERSION)
+    (api_range,) = re.findall(r'^INTERPOSER_API = "(.+)"$', plugin, re.MULTILINE)
+    assert SpecifierSet(api_range).contains(API_VERSION)
     major = int(API_VERSION.partition(".")[0])
-    assert not SpecifierSet(stated).contains(f"{major + 1}.0")
+    assert not SpecifierSet(api_range).contains(f"{major + 1}.0")
 
 
 @each_kind
@@ -224,8 +224,8 @@ Installed = Callable[[str], dict[str, str]]
 @pytest.fixture(scope="module")
 def wheels(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the wheel of each kind."""
-    found = build(tmp_path_factory.mktemp("wheels"), *written.values())
-    return {wheel.name.split("-")[0].removeprefix("acme_"): wheel for wheel in found}
+    paths = build(tmp_path_factory.mktemp("wheels"), *written.values())
+    return {wheel.name.split("-")[0].removeprefix("acme_"): wheel for wheel in paths}
 
 
 @pytest.fixture(scope="module")
@@ -245,12 +245,12 @@ def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 @each_kind
 def test_wheel_holds_the_package_and_its_license(kind: str, wheels: dict[str, Path]) -> None:
     with zipfile.ZipFile(wheels[kind]) as wheel:
-        found = set(wheel.namelist())
-        (place,) = (name for name in found if name.endswith(".dist-info/METADATA"))
+        names_in_wheel = set(wheel.namelist())
+        (place,) = (name for name in names_in_wheel if name.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(wheel.read(place).decode())
     modules = ("__init__.py", "plugin.py", "py.typed", *MODULES[kind])
-    assert found >= {f"acme_{kind}/{module}" for module in modules}
-    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in found)
+    assert names_in_wheel >= {f"acme_{kind}/{module}" for module in modules}
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names_in_wheel)
     assert metadata["Name"] == f"acme-{kind}"
     assert metadata["License-Expression"] == "Apache-2.0"
 
@@ -298,7 +298,7 @@ def test_installed_package_is_verified_to_be_correct(
     environment = installed(kind)
     report = verified(f"acme-{kind}", tmp_path, *options, env=environment)
     assert report["state"] == "correct"
-    found = {
+    candidates_by_key = {
         (candidate["kind"], candidate["subject"], candidate["name"]): candidate
         for candidate in report["candidates"]
     }
@@ -312,10 +312,12 @@ def test_installed_package_is_verified_to_be_correct(
         NATIVE: ("silu_and_mul", "silu_and_mul_acme_native", "numerics"),
     }[kind]
     word = {PluginKind.QUANTIZATION: "scheme", NATIVE: "kernel"}.get(kind, str(kind))
-    candidates = [(found[word, subject, name], aspect)]
-    candidates += [(found["module", "", f"acme_{kind}.plugin"], "wheel")]
+    candidates = [(candidates_by_key[word, subject, name], aspect)]
+    candidates += [(candidates_by_key["module", "", f"acme_{kind}.plugin"], "wheel")]
     if kind == PluginKind.QUANTIZATION:  # the scheme, and the op that it applies
-        candidates += [(found["kernel", "acme_quantization_linear", "reference"], "numerics")]
+        candidates += [
+            (candidates_by_key["kernel", "acme_quantization_linear", "reference"], "numerics")
+        ]
     for candidate, tried in candidates:
         assert candidate["state"] == "correct"
         (tally,) = (tally for tally in candidate["tallies"] if tally["aspect"] == tried)
@@ -393,9 +395,9 @@ def test_written_layer_computes_any_number_of_rows(
     device = Device("bare", "cpu", "a device without kernels of its own", Capability("any"))
     site = Site(Resolver(current_registry(config), device, config), "mlp", torch.float32)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    found = layers.SlicedActivation(site, "silu", 8)(x)
+    result = layers.SlicedActivation(site, "silu", 8)(x)
     gate, up = x.chunk(2, dim=-1)
-    torch.testing.assert_close(found, torch.nn.functional.silu(gate) * up)
+    torch.testing.assert_close(result, torch.nn.functional.silu(gate) * up)
 
 
 def test_written_scheme_refuses_unknown_settings(
@@ -513,8 +515,8 @@ def _dangling_link(path: Path) -> None:
 
 def facts(path: Path) -> tuple[int, ...]:
     """Return what of a file changes when it is written, but not when it is read."""
-    found = path.lstat()
-    return found.st_ino, found.st_mode, found.st_size, found.st_mtime_ns
+    status = path.lstat()
+    return status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, _file, _dangling_link])
@@ -625,7 +627,7 @@ def test_author_is_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             ("plugin", "acme", "--kind", "norm"),
@@ -638,9 +640,9 @@ def test_author_is_one_line() -> None:
     ],
 )
 def test_wrong_usage_ends_with_2(
-    arguments: tuple[str, ...], told: str, command: Command, tmp_path: Path
+    arguments: tuple[str, ...], message: str, command: Command, tmp_path: Path
 ) -> None:
     code, out, err = command(*arguments)
     assert (code, out) == (2, "")
-    assert told in " ".join(re.sub("[^!-~]", " ", err).split())  # wrapped lines in a frame
+    assert message in " ".join(re.sub("[^!-~]", " ", err).split())  # wrapped lines in a frame
     assert not names(tmp_path)

@@ -56,16 +56,16 @@ def entry() -> Entry:
 def test_a_table_is_imported_and_exported(
     store: Store, entry: Entry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given, copied = tmp_path / "given.json", tmp_path / "copied.json"
-    Table(entries=(entry,)).write(given)
-    tune(import_file=given)
+    source, copied = tmp_path / "given.json", tmp_path / "copied.json"
+    Table(entries=(entry,)).write(source)
+    tune(import_file=source)
     assert capsys.readouterr().out.startswith("1 measurement imported, 0 of them")
-    (kept,) = Table.stored(store).entries
-    assert kept.value == entry.value
-    assert kept.key.host != "a lab"
+    (stored_entry,) = Table.stored(store).entries
+    assert stored_entry.value == entry.value
+    assert stored_entry.key.host != "a lab"
     tune(export_file=copied, as_json=True)
     assert json.loads(capsys.readouterr().out) == {"exported": 1}
-    assert Table.read(copied).entries == (kept,)
+    assert Table.read(copied).entries == (stored_entry,)
 
 
 def test_nothing_to_do_is_an_error() -> None:

@@ -479,7 +479,7 @@ def test_requests_are_timed_once(make_plan: MakePlan) -> None:
 def test_progress_and_observers_are_called(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[int, int, str]] = []
+    calls: list[tuple[int, int, str]] = []
     finished: list[tuple[str, str, int, int, object]] = []
 
     def interposer_finished(
@@ -492,11 +492,11 @@ def test_progress_and_observers_are_called(
     readings = iter((5, 7, 11))  # of the wall clock: a kernel is timed, a layer is not
     wall_clock = SimpleNamespace(time_ns=lambda: next(readings))
     monkeypatch.setattr("interposer_tools._tuner.tuner.time", wall_clock)
-    tune(plan, tokens=(1,), repeats=3, progress=lambda *facts: told.append(facts))
+    tune(plan, tokens=(1,), repeats=3, progress=lambda *facts: calls.append(facts))
     # The layer is a request as well.
-    assert [(done, total) for done, total, _ in told] == [(0, 2), (1, 2), (2, 2)]
-    assert "scale" in told[0][2]
-    assert finished == [("tune", told[0][2], 5, 7, 2)]
+    assert [(num_done, total) for num_done, total, _ in calls] == [(0, 2), (1, 2), (2, 2)]
+    assert "scale" in calls[0][2]
+    assert finished == [("tune", calls[0][2], 5, 7, 2)]
 
 
 def test_the_returned_table_is_stored(make_plan: MakePlan) -> None:

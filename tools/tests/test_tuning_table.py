@@ -43,9 +43,9 @@ def entry(
 def tables(draw: st.DrawFn) -> Table:
     # No two are of one hour, so that the newest is one alone.
     hours = st.integers(0, 10**6)
-    made = draw(st.lists(st.tuples(st.sampled_from("abc"), hours), unique_by=lambda pair: pair[1]))
+    rows = draw(st.lists(st.tuples(st.sampled_from("abc"), hours), unique_by=lambda pair: pair[1]))
     dims = draw(st.dictionaries(st.text(max_size=5), st.integers() | st.booleans() | st.text()))
-    return Table(entries=tuple(entry(name, hour, dims=dims) for name, hour in made))
+    return Table(entries=tuple(entry(name, hour, dims=dims) for name, hour in rows))
 
 
 def test_a_written_table_is_read_back(tmp_path: Path) -> None:
@@ -58,9 +58,9 @@ def test_a_written_table_is_read_back(tmp_path: Path) -> None:
     )
     path = tmp_path / "made" / "table.json"
     table.write(path)
-    read = Table.read(path)
-    assert read.entries == table.entries[::-1], "sorted by kind and name"
-    read.write(tmp_path / "again.json")
+    copy = Table.read(path)
+    assert copy.entries == table.entries[::-1], "sorted by kind and name"
+    copy.write(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == path.read_text()
 
 
@@ -144,9 +144,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @given(one=tables(), other=tables())
-def test_merging_keeps_the_newer_measurement(one: Table, other: Table) -> None:
-    merged, replaced = one.merge(other)
-    given_entries = [*one.entries, *other.entries]
+def test_merging_keeps_the_newer_measurement(first: Table, second: Table) -> None:
+    merged, replaced = first.merge(second)
+    given_entries = [*first.entries, *second.entries]
     newest = {}
     for each in sorted(given_entries, key=lambda e: e.value.measured):
         newest[str(each.key.model_dump())] = each
@@ -168,9 +168,9 @@ def test_imported_measurements_apply_to_this_host(tmp_path: Path) -> None:
     store = Store(tmp_path)
     given_table = Table(entries=(entry(hours=1, host="there"), entry(hours=2, host="yonder")))
     assert given_table.install(store) == ()
-    (kept,) = Table.stored(store).entries
-    assert kept.key.host == this_host()
-    assert kept.value.measured == START + timedelta(hours=2)
+    (stored_entry,) = Table.stored(store).entries
+    assert stored_entry.key.host == this_host()
+    assert stored_entry.value.measured == START + timedelta(hours=2)
 
 
 def test_an_older_measurement_does_not_replace_a_newer_one(tmp_path: Path) -> None:

@@ -133,17 +133,17 @@ def test_correct_plugins_exit_with_0_and_wrong_ones_with_1(run: Run, tmp_path: P
     ],
 )
 def test_failed_verifications_exit_with_2(arguments: list[str], message: str, run: Run) -> None:
-    done = run(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    process = run(*arguments)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert message in process.stderr
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs signals as of POSIX")
 def test_a_crash_names_the_running_trial(run: Run) -> None:
-    done = run("acme-kernels", "--op", "acme_double", kernels="crashing")
-    assert done.returncode < 0
-    assert "<trial acme_double-acme-kernels/crashing-float32-one row>" in done.stderr
+    process = run("acme-kernels", "--op", "acme_double", kernels="crashing")
+    assert process.returncode < 0
+    assert "<trial acme_double-acme-kernels/crashing-float32-one row>" in process.stderr
 
 
 @pytest.mark.slow
@@ -151,8 +151,8 @@ def test_a_crash_names_the_running_trial(run: Run) -> None:
 def test_an_isolated_crash_fails_only_its_candidate(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     options = ("--op", "acme_double", "--isolate", f"--json={file}")
-    done = run("acme-kernels", *options, kernels="crashing good")
-    assert done.returncode == 1, done.stderr
+    process = run("acme-kernels", *options, kernels="crashing good")
+    assert process.returncode == 1, process.stderr
     report = Report.read(file)
     assert {c.name: c.state for c in report.candidates} == {
         "reference": "correct",
@@ -169,17 +169,17 @@ def test_an_isolated_crash_fails_only_its_candidate(run: Run, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_several_processes_give_the_same_report_as_one(run: Run, tmp_path: Path) -> None:
-    found = {}
+    reports = {}
     for option in ("--seed=0", "--jobs=3"):
         file = tmp_path / "out.json"
-        done = run("acme-kernels", option, f"--json={file}", kernels="wrong good")
-        assert done.returncode == 1, done.stderr
+        process = run("acme-kernels", option, f"--json={file}", kernels="wrong good")
+        assert process.returncode == 1, process.stderr
         candidates = json.loads(file.read_text())["candidates"]
         for candidate in candidates:
             for tally in candidate["tallies"]:
                 del tally["seconds"]
-        found[option] = candidates
-    assert found["--jobs=3"] == found["--seed=0"]
+        reports[option] = candidates
+    assert reports["--jobs=3"] == reports["--seed=0"]
     tallies = [tally for candidate in candidates for tally in candidate["tallies"]]
     run_in_all = sum(tally["passed"] + tally["failed"] for tally in tallies)
     assert run_in_all > 16 * 2, "a third process had nothing to do"
@@ -189,8 +189,8 @@ def test_several_processes_give_the_same_report_as_one(run: Run, tmp_path: Path)
 @pytest.mark.slow
 def test_a_crash_in_one_process_does_not_end_others(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    done = run("acme-kernels", "-j2", f"--json={file}", kernels="crashing good")
-    assert done.returncode == 1, done.stderr
+    process = run("acme-kernels", "-j2", f"--json={file}", kernels="crashing good")
+    assert process.returncode == 1, process.stderr
     report = Report.read(file)
     states = {c.name: c.state for c in report.candidates if c.kind == "kernel"}
     assert states == {"reference": "correct", "crashing": "wrong", "good": "correct"}
@@ -199,19 +199,23 @@ def test_a_crash_in_one_process_does_not_end_others(run: Run, tmp_path: Path) ->
 
 
 def test_zero_processes_are_refused(run: Run) -> None:
-    done = run("acme-kernels", "--jobs", "0")
-    assert done.returncode == 2
-    assert done.stderr == "error: 0 processes can run nothing. Try: --jobs 1, or more\n"
+    process = run("acme-kernels", "--jobs", "0")
+    assert process.returncode == 2
+    assert process.stderr == "error: 0 processes can run nothing. Try: --jobs 1, or more\n"
 
 
 def test_reports_are_merged(run: Run, tmp_path: Path) -> None:
     ground = Ground("a device", "cpu", "cpu", "x86_64", "Linux", "3.11", "2.11")
     for name, tally in {"a": Tally("numerics", passed=3), "b": Tally("numerics", failed=1)}.items():
-        found = Examined("kernel", "acme_double", "good", "acme-kernels", "1.0", tallies=(tally,))
-        report = Report("acme-kernels", "1.0", ground, name, 0, False, candidates=(found,))
+        examined_kernel = Examined(
+            "kernel", "acme_double", "good", "acme-kernels", "1.0", tallies=(tally,)
+        )
+        report = Report(
+            "acme-kernels", "1.0", ground, name, 0, False, candidates=(examined_kernel,)
+        )
         report.write(tmp_path / f"{name}.json")
-    done = run("--merge", "a.json", "b.json", "--html", "both.html")
-    assert done.returncode == 1  # as one of them says
+    process = run("--merge", "a.json", "b.json", "--html", "both.html")
+    assert process.returncode == 1  # as one of them says
     assert (tmp_path / "both.html").read_text().count('<th scope="row">good') == 1
     printed = run("--merge", "a.json", "a.json")
     assert printed.returncode == 0
