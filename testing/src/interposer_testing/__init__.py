@@ -13,7 +13,7 @@ from interposer.tooling import lazy_attributes
 
 if TYPE_CHECKING:
     from interposer_testing._checks.attention import check_attention
-    from interposer_testing._checks.attention_claims import (
+    from interposer_testing._checks.attention_properties import (
         check_attention_batches,
         check_attention_determinism,
     )
@@ -80,7 +80,7 @@ __getattr__ = lazy_attributes(
     {
         "interposer_testing._checks.attention": "check_attention",
         "interposer_testing._checks.attention_specs": "attention_specs",
-        "interposer_testing._checks.attention_claims": (
+        "interposer_testing._checks.attention_properties": (
             "check_attention_batches check_attention_determinism"
         ),
         "interposer_testing._checks.call": "Subject tensors_of",

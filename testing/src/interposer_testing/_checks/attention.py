@@ -14,18 +14,18 @@ import torch
 
 from interposer import AttentionBackend, AttentionBatch, AttentionSpec, Case, CustomOp, Site
 from interposer.records import load_target
+from interposer_testing._checks.attention_steps import (
+    chunked_steps,
+    cross_attention_steps,
+    full_cache_step,
+    num_pages_needed,
+    without_old_pages,
+    write_batch,
+)
 from interposer_testing._checks.comparison import compare_form, compare_value
 from interposer_testing._checks.fault import Fault
-from interposer_testing._checks.naming import naming_faults
 from interposer_testing._checks.operand import Operand, poisoned_memory
-from interposer_testing._checks.scenario import (
-    chunked_steps,
-    occupying_step,
-    pages_needed,
-    source_steps,
-    trimmed,
-    writing,
-)
+from interposer_testing._checks.top_k_selection import selection_faults
 from interposer_testing.workload import moved_batch, random_projections, random_scales, random_sinks
 
 _NUM_LAYERS = 2
@@ -58,7 +58,7 @@ def _run_steps(
 ) -> list[Fault]:
     """Run all steps on all layers until the first wrong result, which would affect later steps."""
     device = site.resolver.device.torch_device
-    layout, num_pages = backend.kv_layout(), pages_needed(spec.page_size)
+    layout, num_pages = backend.kv_layout(), num_pages_needed(spec.page_size)
     caches = layout.allocate(_NUM_LAYERS, num_pages + 1, device)
     # The extra last page is the page of zeros.
     for cache in caches:
@@ -68,7 +68,7 @@ def _run_steps(
     if spec.type == "encoder_decoder":
         return _run_encoder_inputs(backend, layers, generator)
     for step, batch in enumerate(chunked_steps(spec, generator)):
-        plan = backend.plan(moved_batch(trimmed(batch, spec, num_pages), device))
+        plan = backend.plan(moved_batch(without_old_pages(batch, spec, num_pages), device))
         for index, layer in enumerate(layers):
             faults = list(layer.step(backend, batch, plan, generator, fused=index == 1))
             if faults:
@@ -82,7 +82,7 @@ def _run_encoder_inputs(
 ) -> list[Fault]:
     """Run all steps of cross-attention: keys and values come from encoder inputs."""
     spec, device = layers[0].spec, layers[0].device
-    for step, batches in enumerate(source_steps(spec.page_size, generator)):
+    for step, batches in enumerate(cross_attention_steps(spec.page_size, generator)):
         plans = [backend.plan(moved_batch(batch, device)) for batch in batches]
         for index, layer in enumerate(layers):
             fused = index == 1
@@ -109,7 +109,12 @@ class _Layer:
         self.spec = spec
         self.cache = cache
         # The reference's own cache; NaN shows reads of unwritten slots.
-        shape = (pages_needed(spec.page_size), spec.page_size, spec.num_kv_heads, spec.head_size)
+        shape = (
+            num_pages_needed(spec.page_size),
+            spec.page_size,
+            spec.num_kv_heads,
+            spec.head_size,
+        )
         self.keys = torch.full(shape, torch.nan, dtype=torch.float64)
         self.values = self.keys.clone()
         self.scales = tuple(random_scales(spec, generator)) if spec.is_quantized else ()
@@ -164,7 +169,7 @@ class _Layer:
         if buffers and output is not buffers["out"]:
             yield Fault("structure", "output", "the result is not the tensor passed as 'out'")
         if self.spec.type == "indexer":
-            yield from naming_faults(output, expected, _score_error(self.spec), self.spec.top_k)
+            yield from selection_faults(output, expected, _score_error(self.spec), self.spec.top_k)
         else:
             yield from self._compare("output", output, query, expected, batch)
         if self.spec.shared:
@@ -183,8 +188,8 @@ class _Layer:
         fused: bool,
     ) -> Iterator[Fault]:
         """Write new encoder inputs (possibly none), then attend, and yield the differences."""
-        write_batch, read_batch = batches
-        projections = random_projections(self.spec, len(write_batch.slots), generator, fused=fused)
+        store_batch, query_batch = batches
+        projections = random_projections(self.spec, len(store_batch.slots), generator, fused=fused)
         operands = [Operand(tensor, self.device) for tensor in projections]
         query, key, value = (operand.tensor for operand in operands)
         output = self.forward(backend, query[:0], key, value, plans[0])
@@ -194,11 +199,11 @@ class _Layer:
             if operand.is_changed():
                 yield Fault("mutation", f"argument {name!r}", "it is written")
         keys, values = projections[1].double(), projections[2].double()
-        self.write.reference(keys, values, self.keys, self.values, write_batch.slots)
-        num_queries = int(read_batch.query_starts[-1])
+        self.write.reference(keys, values, self.keys, self.values, store_batch.slots)
+        num_queries = int(query_batch.query_starts[-1])
         query, key, value = random_projections(self.spec, num_queries, generator, fused=False)
         # Only queries: this step stores no keys and values.
-        reads_only = replace(read_batch, slots=read_batch.slots[:0])
+        reads_only = replace(query_batch, slots=query_batch.slots[:0])
         yield from self._check_stored(
             backend, reads_only, plans[1], query.to(self.device), (query, key[:0], value[:0])
         )
@@ -361,9 +366,9 @@ def _attention_op(spec: AttentionSpec) -> str:
 def _fill_with_nan(backend: AttentionBackend, layers: list[_Layer]) -> None:
     """Write NaN to every slot of the cache, so that reading a stale slot changes the result."""
     spec, device = layers[0].spec, layers[0].device
-    batch = occupying_step(spec.page_size)
+    batch = full_cache_step(spec.page_size)
     if spec.type == "encoder_decoder":
-        batch = writing(batch.slots)
+        batch = write_batch(batch.slots)
     plan = backend.plan(moved_batch(batch, device))
     projections = random_projections(
         spec, len(batch.slots), torch.Generator(), fused=False, batch=batch

@@ -12,7 +12,7 @@ from interposer import Candidate, Device, Ranks, Registry, Request, Verdict
 from interposer.records import CommunicatorEntry
 from interposer.tooling import Kind
 from interposer_testing._checks.collective import DTYPES, CollectiveCase, collective_cases
-from interposer_testing._trials.crew import LEFT, Crew
+from interposer_testing._trials.rank_processes import LEFT, RankProcesses
 from interposer_testing._trials.trial import Aspect, Trial
 
 _NUM_RANKS = (2, 4)
@@ -83,7 +83,7 @@ def _trials(candidate: Candidate, device: Device, sizes: Sequence[int]) -> Itera
     largest_stage = stages[max(stages)]
     # The collective that one rank does not join; empty inputs may need no communication.
     lost = next(case for cases in largest_stage.values() for case in cases if case.rows(0))
-    crew = Crew(
+    rank_processes = RankProcesses(
         {
             "target": record.target,
             "platform": device.platform,
@@ -98,7 +98,7 @@ def _trials(candidate: Candidate, device: Device, sizes: Sequence[int]) -> Itera
         }
     )
     for label, aspect in labels:
-        check = partial(crew.faults, label)
+        check = partial(rank_processes.faults, label)
         yield Trial(candidate, request, label, Verdict.accept(), check, aspect)
 
 

@@ -25,7 +25,7 @@ from interposer import (
 from interposer.errors import foreign_errors
 from interposer.records import AttentionEntry, Kernel, load_target
 from interposer_testing._checks.attention import check_attention
-from interposer_testing._checks.attention_claims import (
+from interposer_testing._checks.attention_properties import (
     check_attention_batches,
     check_attention_determinism,
 )
@@ -35,11 +35,11 @@ from interposer_testing._checks.exemplar import Exemplar, exemplar_of, exemplars
 from interposer_testing._checks.expectation import Expectation
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.kernel import check_subject
-from interposer_testing._trials.claims import PropertyTrials
 from interposer_testing._trials.communicators import communicator_trials
 from interposer_testing._trials.declaration import declaration_trials
 from interposer_testing._trials.families import family_trials
 from interposer_testing._trials.layers_and_schemes import layer_trials, scheme_trials
+from interposer_testing._trials.property_trials import PropertyTrials
 from interposer_testing._trials.trial import Aspect, Trial
 from interposer_testing.cases._space import PlannedCase, planned_cases
 

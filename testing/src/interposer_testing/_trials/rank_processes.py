@@ -18,14 +18,14 @@ from interposer.tooling import child_environment
 from interposer_testing._checks.collective import CollectiveCase
 from interposer_testing._checks.fault import Fault
 
-_PROGRAM = "from interposer_testing._trials.crew import main; main()"
+_PROGRAM = "from interposer_testing._trials.rank_processes import main; main()"
 _LIMIT_SECONDS = 240.0
 _MAX_ERROR_CHARACTERS = 2000
 LEFT = "what is left"
 """Label of the check that no file remains after all ranks have ended."""
 
 
-class Crew:
+class RankProcesses:
     """The ranks of one communicator, which run all checks when the first result is requested.
 
     Args:
@@ -121,7 +121,7 @@ def _ends(ranks: list[subprocess.Popen[bytes]]) -> list[str]:
 
 
 def main() -> None:
-    """Run the checks of one rank, in a process that ``Crew`` started."""
+    """Run the checks of one rank, in a process that ``RankProcesses`` started."""
     folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     request = json.loads(Path(folder, "request").read_text())
     sys.path[:] = request["path"]

@@ -31,7 +31,7 @@ _GENERATED = (0, 0, 0, 0, 2, 0)
 _SOURCES = ((0, 3), (0, 1), (1, 0), (1, 1), (0, 2), (2, -1))
 
 
-def pages_needed(page_size: int) -> int:
+def num_pages_needed(page_size: int) -> int:
     """Return P, the number of pages that ``chunked_steps`` uses."""
     return sum(_num_pages(chunks, page_size) for chunks in _CHUNKS)
 
@@ -63,16 +63,16 @@ def chunked_steps(spec: AttentionSpec, generator: torch.Generator) -> Iterator[A
             num_cached[b] += lengths[b]
 
 
-def source_steps(
+def cross_attention_steps(
     page_size: int, generator: torch.Generator
 ) -> Iterator[tuple[AttentionBatch, AttentionBatch]]:
-    """Yield (write batch, read batch) for the steps of ``chunked_steps`` as cross-attention.
+    """Yield (store batch, query batch) for the steps of ``chunked_steps`` as cross-attention.
 
-    The write batch stores the encoder inputs that the step reads first. It may be empty.
+    The store batch writes the encoder inputs that the step reads first. It may be empty.
     """
     lengths = [_tokens(source, page_size) for source in _SOURCES]
     counts = [-(-length // page_size) for length in lengths]
-    order = torch.randperm(pages_needed(page_size), generator=generator)
+    order = torch.randperm(num_pages_needed(page_size), generator=generator)
     tables = order[: sum(counts)].split(counts)
     stored: set[int] = set()  # sequences whose encoder input is in the cache
     for step in range(len(_CHUNKS[0])):
@@ -88,7 +88,7 @@ def source_steps(
         )
         source_lens = torch.tensor([lengths[b] for b in running])
         yield (
-            writing(torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)),
+            write_batch(torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)),
             replace(
                 batch,
                 seq_lens=source_lens,
@@ -98,7 +98,7 @@ def source_steps(
         )
 
 
-def writing(slots: torch.Tensor) -> AttentionBatch:
+def write_batch(slots: torch.Tensor) -> AttentionBatch:
     """Create a batch that writes an encoder input to ``slots`` and has no queries."""
     return AttentionBatch(
         query_starts=torch.zeros(1, dtype=torch.int64),
@@ -110,7 +110,7 @@ def writing(slots: torch.Tensor) -> AttentionBatch:
     )
 
 
-def trimmed(batch: AttentionBatch, spec: AttentionSpec, zero_page: int) -> AttentionBatch:
+def without_old_pages(batch: AttentionBatch, spec: AttentionSpec, zero_page: int) -> AttentionBatch:
     """Replace pages before the sliding window by ``zero_page``, as the engine does.
 
     Args:
@@ -124,9 +124,9 @@ def trimmed(batch: AttentionBatch, spec: AttentionSpec, zero_page: int) -> Atten
     return replace(batch, page_table=batch.page_table.masked_fill(is_outside, zero_page))
 
 
-def occupying_step(page_size: int) -> AttentionBatch:
+def full_cache_step(page_size: int) -> AttentionBatch:
     """Create a batch that writes every slot of every page, as finished sequences did."""
-    num_pages = pages_needed(page_size)
+    num_pages = num_pages_needed(page_size)
     tables = list(torch.arange(num_pages).split(1))
     return paged_batch(tables, [0] * num_pages, [page_size] * num_pages, page_size)
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 import torch
 
 from interposer import AttentionBackend, AttentionBatch, AttentionSpec, Site
+from interposer_testing._checks.attention_steps import chunked_steps, num_pages_needed
 from interposer_testing._checks.call import differences
 from interposer_testing._checks.fault import Fault
-from interposer_testing._checks.scenario import chunked_steps, pages_needed
 from interposer_testing.workload import moved_batch, random_projections, random_sinks
 
 
@@ -45,7 +45,7 @@ def _outputs(
     """Run all steps, with all sequences in one batch or ``alone`` in batches of one sequence."""
     generator = torch.Generator().manual_seed(seed)
     device = site.resolver.device.torch_device
-    (cache,) = backend.kv_layout().allocate(1, pages_needed(spec.page_size), device)
+    (cache,) = backend.kv_layout().allocate(1, num_pages_needed(spec.page_size), device)
     sinks = random_sinks(spec, generator).to(device) if spec.sinks else None
     outputs_by_step = {}
     for step, batch in enumerate(chunked_steps(spec, generator)):

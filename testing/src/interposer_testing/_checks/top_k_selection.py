@@ -14,7 +14,9 @@ import torch
 from interposer_testing._checks.fault import Fault
 
 
-def naming_faults(output: Any, scores: torch.Tensor, error: float, top_k: int) -> Iterator[Fault]:
+def selection_faults(
+    output: Any, scores: torch.Tensor, error: float, top_k: int
+) -> Iterator[Fault]:
     """Check that every row of ``output`` contains the positions of the ``top_k`` best tokens.
 
     Args:
