@@ -1,4 +1,4 @@
-"""Admission control: refuses requests whose answers do not fit into the queue."""
+"""Admission control: refuses requests when the queue of answers is full."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from interposer_serve._limits import Limits
 
 
 class Admission:
-    """Refuses requests before their prompts are tokenized, if the queue is full."""
+    """Refuses requests before tokenization, if the queue is full."""
 
     def __init__(self, model: AsyncLanguageModel, limits: Limits) -> None:
         self._model = model
@@ -25,7 +25,7 @@ class Admission:
         """Check that the queue has places for ``num_answers`` answers.
 
         Args:
-            num_prepared: answers of other requests whose prompts are being prepared.
+            num_prepared: answers of other requests that are still being tokenized.
         Raises: ApiError: the queue is full now (429), or too small for this request (400).
         """
         num_taken = self._model.num_unfinished + num_prepared
@@ -47,7 +47,7 @@ class Admission:
 
     @contextmanager
     def prepared(self, num_answers: int) -> Iterator[None]:
-        """Reserve places for answers while their prompts are prepared, within a block.
+        """Reserve places for answers while the prompts are prepared, within a block.
 
         Raises: ApiError: see ``check``.
         """

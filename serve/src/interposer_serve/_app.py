@@ -1,4 +1,4 @@
-"""The ASGI application: the endpoints of the model and of the server itself."""
+"""The ASGI application: the endpoints of the model and of the server."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def application(
     Once the application has started, only the application may run the model's engine.
 
     Args:
-        model: Language model or encoder. It decides which endpoints there are.
+        model: Language model or encoder, which determines the endpoints.
         name: Name of the model for clients. Adapters keep their own names.
         limits: Limits on requests; None for the defaults of ``Limits``.
-        keys: API keys. Each request must have one of them. If there are none, no key is needed.
+        keys: API keys, one of which each request must have. Without keys, none is needed.
         hosts: Allowed names in the Host header; None allows all.
     Raises: ConfigError: ``keys`` is not a list, a key cannot be sent in a header, or an adapter has
         the name of the model.
@@ -177,7 +177,7 @@ async def _send_content(content: Response, _request: Request) -> Response:
 
 
 def _respond_to_unknown(paths: list[str]) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Return an exception handler whose 404 responses list all endpoints."""
+    """Return an exception handler that lists all endpoints in 404 responses."""
 
     async def respond_to(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 404:

@@ -34,7 +34,7 @@ class ChatFormat(Format):
             spell: Returns the text of one token.
             tells_logprobs: Whether the response has log probabilities.
             parse: Parses the tokens of a complete answer that may call tools. A stream then sends
-                such an answer only at its end. None if the request offers no tools.
+                such an answer only at the end. None if the request offers no tools.
         """
         super().__init__(model, spell, tells_logprobs)
         self._parse = parse

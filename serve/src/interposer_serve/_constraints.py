@@ -42,7 +42,7 @@ def of_response_format(value: dict[str, Any]) -> Constraint | None:
 def of_structured_outputs(value: dict[str, Any]) -> Constraint:
     """Create the constraint of vLLM's field ``structured_outputs``.
 
-    Raises: ApiError: the field does not have exactly one known key, or its value is malformed.
+    Raises: ApiError: the field does not have exactly one known key, or the value is malformed.
     """
     if len(value) != 1 or not value.keys() <= _KINDS.keys():
         allowed = ", ".join(f"{name!r}" for name in _KINDS)

@@ -21,7 +21,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own."""
+    """The metrics of one server, in a separate registry."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
@@ -97,7 +97,7 @@ class Metrics:
         self._prompt_tokens.inc(num_prompt_tokens)
 
     def ended(self, generation: Generation) -> None:
-        """Count a generation that has ended, with its durations."""
+        """Count an ended generation, and observe the durations."""
         stages, error = generation.stages, generation.error
         failure = "left" if isinstance(error, Gone) else "failed"
         self._generations.labels("finished" if error is None else failure).inc()

@@ -36,7 +36,7 @@ async def _cancel_on_disconnect(request: Request, generation: Generation) -> Non
 
 
 class EventStream(Response):
-    """A stream of server-sent events, which cancels its generation at the end."""
+    """A stream of server-sent events, which cancels the generation at the end."""
 
     media_type = "text/event-stream"
 
