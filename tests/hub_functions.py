@@ -30,7 +30,7 @@ def functions(folder: Path, *, compiled: bool) -> dict[str, Callable[..., Any]]:
     if not compiled:
         return {name: getattr(module, name) for name in names}
     own = module.functions
-    return {name: own._loaded(*own._COMPILED[name]) for name in names}
+    return {name: own._load(*own._COMPILED[name]) for name in names}
 
 
 def main() -> None:

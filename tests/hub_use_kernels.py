@@ -28,13 +28,13 @@ def main() -> None:
     )
     functions = get_local_kernel(repository).functions
     called: list[str] = []
-    original = functions._chosen
+    original = functions._kernel
 
     def chosen(op: str, operand: torch.Tensor) -> Any:
         called.append(op)
         return original(op, operand)
 
-    functions._chosen = chosen
+    functions._kernel = chosen
     with torch.no_grad():
         expected = model(ids).logits
         assert not called

@@ -222,17 +222,17 @@ def test_a_model_of_transformers_runs_layers(repository: Path, dtype: torch.dtyp
         bound = [m for m in model.modules() if isinstance(m, modeling_qwen3.Qwen3RMSNorm)]
         calls: list[str] = []
         functions = kernels.get_local_kernel(repository).functions
-        original = functions._chosen
+        original = functions._kernel
 
         def chosen(op: str, operand: torch.Tensor) -> Any:
             calls.append(op)
             return original(op, operand)
 
-        functions._chosen = chosen
+        functions._kernel = chosen
         try:
             found = model(IDS).logits
         finally:
-            functions._chosen = original
+            functions._kernel = original
     assert calls == ["rms_norm"] * len(bound)
     # A rounding of the dtype in each of the norms, some of which cancel.
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
@@ -271,7 +271,7 @@ def test_the_rotary_layer_turns_as_transformers_does(
     found = layer(q, k, table.cos(), table.sin(), unsqueeze_dim)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
-    with pytest.raises(ValueError, match="3 angles are no table for heads of 16"):
+    with pytest.raises(ValueError, match="cos has 3 angles, must be 8 or 16"):
         layer(q, k, table[..., :3], table[..., :3])
     with pytest.raises(ValueError, match="unsqueeze_dim is 3"):
         layer(q, k, table, table, 3)

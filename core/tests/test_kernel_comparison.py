@@ -153,7 +153,7 @@ def test_a_right_kernel_is_accepted(dtype: str) -> None:
         ("rounded", r"output 0: .*\(dtype\)"),
         ("mutating", r"argument 'x': it is written, but not declared in mutates"),
         ("aliasing", r"output 0: "),
-        ("straying", "argument 'x': 1 elements beside it are written"),
+        ("straying", "argument 'x': 1 elements outside of it are written"),
         ("raising", r"it raised OSError\('on purpose'\)"),
     ],
 )

@@ -51,20 +51,20 @@ class Page:
             command["sessionId"] = self._session
         os.write(self._commands, json.dumps(command).encode() + b"\0")
         while True:
-            told = self._read()
-            if told.get("id") == self._count:
-                assert "error" not in told, told
-                return told["result"]
-            entry = told.get("params", {}).get("entry", {})
+            message = self._read()
+            if message.get("id") == self._count:
+                assert "error" not in message, message
+                return message["result"]
+            entry = message.get("params", {}).get("entry", {})
             is_complaint = entry.get("level") in ("warning", "error")
-            if told.get("method") == "Runtime.exceptionThrown" or is_complaint:
-                self.complaints.append(json.dumps(told["params"]))
+            if message.get("method") == "Runtime.exceptionThrown" or is_complaint:
+                self.complaints.append(json.dumps(message["params"]))
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of an expression in the page."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
 
     def wait(self, condition: str) -> None:
         wait_until(
@@ -76,13 +76,13 @@ class Page:
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
 
     def texts(self, selector: str) -> list[str]:
-        found = f"[...document.querySelectorAll({json.dumps(selector)})]"
-        return list(self.evaluate(f"{found}.map((one) => one.textContent)"))
+        elements = f"[...document.querySelectorAll({json.dumps(selector)})]"
+        return list(self.evaluate(f"{elements}.map((one) => one.textContent)"))
 
     def fill(self, selector: str, text: str) -> None:
-        found = f"document.querySelector({json.dumps(selector)})"
+        element = f"document.querySelector({json.dumps(selector)})"
         self.evaluate(
-            f"{found}.value = {json.dumps(text)}; {found}.dispatchEvent(new Event('change'))"
+            f"{element}.value = {json.dumps(text)}; {element}.dispatchEvent(new Event('change'))"
         )
 
     def click(self, selector: str) -> None:

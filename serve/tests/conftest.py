@@ -101,9 +101,9 @@ class Served:
     def metric(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
         lines = self.ask("/metrics").body.splitlines()
-        found = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
-        assert found, name
-        return sum(float(line.rpartition(" ")[2]) for line in found)
+        matches = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+        assert matches, name
+        return sum(float(line.rpartition(" ")[2]) for line in matches)
 
 
 def read(answer: Any) -> Answer:

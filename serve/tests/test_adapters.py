@@ -36,7 +36,7 @@ def adapted(offline: LanguageModel, folders: dict[str, Path]) -> Iterator[Langua
         offline.remove_adapter(name)
 
 
-def test_the_name_of_an_adapter_is_that_of_a_model(adapted: LanguageModel) -> None:
+def test_an_adapter_is_requested_as_a_model(adapted: LanguageModel) -> None:
     expected = {
         name: adapted.generate("import os", adapter=None if name == NAME else name)[0].text
         for name in (NAME, "one", "two")
@@ -51,18 +51,18 @@ def test_the_name_of_an_adapter_is_that_of_a_model(adapted: LanguageModel) -> No
             assert "".join(part["choices"][0]["text"] for part in parts) == text
         assert server.chat(model="one").body["model"] == "one"
         listed = server.ask("/v1/models").body["data"]
-        assert [(one["id"], one.get("parent")) for one in listed] == [
+        assert [(entry["id"], entry.get("parent")) for entry in listed] == [
             (NAME, None),
             ("one", NAME),
             ("two", NAME),
         ]
         assert server.ask("/v1/models/two").body == listed[2]
         refused = server.complete(model="three")
-        told = f"model is 'three'; allowed is '{NAME}' or 'one' or 'two'"
-        assert (refused.status, refused.error["message"]) == (404, told)
+        message = f"model is 'three'; allowed is '{NAME}' or 'one' or 'two'"
+        assert (refused.status, refused.error["message"]) == (404, message)
         assert server.ask("/v1/models/three").status == 404
 
 
-def test_a_model_is_not_called_as_its_adapter(adapted: LanguageModel) -> None:
+def test_the_model_and_an_adapter_must_have_different_names(adapted: LanguageModel) -> None:
     with pytest.raises(ConfigError, match="The model and an adapter are both called 'one'"):
         application(adapted, "one")

@@ -82,42 +82,44 @@ COMPLETION: list[tuple[str, Any, str]] = [
 ]
 
 
-def check(answer: Any, field: str | None, said: str) -> None:
+def check(answer: Any, field: str | None, message: str) -> None:
     assert answer.status == 400, answer.body
-    assert said in answer.error["message"]
+    assert message in answer.error["message"]
     assert answer.error["type"] == "invalid_request_error"
     if field is not None:
         assert answer.error["param"] == field
         assert field in answer.error["message"]
 
 
-@pytest.mark.parametrize(("field", "value", "said"), REFUSED)
-def test_what_is_not_honoured_is_refused(served: Served, field: str, value: Any, said: str) -> None:
-    check(served.complete(**{field: value}), field, said)
-    check(served.chat(**{field: value}), field, said)
-
-
-@pytest.mark.parametrize(("field", "value", "said"), CHAT)
-def test_fields_of_chats_are_checked(served: Served, field: str, value: Any, said: str) -> None:
-    check(served.chat(**{field: value}), field, said)
-
-
-@pytest.mark.parametrize(("field", "value", "said"), COMPLETION)
-def test_fields_of_completions_are_checked(
-    served: Served, field: str, value: Any, said: str
+@pytest.mark.parametrize(("field", "value", "message"), REFUSED)
+def test_unsupported_fields_are_refused(
+    served: Served, field: str, value: Any, message: str
 ) -> None:
-    check(served.complete(**{field: value}), field, said)
+    check(served.complete(**{field: value}), field, message)
+    check(served.chat(**{field: value}), field, message)
 
 
-def test_what_the_engine_cannot_take_is_refused_before_a_stream_begins(served: Served) -> None:
-    for asked, said in (
+@pytest.mark.parametrize(("field", "value", "message"), CHAT)
+def test_fields_of_chats_are_checked(served: Served, field: str, value: Any, message: str) -> None:
+    check(served.chat(**{field: value}), field, message)
+
+
+@pytest.mark.parametrize(("field", "value", "message"), COMPLETION)
+def test_fields_of_completions_are_checked(
+    served: Served, field: str, value: Any, message: str
+) -> None:
+    check(served.complete(**{field: value}), field, message)
+
+
+def test_requests_that_the_engine_refuses_fail_before_streaming(served: Served) -> None:
+    for fields, message in (
         ({"prompt": "x " * 2000}, "the model's context is 1024"),
         ({"prompt": [""]}, "The prompt is empty"),
         ({"prompt": [4096]}, "Token id 4096 is outside the vocabulary"),
         ({"prompt": ["a"] * 3, "n": 128}, "asks for 384 answers; allowed are 288"),
         ({"logit_bias": {"4096": 1}}, "outside the vocabulary of 4096"),
     ):
-        check(served.complete(**{"prompt": "a", **asked}, stream=True), None, said)
+        check(served.complete(**{"prompt": "a", **fields}, stream=True), None, message)
     unsafe = {"sanitize_control_tokens": False}
     check(served.chat(chat_template_kwargs=unsafe), None, "no variable of a chat template")
     check(served.chat(messages=[{"content": "a"}]), None, "must have a 'role'")
@@ -142,19 +144,19 @@ def test_fields_that_contradict_each_other_are_refused(served: Served) -> None:
     )
 
 
-def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
+def test_fields_that_request_nothing_are_accepted(served: Served) -> None:
     neutral = {"response_format": {"type": "text"}, "logit_bias": {}, "store": False, "user": "me"}
     neutral["min_tokens"] = 0
     assert served.chat(max_tokens=1, **neutral, top_logprobs=0, audio=None).status == 200
     assert served.complete(max_tokens=1, **neutral, best_of=1, echo=False, suffix="").status == 200
 
 
-def test_a_missing_field_and_another_model_are_told(served: Served) -> None:
+def test_missing_fields_and_unknown_models_are_reported(served: Served) -> None:
     answer = served.ask("/v1/completions", {"model": "stdlib-lm"})
     check(answer, "prompt", "prompt is missing; needed are model, prompt")
-    other = served.complete(model="gpt")
-    assert (other.status, other.error["code"]) == (404, "model_not_found")
-    assert other.error["message"] == "model is 'gpt'; allowed is 'stdlib-lm'"
+    wrong_model = served.complete(model="gpt")
+    assert (wrong_model.status, wrong_model.error["code"]) == (404, "model_not_found")
+    assert wrong_model.error["message"] == "model is 'gpt'; allowed is 'stdlib-lm'"
 
 
 def test_bodies_that_are_no_objects_are_refused(served: Served) -> None:
@@ -187,9 +189,9 @@ FIELDS = [field for field, *_ in (*REFUSED, *CHAT, *COMPLETION)]
 def test_no_body_makes_the_server_fail(served: Served, body: dict[str, Any]) -> None:
     bounds = {"max_tokens": 1}
     for path, key in (("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")):
-        asked = {"model": "stdlib-lm", key: "a", **body, **bounds}
-        asked = json.loads(json.dumps(asked))
-        assert served.ask(path, asked).status in (200, 400)
+        content = {"model": "stdlib-lm", key: "a", **body, **bounds}
+        content = json.loads(json.dumps(content))
+        assert served.ask(path, content).status in (200, 400)
 
 
 def test_tools_and_chats_need_a_template(tmp_path: Path) -> None:

@@ -63,21 +63,21 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(command: list[str], env: dict[str, str]) -> str:
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def test_litellm_works_unchanged(served: Served, offline: LanguageModel) -> None:
     if find_spec("litellm") is None:
         pytest.skip(NEEDS.format("litellm"))
     command = [sys.executable, "-c", LITELLM, f"{served.url}/v1", NAME]
-    told = json.loads(run(command, environment()).splitlines()[-1])
+    answers = json.loads(run(command, environment()).splitlines()[-1])
     alone = offline.chat(MESSAGES, max_new_tokens=9, temperature=0.8, seed=5)
-    assert told["whole"] == told["streamed"] == alone.text
-    assert told["tokens"] == len(alone.token_ids)
-    assert told["written"] == offline.generate(["import os"], max_new_tokens=9)[0].text
-    assert "temperature is -1" in told["refused"]
+    assert answers["whole"] == answers["streamed"] == alone.text
+    assert answers["tokens"] == len(alone.token_ids)
+    assert answers["written"] == offline.generate(["import os"], max_new_tokens=9)[0].text
+    assert "temperature is -1" in answers["refused"]
 
 
 def test_the_command_llm_works_unchanged(
@@ -91,6 +91,17 @@ def test_the_command_llm_works_unchanged(
     )
     env = environment(LLM_USER_PATH=str(tmp_path))
     alone = offline.chat(MESSAGES, max_new_tokens=9).text
-    asked = [command, "-m", "mine", "import os", "-o", "max_tokens", "9", "-o", "temperature", "0"]
+    arguments = [
+        command,
+        "-m",
+        "mine",
+        "import os",
+        "-o",
+        "max_tokens",
+        "9",
+        "-o",
+        "temperature",
+        "0",
+    ]
     for options in ([], ["--no-stream"]):
-        assert run([*asked, *options], env).strip() == alone.strip()
+        assert run([*arguments, *options], env).strip() == alone.strip()

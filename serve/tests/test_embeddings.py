@@ -39,17 +39,17 @@ def served(encoder: Encoder) -> Iterator[Served]:
         yield running
 
 
-def test_vectors_are_those_of_the_encoder(served: Served, encoder: Encoder) -> None:
+def test_embeddings_match_the_encoder(served: Served, encoder: Encoder) -> None:
     expected = encoder.embed(TEXTS)
     body = served.ask("/v1/embeddings", {"model": "tiny", "input": TEXTS}).body
-    found = torch.tensor([entry["embedding"] for entry in body["data"]])
-    torch.testing.assert_close(found, expected)
+    vectors = torch.tensor([entry["embedding"] for entry in body["data"]])
+    torch.testing.assert_close(vectors, expected)
     assert [entry["index"] for entry in body["data"]] == [0, 1, 2]
     count = sum(len(ids) for ids in encoder.tokenizer(TEXTS)["input_ids"])
     assert body["usage"] == {"prompt_tokens": count, "total_tokens": count}
 
 
-def test_the_client_of_openai_gets_vectors(served: Served, encoder: Encoder) -> None:
+def test_the_openai_client_gets_embeddings(served: Served, encoder: Encoder) -> None:
     # It asks for base64 unless it is told otherwise.
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
         answer = client.embeddings.create(model="tiny", input="import os")
@@ -58,7 +58,7 @@ def test_the_client_of_openai_gets_vectors(served: Served, encoder: Encoder) -> 
     )
 
 
-def test_many_at_once_get_their_own(served: Served, encoder: Encoder) -> None:
+def test_concurrent_requests_get_their_own_vectors(served: Served, encoder: Encoder) -> None:
     texts = [f"x = {number}" for number in range(24)]
 
     def ask(text: str) -> Any:
@@ -71,7 +71,7 @@ def test_many_at_once_get_their_own(served: Served, encoder: Encoder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"input": []}, "input is []; allowed is a text or a list of texts"),
         ({"input": [[1, 2]]}, "allowed is a text or a list of texts"),
@@ -80,12 +80,14 @@ def test_many_at_once_get_their_own(served: Served, encoder: Encoder) -> None:
         ({"input": "x " * 200}, "tokens; allowed are 64"),
     ],
 )
-def test_what_is_not_honoured_is_refused(served: Served, fields: dict[str, Any], said: str) -> None:
+def test_unsupported_fields_are_refused(
+    served: Served, fields: dict[str, Any], message: str
+) -> None:
     answer = served.ask("/v1/embeddings", {"model": "tiny", "input": "a", **fields})
-    assert (answer.status, said in answer.error["message"]) == (400, True), answer.body
+    assert (answer.status, message in answer.error["message"]) == (400, True), answer.body
 
 
-def test_the_rest_of_the_server_is_there(served: Served) -> None:
+def test_other_endpoints_work_with_an_encoder(served: Served) -> None:
     assert served.ask("/ready").status == 200
     assert served.ask("/v1/models").body["data"][0]["max_model_len"] == 64
     kinds = {row["kind"] for row in served.ask("/explanation").body["choices"]}

@@ -49,7 +49,7 @@ def ending(
         assert lm.speculation.accepted_tokens > 0
 
 
-def test_a_chat_ends_before_it(ending: tuple[Served, list[int]]) -> None:
+def test_a_chat_ends_before_an_end_token(ending: tuple[Served, list[int]]) -> None:
     served, tokens = ending
     expected = served.lm.tokenizer.decode(tokens[:-1])
     body = served.chat(**ASKED).body
@@ -61,14 +61,14 @@ def test_a_chat_ends_before_it(ending: tuple[Served, list[int]]) -> None:
     assert parts[-1]["finish_reason"] == "stop"
 
 
-def test_a_completion_ends_before_it(ending: tuple[Served, list[int]]) -> None:
+def test_a_completion_ends_before_an_end_token(ending: tuple[Served, list[int]]) -> None:
     served, tokens = ending
-    asked = {**ASKED, "prompt": chat_prompt(served.lm)}
+    fields = {**ASKED, "prompt": chat_prompt(served.lm)}
     expected = served.lm.tokenizer.decode(tokens[:-1])
-    (choice,) = served.complete(**asked).body["choices"]
+    (choice,) = served.complete(**fields).body["choices"]
     assert (choice["text"], choice["finish_reason"]) == (expected, "stop")
-    streamed = events(served.complete(**asked, stream=True).body)
+    streamed = events(served.complete(**fields, stream=True).body)
     assert "".join(event["choices"][0]["text"] for event in streamed) == expected
-    (longer,) = served.complete(**asked, ignore_eos=True).body["choices"]
+    (longer,) = served.complete(**fields, ignore_eos=True).body["choices"]
     assert longer["text"].startswith(served.lm.tokenizer.decode(tokens))
     assert longer["finish_reason"] == "length"

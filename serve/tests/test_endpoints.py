@@ -37,7 +37,7 @@ def expected(offline: LanguageModel, prompt: str, **asked: Any) -> Any:
     return offline.generate([prompt], **asked)[0]
 
 
-def test_32_requests_at_once_get_what_each_would_get_alone(
+def test_32_concurrent_requests_get_the_same_answers_as_alone(
     served: Served, offline: LanguageModel
 ) -> None:
     def ask(index: int) -> Any:
@@ -62,15 +62,17 @@ def test_32_requests_at_once_get_what_each_would_get_alone(
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(alone.logprobs, abs=1e-3)
 
 
-def test_a_chat_is_the_completion_of_its_prompt(served: Served, offline: LanguageModel) -> None:
+def test_a_chat_answer_completes_the_rendered_prompt(
+    served: Served, offline: LanguageModel
+) -> None:
     messages = [{"role": "developer", "content": "Be"}, {"role": "user", "content": "import os"}]
-    told = [{"role": "system", "content": "Be"}, messages[1]]
-    prompt = offline.chat_prompt(told)
-    alone = offline.chat(told, max_new_tokens=12, **WARM)
+    expected_messages = [{"role": "system", "content": "Be"}, messages[1]]
+    prompt = offline.chat_prompt(expected_messages)
+    alone = offline.chat(expected_messages, max_new_tokens=12, **WARM)
     parts = [{"type": "text", "text": "import"}, {"type": "text", "text": " os"}]
     for content in ("import os", parts):
-        asked = [messages[0], {"role": "user", "content": content}]
-        body = served.chat(messages=asked, max_completion_tokens=12, **WARM).body
+        sent_messages = [messages[0], {"role": "user", "content": content}]
+        body = served.chat(messages=sent_messages, max_completion_tokens=12, **WARM).body
         assert body["object"] == "chat.completion"
         assert body["choices"] == [
             {
@@ -84,15 +86,15 @@ def test_a_chat_is_the_completion_of_its_prompt(served: Served, offline: Languag
         assert body["usage"] == {**spent, "total_tokens": sum(spent.values())}
 
 
-def test_a_streamed_chat_is_the_whole_one_in_parts(served: Served) -> None:
-    asked: dict[str, Any] = {"max_tokens": 12, "logprobs": True, "n": 3, **WARM}
-    whole = served.chat(**asked).body
+def test_a_streamed_chat_adds_up_to_the_whole_answer(served: Served) -> None:
+    fields: dict[str, Any] = {"max_tokens": 12, "logprobs": True, "n": 3, **WARM}
+    whole_body = served.chat(**fields).body
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    *chunks, last = events(served.chat(**asked, **options).body)
+    *chunks, last = events(served.chat(**fields, **options).body)
     assert last["choices"] == []
-    assert last["usage"] == whole["usage"]
+    assert last["usage"] == whole_body["usage"]
     assert len({chunk["id"] for chunk in chunks}) == 1
-    for index, choice in enumerate(whole["choices"]):
+    for index, choice in enumerate(whole_body["choices"]):
         parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == index]
         assert parts[0]["delta"] == {"role": "assistant", "content": ""}
         text = "".join(part["delta"].get("content", "") for part in parts)
@@ -110,13 +112,13 @@ def test_a_streamed_chat_is_the_whole_one_in_parts(served: Served) -> None:
 
 def test_each_of_n_answers_has_the_next_seed(served: Served, offline: LanguageModel) -> None:
     body = served.complete(prompt=["x = [", "import os"], n=2, max_tokens=8, **WARM).body
-    found = [(choice["index"], choice["text"]) for choice in body["choices"]]
+    choices = [(choice["index"], choice["text"]) for choice in body["choices"]]
     alone = [
         expected(offline, prompt, max_tokens=8, **{**WARM, "seed": seed}).text
         for prompt in ("x = [", "import os")
         for seed in (7, 8)
     ]
-    assert found == list(enumerate(alone))
+    assert choices == list(enumerate(alone))
 
 
 def test_token_ids_are_prompts_too(served: Served, offline: LanguageModel) -> None:
@@ -125,7 +127,7 @@ def test_token_ids_are_prompts_too(served: Served, offline: LanguageModel) -> No
     assert texts[0] == texts[1] == served.complete(max_tokens=6).body["choices"]
 
 
-def test_log_probabilities_are_those_of_the_engine(served: Served, offline: LanguageModel) -> None:
+def test_log_probabilities_match_the_engine(served: Served, offline: LanguageModel) -> None:
     alone = expected(offline, "import os", max_tokens=6, temperature=0.0)
     logprobs = served.complete(max_tokens=6, logprobs=0).body["choices"][0]["logprobs"]
     assert logprobs["tokens"] == [offline.tokenizer.decode([i]) for i in alone.token_ids]
@@ -136,17 +138,17 @@ def test_log_probabilities_are_those_of_the_engine(served: Served, offline: Lang
 
 
 @pytest.mark.parametrize("stop", [" sys", [" sys", "nothing"]])
-def test_texts_stop_an_answer(served: Served, stop: Any) -> None:
-    whole = served.complete(prompt="def main():", max_tokens=8).body["choices"][0]["text"]
-    assert " sys" in whole
+def test_stop_texts_end_an_answer(served: Served, stop: Any) -> None:
+    full_text = served.complete(prompt="def main():", max_tokens=8).body["choices"][0]["text"]
+    assert " sys" in full_text
     choice = served.complete(prompt="def main():", max_tokens=8, stop=stop).body["choices"][0]
-    assert (choice["text"], choice["finish_reason"]) == (whole.partition(" sys")[0], "stop")
+    assert (choice["text"], choice["finish_reason"]) == (full_text.partition(" sys")[0], "stop")
     streamed = served.complete(prompt="def main():", max_tokens=8, stop=stop, stream=True).body
     assert "".join(e["choices"][0]["text"] for e in events(streamed)) == choice["text"]
 
 
 @pytest.mark.slow
-def test_a_chat_is_as_long_as_the_context_unless_it_is_told(served: Served) -> None:
+def test_the_default_chat_length_is_the_context(served: Served) -> None:
     body = served.chat(ignore_eos=True).body
     assert body["usage"]["total_tokens"] == 1024
     assert body["choices"][0]["finish_reason"] == "length"
@@ -165,16 +167,14 @@ TOOLS = [
 ]
 
 
-def test_tools_are_written_by_the_template_and_calls_are_read(
-    served: Served, offline: LanguageModel
-) -> None:
+def test_tools_are_rendered_and_calls_are_parsed(served: Served, offline: LanguageModel) -> None:
     messages = [{"role": "user", "content": "def main():"}]
     prompt = offline.chat_prompt(messages, tools=TOOLS)
     alone = offline.generate([prompt], max_new_tokens=24)[0]
     content, _, call = alone.text.partition("\n")
     assert call, "the model has to write a line for this test"
-    asked = {"messages": messages, "tools": TOOLS, "max_tokens": 24}
-    body = served.chat(**asked).body
+    fields = {"messages": messages, "tools": TOOLS, "max_tokens": 24}
+    body = served.chat(**fields).body
     assert body["usage"]["prompt_tokens"] == len(prompt)
     (choice,) = body["choices"]
     (found,) = choice["message"]["tool_calls"]
@@ -184,12 +184,12 @@ def test_tools_are_written_by_the_template_and_calls_are_read(
     told = choice["message"]["content"] or "", arguments["x"]
     assert told == (content.strip(), call.strip())
 
-    parts = [event["choices"][0] for event in events(served.chat(**asked, stream=True).body)]
+    parts = [event["choices"][0] for event in events(served.chat(**fields, stream=True).body)]
     (delta,) = [part["delta"] for part in parts if "tool_calls" in part["delta"]]
     streamed = delta["tool_calls"][0]
     assert (streamed["index"], streamed["function"]) == (0, found["function"])
 
-    untold = served.chat(**asked, tool_choice="none").body["choices"][0]["message"]
+    untold = served.chat(**fields, tool_choice="none").body["choices"][0]["message"]
     assert "tool_calls" not in untold
 
     # What was called and what came of it are messages of the next turn.
@@ -200,12 +200,12 @@ def test_tools_are_written_by_the_template_and_calls_are_read(
 
 def test_texts_and_chats_are_tokenized(served: Served, offline: LanguageModel) -> None:
     ids = offline.tokenizer.encode("import os")
-    found = served.ask("/tokenize", {"prompt": "import os"}).body
-    assert found == {"count": len(ids), "max_model_len": 1024, "tokens": ids}
+    tokenized = served.ask("/tokenize", {"prompt": "import os"}).body
+    assert tokenized == {"count": len(ids), "max_model_len": 1024, "tokens": ids}
     messages = [{"role": "user", "content": "π"}]
     options = {"shout": True}
-    asked = {"messages": messages, "chat_template_kwargs": options}
-    assert served.ask("/tokenize", asked).body["tokens"] == offline.chat_prompt(
+    fields = {"messages": messages, "chat_template_kwargs": options}
+    assert served.ask("/tokenize", fields).body["tokens"] == offline.chat_prompt(
         messages, options=options
     )
     assert served.ask("/detokenize", {"tokens": ids}).body == {"prompt": "import os"}
@@ -218,7 +218,12 @@ def test_models_are_listed(served: Served) -> None:
     assert served.ask("/v1/models/other").status == 404
 
 
-def test_the_explanation_is_that_of_the_model(served: Served, offline: LanguageModel) -> None:
-    told = served.ask("/explanation").body
-    assert {row["kind"] for row in told["choices"]} >= {"platform", "model", "kernel", "attention"}
-    assert all(row["why"] for row in told["choices"])
+def test_the_explanation_matches_the_model(served: Served, offline: LanguageModel) -> None:
+    served_explanation = served.ask("/explanation").body
+    assert {row["kind"] for row in served_explanation["choices"]} >= {
+        "platform",
+        "model",
+        "kernel",
+        "attention",
+    }
+    assert all(row["why"] for row in served_explanation["choices"])

@@ -36,11 +36,11 @@ def steps(lm: LanguageModel) -> Iterator[StalledSteps]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_pages(
+def test_a_disconnected_client_frees_its_pages(
     lm: LanguageModel, steps: StalledSteps, stream: bool
 ) -> None:
     with serving(lm) as served, ThreadPoolExecutor(1) as pool:
-        other = pool.submit(served.complete, max_tokens=200, ignore_eos=True, prompt="x")
+        other_answer = pool.submit(served.complete, max_tokens=200, ignore_eos=True, prompt="x")
         wait_until(lambda: len(lm.engine.scheduler.running) == 1)
         connection = served.connect("/v1/completions", {**LONG, "stream": stream})
         wait_until(lambda: len(lm.engine.scheduler.running) == 2)
@@ -51,7 +51,7 @@ def test_a_client_that_leaves_frees_its_pages(
         wait_until(lambda: lm.engine.scheduler.running == [first])
         assert (second.finish_reason, second.pages) == ("cancelled", [[]])
         steps.release()
-        assert other.result().body["usage"]["completion_tokens"] == 200
+        assert other_answer.result().body["usage"]["completion_tokens"] == 200
         wait_until(lambda: lm.engine.pool.num_free == lm.engine.pool.num_pages)
         wait_until(lambda: served.metric("interposer_generations_total") == 2)
 
@@ -85,13 +85,13 @@ def test_a_stream_whose_client_left_before_it_began_is_cancelled(
     assert [sequence.finish_reason for sequence in running] == ["cancelled"]
 
 
-def test_an_order_to_leave_is_followed_before_the_next_step(lm: LanguageModel) -> None:
+def test_a_disconnect_takes_effect_before_the_next_step(lm: LanguageModel) -> None:
     """Steps that wait to be allowed show what stands between two of them."""
     allowed, at_step = threading.Semaphore(0), threading.Semaphore(0)
-    step, held = lm.engine.step, []
+    step, num_unfinished = lm.engine.step, []
 
     def counted() -> Any:
-        held.append(len(lm.engine.scheduler.running) + len(lm.engine.scheduler.waiting))
+        num_unfinished.append(len(lm.engine.scheduler.running) + len(lm.engine.scheduler.waiting))
         at_step.release()
         assert allowed.acquire(timeout=WAIT_SECONDS)
         return step()
@@ -105,7 +105,7 @@ def test_an_order_to_leave_is_followed_before_the_next_step(lm: LanguageModel) -
         def next_step() -> int:
             allowed.release()
             assert at_step.acquire(timeout=WAIT_SECONDS)
-            return held[-1]
+            return num_unfinished[-1]
 
         wait_until(lambda: next_step() == 2)
         leaving.close()
@@ -152,7 +152,7 @@ def read_all(connection: Any) -> bytes:
     return content
 
 
-def test_a_full_queue_is_told_with_the_time_to_wait(lm: LanguageModel, steps: StalledSteps) -> None:
+def test_a_full_queue_is_refused_with_retry_after(lm: LanguageModel, steps: StalledSteps) -> None:
     room = lm.engine.scheduler.max_sequences + 2
     with serving(lm, limits=Limits(queue=2)) as served:
         running = [
@@ -163,7 +163,7 @@ def test_a_full_queue_is_told_with_the_time_to_wait(lm: LanguageModel, steps: St
         wait_until(lambda: len(lm.engine.scheduler.waiting) == 2)
         answer = served.complete()
         assert (answer.status, answer.error["code"]) == (429, "queue_full")
-        assert answer.error["message"].startswith(f"{room} answers are running or waiting, and")
+        assert answer.error["message"].startswith(f"{room} answers are running or waiting; allowed")
         assert int(answer.headers["retry-after"]) >= 1
         assert served.metric("interposer_sequences_waiting") == 2
         # Nothing is tokenized for an answer that has no room.
@@ -212,11 +212,11 @@ def test_a_deadline_ends_an_answer(
             _, error_event = re.findall(r"^data: (.*)\r?$", body, re.MULTILINE)
             error = json.loads(error_event)["error"]
         else:
-            asked = pool.submit(served.complete, **LONG)
+            pending_answer = pool.submit(served.complete, **LONG)
             wait_until(lambda: deadlines)
             deadlines.pop()()
-            assert asked.result().status == 504
-            error = asked.result().error
+            assert pending_answer.result().status == 504
+            error = pending_answer.result().error
         assert error["code"] == "deadline_exceeded"
         assert error["message"] == "The answer took longer than 12345 s"
         steps.release()
@@ -234,7 +234,7 @@ def test_bodies_and_prompts_have_a_size(lm: LanguageModel) -> None:
         assert served.complete(prompt="x", max_tokens=1).status == 200
 
 
-def test_a_body_that_tells_no_length_is_cut_off(lm: LanguageModel) -> None:
+def test_a_body_without_content_length_is_limited(lm: LanguageModel) -> None:
     with serving(lm, limits=Limits(body_bytes=2000)) as served:
         connection = HTTPConnection("127.0.0.1", served.port, timeout=WAIT_SECONDS)
         with closing(connection):
@@ -254,7 +254,7 @@ def test_limits_are_positive() -> None:
         Limits(deadline_seconds=0)
 
 
-def test_a_step_that_fails_fails_its_requests_alone(
+def test_a_failed_step_fails_only_its_requests(
     lm: LanguageModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     step, broken = lm.engine.step, threading.Event()
@@ -268,9 +268,12 @@ def test_a_step_that_fails_fails_its_requests_alone(
         monkeypatch.setattr(lm.engine, "step", sometimes)
         assert served.ask("/ready").status == 200
         broken.set()
-        whole = pool.submit(served.complete)
+        pending_answer = pool.submit(served.complete)
         streamed = pool.submit(served.complete, stream=True)
-        assert (whole.result().status, whole.result().error["code"]) == (500, "failed")
+        assert (pending_answer.result().status, pending_answer.result().error["code"]) == (
+            500,
+            "failed",
+        )
         assert streamed.result().body.count("data: ") == 1
         assert '"server_error"' in streamed.result().body
         assert served.ask("/ready").status == 503
@@ -300,11 +303,11 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(
     with stalled_steps(lm) as steps, serving(lm) as served, ThreadPoolExecutor(1) as pool:
         expected = served.complete(max_tokens=1).body["choices"][0]["text"]
         monkeypatch.setattr(lm.engine.runner, "compute", broken)
-        other = pool.submit(served.complete, max_tokens=200, ignore_eos=True)
+        other_answer = pool.submit(served.complete, max_tokens=200, ignore_eos=True)
         wait_until(lambda: len(lm.engine.scheduler.running) == 1)
         failed = served.complete(prompt="import re", stream=stream)
         steps.release()
-        text = other.result().body["choices"][0]["text"]
+        text = other_answer.result().body["choices"][0]["text"]
         error = json.loads(failed.body.removeprefix("data: "))["error"] if stream else failed.error
         assert failed.status == (200 if stream else 500)
         assert error["type"] == "server_error"
@@ -321,26 +324,32 @@ def refuses_connections(port: int) -> bool:
     return False
 
 
-def test_answers_end_before_the_server_does(lm: LanguageModel, steps: StalledSteps) -> None:
+def test_running_answers_finish_before_the_server_stops(
+    lm: LanguageModel, steps: StalledSteps
+) -> None:
     pool = ThreadPoolExecutor(4)
     with serving(lm, drain=int(WAIT_SECONDS)) as served:
-        asked = [pool.submit(served.complete, max_tokens=n, stream=True) for n in (20, 40, 60)]
+        pending_answers = [
+            pool.submit(served.complete, max_tokens=n, stream=True) for n in (20, 40, 60)
+        ]
         wait_until(lambda: len(lm.engine.scheduler.running) == 3)
 
         def release_when_it_ends() -> None:
             wait_until(lambda: refuses_connections(served.port), "the end of the server")
-            assert not any(answer.done() for answer in asked)
+            assert not any(answer.done() for answer in pending_answers)
             steps.release()
 
         released = pool.submit(release_when_it_ends)
     released.result()
-    for answer, count in zip(asked, (20, 40, 60), strict=True):
+    for answer, count in zip(pending_answers, (20, 40, 60), strict=True):
         assert len(events(answer.result().body)) <= count
         assert events(answer.result().body)[-1]["choices"][0]["finish_reason"] == "length"
     pool.shutdown()
 
 
-def test_what_does_not_end_in_time_is_cancelled(lm: LanguageModel, steps: StalledSteps) -> None:
+def test_answers_that_do_not_finish_in_time_are_cancelled(
+    lm: LanguageModel, steps: StalledSteps
+) -> None:
     with serving(lm, drain=1) as served:
         connection = served.connect("/v1/completions", {**LONG, "stream": True})
         content = b""
@@ -369,7 +378,7 @@ def test_answers_are_counted(lm: LanguageModel) -> None:
             assert line % status in figures
 
 
-def test_guesses_are_counted(chat_folder: Path) -> None:
+def test_draft_tokens_are_counted(chat_folder: Path) -> None:
     guessing = Speculation(adaptive=False)
     with serving(load(chat_folder, cache_tokens=512, speculation=guessing)) as served:
         served.complete(prompt=[1, 2, 3] * 5, max_tokens=30, ignore_eos=True)
@@ -381,13 +390,13 @@ def test_guesses_are_counted(chat_folder: Path) -> None:
 KEYS = ("first", "sécond")
 
 
-def test_a_key_is_asked_for(lm: LanguageModel) -> None:
+def test_a_key_is_required(lm: LanguageModel) -> None:
     with serving(lm, keys=KEYS) as served:
         for path in ("/", "/page.js", "/page.css", "/health", "/ready"):
             assert served.ask(path).status == 200
         for path in ("/v1/models", "/metrics", "/explanation", "/nothing"):
-            for given in ({}, {"authorization": "Bearer third"}, {"authorization": "first"}):
-                answer = served.ask(path, **given)
+            for headers in ({}, {"authorization": "Bearer third"}, {"authorization": "first"}):
+                answer = served.ask(path, **headers)
                 assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
                 assert answer.headers["www-authenticate"] == "Bearer"
             assert served.ask(path, authorization="Bearer first").status != 401
@@ -414,7 +423,7 @@ def test_keys_that_no_client_could_send_are_refused(
         application(lm, NAME, keys=keys)
 
 
-def test_pages_of_other_origins_are_kept_out(served: Served) -> None:
+def test_pages_of_other_origins_are_refused(served: Served) -> None:
     for host in ("localhost", "LocalHost:80", "127.0.0.1:80", "[::1]:8000"):
         assert served.ask("/health", host=host).status == 200
     for host in ("evil.example", "localhost.evil.example:8000", ""):

@@ -74,8 +74,8 @@ def test_each_field_changes_the_response_or_is_refused(
     # A salt changes the time that others need, and no answer: see test_prefixes.py.
     assert effects.keys() | {"model", "cache_salt"} == body.model_fields.keys()
     ask = getattr(served, kind)
-    other = ask(model="other")
-    assert (other.status, other.error["param"]) == (404, "model")
+    wrong_model = ask(model="other")
+    assert (wrong_model.status, wrong_model.error["param"]) == (404, "model")
     messages = [{"role": "user", "content": "import os"}]
     prompt = offline.chat_prompt(messages) if kind == "chat" else "import os"
     second = list(offline.generate([prompt], max_new_tokens=2)[0].token_ids[1:])
@@ -90,7 +90,7 @@ def test_each_field_changes_the_response_or_is_refused(
         assert after != before, field
 
 
-def test_a_prompt_is_told_as_the_engine_tells_it(served: Served, offline: LanguageModel) -> None:
+def test_prompt_log_probabilities_match_the_engine(served: Served, offline: LanguageModel) -> None:
     prompt = "import os\nπ = 3\n"
     alone = offline.generate([prompt], max_new_tokens=3, prompt_logprobs=2)[0]
     spelled = [offline.tokenizer.decode([each]) for each in alone.prompt_token_ids]

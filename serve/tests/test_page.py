@@ -53,15 +53,15 @@ def test_the_page_holds_a_conversation(page: Page, offline: LanguageModel) -> No
     assert page.complaints == []
 
 
-def test_the_page_shows_what_was_chosen_and_why(page: Page, served: Served) -> None:
-    told = served.ask("/explanation").body
+def test_the_page_shows_selected_kernels_and_reasons(page: Page, served: Served) -> None:
+    explanation = served.ask("/explanation").body
     assert page.text("#model") == f"{NAME}, 1024 tokens of context"
-    assert told["device"]["name"] in page.text("#device")
-    assert page.texts("#notes li") == told["notes"]
+    assert explanation["device"]["name"] in page.text("#device")
+    assert page.texts("#notes li") == explanation["notes"]
     chosen = page.texts("#choices tr td:nth-child(3)")
-    assert chosen == [f"{row['chosen']} ({row['provider']})" for row in told["choices"]]
+    assert chosen == [f"{row['chosen']} ({row['provider']})" for row in explanation["choices"]]
     why = page.texts("#choices tr td:nth-child(4)")
-    for text, row in zip(why, told["choices"], strict=True):
+    for text, row in zip(why, explanation["choices"], strict=True):
         assert text.startswith(row["why"])
         assert all(refusal["reason"] in text for refusal in row["refused"])
     assert page.complaints == []

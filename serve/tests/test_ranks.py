@@ -61,8 +61,8 @@ def command_of(pid: str) -> str:
 
 @pytest.fixture(scope="module")
 def server(chat_folder: Path, offline: LanguageModel) -> Iterator[Ranks]:
-    with started(chat_folder, offline, "--prefix-cache") as found:
-        yield found
+    with started(chat_folder, offline, "--prefix-cache") as running_server:
+        yield running_server
 
 
 def generated(offline: LanguageModel, prompt: str, **settings: Any) -> str:
@@ -70,11 +70,11 @@ def generated(offline: LanguageModel, prompt: str, **settings: Any) -> str:
     return offline.generate(prompt, **settings)[0].text
 
 
-def test_completions_are_those_of_one_process(server: Ranks, offline: LanguageModel) -> None:
-    asked: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 5}
+def test_completions_match_a_single_process(server: Ranks, offline: LanguageModel) -> None:
+    fields: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 5}
 
     def complete(prompt: str) -> Answer:
-        return server.complete(prompt=prompt, **asked)
+        return server.complete(prompt=prompt, **fields)
 
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
         answers = [*clients.map(complete, PROMPTS)]
@@ -86,28 +86,26 @@ def test_completions_are_those_of_one_process(server: Ranks, offline: LanguageMo
     assert (refused.status, refused.error["type"]) == (400, "invalid_request_error")
 
 
-def test_chats_and_streams_are_those_of_one_process(server: Ranks, offline: LanguageModel) -> None:
+def test_chats_and_streams_match_a_single_process(server: Ranks, offline: LanguageModel) -> None:
     prompt = offline.chat_prompt([{"role": "user", "content": "import os"}])
     expected = offline.generate([prompt], max_new_tokens=16)[0].text
-    asked: dict[str, Any] = {"max_tokens": 16, "temperature": 0}
-    assert server.chat(**asked).body["choices"][0]["message"]["content"] == expected
-    content = server.chat(**asked, stream=True).body
+    fields: dict[str, Any] = {"max_tokens": 16, "temperature": 0}
+    assert server.chat(**fields).body["choices"][0]["message"]["content"] == expected
+    content = server.chat(**fields, stream=True).body
     deltas = [event["choices"][0]["delta"].get("content") or "" for event in events(content)]
     assert len(deltas) > 1
     assert "".join(deltas) == expected
 
 
-def test_both_ranks_tell_what_they_chose(server: Ranks) -> None:
-    told = server.ask("/explanation").body
-    first, second = told.pop("ranks")
-    assert first == told
+def test_both_ranks_explain_their_selection(server: Ranks) -> None:
+    explanation = server.ask("/explanation").body
+    first, second = explanation.pop("ranks")
+    assert first == explanation
     assert first["choices"] == second["choices"]
     assert any(note.startswith("cut by heads: model.layers.self_attn") for note in first["notes"])
 
 
-def test_a_client_that_leaves_ends_its_answer_on_both_ranks(
-    server: Ranks, offline: LanguageModel
-) -> None:
+def test_a_disconnect_ends_the_answer_on_both_ranks(server: Ranks, offline: LanguageModel) -> None:
     body = {"model": NAME, "prompt": "import os", "max_tokens": 1000, "temperature": 0}
     body |= {"stream": True, "ignore_eos": True}
     with server.connect("/v1/completions", body) as connection:
@@ -121,13 +119,11 @@ def test_a_client_that_leaves_ends_its_answer_on_both_ranks(
 
 
 def metrics(server: Ranks) -> str:
-    found: str = server.ask("/metrics").body
-    return found
+    text: str = server.ask("/metrics").body
+    return text
 
 
-def test_an_answer_that_runs_is_ended_before_both_ranks_are(
-    server: Ranks, offline: LanguageModel
-) -> None:
+def test_running_answers_end_before_both_ranks_stop(server: Ranks, offline: LanguageModel) -> None:
     before = shared_memory()
     body = {"model": NAME, "prompt": "def f(", "max_tokens": 300, "temperature": 0}
     body |= {"stream": True, "ignore_eos": True}
@@ -136,8 +132,8 @@ def test_an_answer_that_runs_is_ended_before_both_ranks_are(
         server.process.send_signal(signal.SIGTERM)
         while part := connection.recv(1 << 16):
             content += part
-    found = re.findall(r"^data: (\{.*\})\r?$", content.decode(), re.MULTILINE)
-    text = "".join(json.loads(event)["choices"][0]["text"] for event in found)
+    streamed_events = re.findall(r"^data: (\{.*\})\r?$", content.decode(), re.MULTILINE)
+    text = "".join(json.loads(event)["choices"][0]["text"] for event in streamed_events)
     assert "data: [DONE]" in content.decode()
     assert text == generated(offline, "def f(", max_new_tokens=300, ignore_eos=True)
     assert server.process.wait(WAIT_SECONDS) == -signal.SIGTERM
@@ -156,9 +152,9 @@ def test_a_rank_that_is_killed_ends_the_server_with_the_reason(
         with server.connect("/v1/completions", {**body, "stream": True}) as connection:
             assert connection.recv(1)  # of an answer that runs
             os.kill(server.follower, signal.SIGKILL)
-            _, told = server.process.communicate(timeout=WAIT_SECONDS)
+            _, stderr = server.process.communicate(timeout=WAIT_SECONDS)
     assert server.process.returncode == 1
-    assert re.search(r"error: Rank 0: rank 1 was ended by SIGKILL", told)
+    assert re.search(r"error: Rank 0: rank 1 was ended by SIGKILL", stderr)
     assert not lives(server.follower)
     assert shared_memory() <= before
 
@@ -170,6 +166,6 @@ def test_a_lost_rank_is_noticed_without_a_request(
     with started(chat_folder, offline) as server:
         assert server.ask("/ready").status == 200
         os.kill(server.follower, signal.SIGKILL)
-        _, told = server.process.communicate(timeout=WAIT_SECONDS)
+        _, stderr = server.process.communicate(timeout=WAIT_SECONDS)
     assert server.process.returncode == 1
-    assert re.search(r"error: Rank 0: rank 1 was ended by SIGKILL", told)
+    assert re.search(r"error: Rank 0: rank 1 was ended by SIGKILL", stderr)

@@ -39,7 +39,7 @@ def ask(url: str, body: Any = None, key: str = "") -> Any:
         return json.load(answer)
 
 
-def test_the_command_serves_until_it_is_told_to_end(chat_folder: Path, tmp_path: Path) -> None:
+def test_the_command_serves_until_a_signal(chat_folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# of the team\n\n  open \n")
     folder = write_adapter(tmp_path / "own", {"model.layers.0.mlp.down_proj": (256, 688)})
@@ -69,13 +69,20 @@ def test_ctrl_c_lets_answers_end_and_a_second_one_ends_them(
 ) -> None:
     """What is cut off ends with an error, not in the midst of a stream."""
     drain = f"--drain={600 if presses == 2 else 0}"
-    own = [sys.executable, "-m", "interposer_tools", "serve", str(chat_folder), "--port=0"]
-    with served([*own, "--name=mine", "--cache-tokens=65536", drain]) as (url, process):
+    serve_command = [
+        sys.executable,
+        "-m",
+        "interposer_tools",
+        "serve",
+        str(chat_folder),
+        "--port=0",
+    ]
+    with served([*serve_command, "--name=mine", "--cache-tokens=65536", drain]) as (url, process):
         assert process.stderr is not None
         body = json.dumps({"model": "mine", **STREAM}).encode()
         headers = {"content-type": "application/json"}
-        asked = urllib.request.Request(f"{url}/v1/completions", body, headers)
-        with urllib.request.urlopen(asked, timeout=60) as stream:
+        request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+        with urllib.request.urlopen(request, timeout=60) as stream:
             assert stream.readline().startswith(b"data: ")
             process.send_signal(signal.SIGINT)
             said = process.stderr.readline()
@@ -89,30 +96,34 @@ def test_ctrl_c_lets_answers_end_and_a_second_one_ends_them(
         assert process.stderr.read() == ""
 
 
-def test_of_two_servers_on_one_port_the_second_is_told_before_it_loads(chat_folder: Path) -> None:
+def test_a_second_server_on_a_port_fails_before_loading(chat_folder: Path) -> None:
     with started(chat_folder) as (url, _):
         port = url.rpartition(":")[2]
-        asked = command(chat_folder, f"--port={port}")
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert "cannot listen at 127.0.0.1 port" in done.stderr
-    assert "loading" not in done.stderr
+        arguments = command(chat_folder, f"--port={port}")
+        second_server = subprocess.run(
+            arguments, capture_output=True, text=True, timeout=120, check=False
+        )
+    assert second_server.returncode == 1
+    assert "cannot listen at 127.0.0.1 port" in second_server.stderr
+    assert "loading" not in second_server.stderr
 
 
-def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(chat_folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        asked = command(chat_folder, f"--port={taken.getsockname()[1]}")
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert "cannot listen at 127.0.0.1 port" in done.stderr
-    assert "loading" not in done.stderr
+def test_a_used_address_fails_before_loading(chat_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        arguments = command(chat_folder, f"--port={listener.getsockname()[1]}")
+        process = subprocess.run(
+            arguments, capture_output=True, text=True, timeout=120, check=False
+        )
+    assert process.returncode == 1
+    assert "cannot listen at 127.0.0.1 port" in process.stderr
+    assert "loading" not in process.stderr
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--host=nowhere.invalid", "--without-keys"), "cannot listen at nowhere.invalid port"),
-        (("--host=0.0.0.0",), "Other machines could ask at 0.0.0.0 without a key. Try: --api-keys"),
+        (("--host=0.0.0.0",), "requests to 0.0.0.0 without a key. Try: --api-keys FILE"),
         (("--api-keys={keys}",), "holds no key"),
         (("--api-keys=nothing",), "'nothing' does not exist"),
         (("--dtype=float1",), "Unknown dtype 'float1'"),
@@ -123,12 +134,12 @@ def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(chat_folder
         (("--expert-parallel", "--embed"), "--expert-parallel is given with --embed. Try: without"),
     ],
 )
-def test_what_cannot_be_served_is_told(
-    chat_folder: Path, tmp_path: Path, options: tuple[str, ...], said: str
+def test_invalid_options_are_reported(
+    chat_folder: Path, tmp_path: Path, options: tuple[str, ...], message: str
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# none\n")
-    asked = command(chat_folder, "--port=0", *(option.format(keys=keys) for option in options))
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode in (1, 2)
-    assert said in done.stderr
+    arguments = command(chat_folder, "--port=0", *(option.format(keys=keys) for option in options))
+    process = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+    assert process.returncode in (1, 2)
+    assert message in process.stderr

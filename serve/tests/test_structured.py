@@ -72,24 +72,24 @@ def valid(text: str) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_an_answer_is_json_of_the_schema(served: Served, seed: int) -> None:
-    asked = {"response_format": FORMAT, "seed": seed, **WARM}
-    choice = served.chat(**asked).body["choices"][0]
+    fields = {"response_format": FORMAT, "seed": seed, **WARM}
+    choice = served.chat(**fields).body["choices"][0]
     assert choice["finish_reason"] == "stop"
     valid(choice["message"]["content"])
-    parts = [part for event in events(served.chat(**asked, stream=True).body)
+    parts = [part for event in events(served.chat(**fields, stream=True).body)
              for part in event["choices"]]  # fmt: skip
     text = "".join(part["delta"].get("content", "") for part in parts)
     assert text == choice["message"]["content"]
     assert parts[-1]["finish_reason"] == "stop"
-    valid(served.complete(**asked).body["choices"][0]["text"])
+    valid(served.complete(**fields).body["choices"][0]["text"])
 
 
-def test_any_object_is_one(served: Served) -> None:
-    asked = {"response_format": {"type": "json_object"}, "seed": 3, "n": 8, **WARM}
-    choices = served.complete(**asked).body["choices"]
-    whole = [choice["text"] for choice in choices if choice["finish_reason"] == "stop"]
-    assert whole
-    assert all(isinstance(json.loads(text), dict) for text in whole)
+def test_json_object_accepts_any_object(served: Served) -> None:
+    fields = {"response_format": {"type": "json_object"}, "seed": 3, "n": 8, **WARM}
+    choices = served.complete(**fields).body["choices"]
+    finished_texts = [choice["text"] for choice in choices if choice["finish_reason"] == "stop"]
+    assert finished_texts
+    assert all(isinstance(json.loads(text), dict) for text in finished_texts)
 
 
 @pytest.mark.parametrize(
@@ -113,18 +113,18 @@ def test_biases_and_least_lengths(served: Served, offline: LanguageModel) -> Non
     alone = offline.generate("import os", logit_bias={0: 100.0}, min_tokens=4)[0]
     assert alone.finish_reason == "stop"
     assert len(alone.token_ids) == 5
-    asked: Any = {"logit_bias": {"0": 100}, "min_tokens": 4}
-    assert served.complete(**asked).body["choices"][0]["text"] == alone.text
+    fields: Any = {"logit_bias": {"0": 100}, "min_tokens": 4}
+    assert served.complete(**fields).body["choices"][0]["text"] == alone.text
 
 
-def test_a_prompt_stands_in_front_where_it_is_echoed(served: Served) -> None:
-    asked: dict[str, Any] = {"prompt": ["def f(", "x = ["], "n": 2, "max_tokens": 5}
-    plain = served.complete(**asked).body["choices"]
-    echoed = served.complete(**asked, echo=True).body["choices"]
+def test_an_echoed_prompt_precedes_the_answer(served: Served) -> None:
+    fields: dict[str, Any] = {"prompt": ["def f(", "x = ["], "n": 2, "max_tokens": 5}
+    plain = served.complete(**fields).body["choices"]
+    echoed = served.complete(**fields, echo=True).body["choices"]
     fronts = ["def f(", "def f(", "x = [", "x = ["]
     texts = [front + choice["text"] for front, choice in zip(fronts, plain, strict=True)]
     assert [choice["text"] for choice in echoed] == texts
-    streamed = events(served.complete(**asked, echo=True, stream=True).body)
+    streamed = events(served.complete(**fields, echo=True, stream=True).body)
     for index, text in enumerate(texts):
         parts = [part for event in streamed for part in event["choices"]]
         assert "".join(part["text"] for part in parts if part["index"] == index) == text
@@ -135,17 +135,17 @@ def test_a_prompt_stands_in_front_where_it_is_echoed(served: Served) -> None:
 
 def test_likely_tokens_of_completions(served: Served, offline: LanguageModel) -> None:
     alone = offline.generate("import os", max_new_tokens=4, top_logprobs=3)[0]
-    asked = {"max_tokens": 4, "logprobs": 3}
-    whole = served.complete(**asked).body["choices"][0]["logprobs"]
+    fields = {"max_tokens": 4, "logprobs": 3}
+    logprobs = served.complete(**fields).body["choices"][0]["logprobs"]
     for told, token, likely in zip(
-        whole["top_logprobs"], whole["tokens"], alone.top_logprobs, strict=True
+        logprobs["top_logprobs"], logprobs["tokens"], alone.top_logprobs, strict=True
     ):
         assert token in told
         expected = {offline.tokenizer.decode([token_id]): value for token_id, value in likely}
         assert told == pytest.approx(expected, abs=1e-3)
-    streamed = events(served.complete(**asked, stream=True).body)
+    streamed = events(served.complete(**fields, stream=True).body)
     parts = [event["choices"][0]["logprobs"]["top_logprobs"] for event in streamed]
-    assert [one for part in parts for one in part] == whole["top_logprobs"]
+    assert [one for part in parts for one in part] == logprobs["top_logprobs"]
 
 
 @pytest.fixture(scope="module", params=CALLS)
@@ -164,32 +164,32 @@ def calling(
 
 
 @pytest.mark.parametrize("seed", landing_sample(range(2), every=2))
-def test_a_call_is_made_where_it_is_required(calling: Served, seed: int) -> None:
+def test_a_required_call_is_made(calling: Served, seed: int) -> None:
     # The control token would end the answer otherwise.
-    asked = {"tools": TOOLS, "seed": seed, "ignore_eos": True, **WARM}
-    named = {"type": "function", "function": {"name": "look"}}
-    for choice in ("required", named):
-        found = calling.chat(**asked, tool_choice=choice).body["choices"][0]
-        assert found["finish_reason"] == "tool_calls"
-        (call,) = found["message"]["tool_calls"]
+    fields = {"tools": TOOLS, "seed": seed, "ignore_eos": True, **WARM}
+    named_choice = {"type": "function", "function": {"name": "look"}}
+    for choice in ("required", named_choice):
+        answer = calling.chat(**fields, tool_choice=choice).body["choices"][0]
+        assert answer["finish_reason"] == "tool_calls"
+        (call,) = answer["message"]["tool_calls"]
         assert call["function"]["name"] in ("look", "stop_here")
-        if choice is named or call["function"]["name"] == "look":
+        if choice is named_choice or call["function"]["name"] == "look":
             assert call["function"]["name"] == "look"
             valid(call["function"]["arguments"])
-        parts = events(calling.chat(**asked, tool_choice=choice, stream=True).body)
+        parts = events(calling.chat(**fields, tool_choice=choice, stream=True).body)
         told = [
             p["delta"] for part in parts for p in part["choices"] if p["delta"].get("tool_calls")
         ]
         assert [delta["tool_calls"][0]["function"] for delta in told] == [call["function"]]
 
 
-def test_a_call_is_not_required_where_its_form_is_not_known(served: Served) -> None:
+def test_required_calls_need_a_known_format(served: Served) -> None:
     refused = served.chat(tools=TOOLS, tool_choice="required")
     assert (refused.status, refused.error["param"]) == (400, "tool_choice")
     assert (
         "how it writes calls is not known: its calls are not plain JSON"
         in (refused.error["message"])
     )
-    other = {"type": "function", "function": {"name": "other"}}
-    refused = served.chat(tools=TOOLS, tool_choice=other)
+    unknown_function = {"type": "function", "function": {"name": "other"}}
+    refused = served.chat(tools=TOOLS, tool_choice=unknown_function)
     assert "allowed is one of ['look', 'stop_here']" in refused.error["message"]

@@ -45,19 +45,19 @@ def test_stages_follow_each_other(lm: LanguageModel, exporter: InMemorySpanExpor
         assert served.ask("/v1/completions", body, traceparent=parent).status == 200
     spans = told(exporter)
     assert spans.keys() == {"interposer.serve", "queue", "prefill", "decode"}
-    whole = spans["interposer.serve"]
-    assert whole.parent is not None
-    assert trace.format_span_id(whole.parent.span_id) == "b7ad6b7169203331"
-    edges: list[Any] = [whole.start_time]
+    request_span = spans["interposer.serve"]
+    assert request_span.parent is not None
+    assert trace.format_span_id(request_span.parent.span_id) == "b7ad6b7169203331"
+    edges: list[Any] = [request_span.start_time]
     for name in ("queue", "prefill", "decode"):
         span = spans[name]
         assert span.parent is not None
-        assert span.parent.span_id == whole.context.span_id
+        assert span.parent.span_id == request_span.context.span_id
         assert span.start_time == edges[-1]
         edges.append(span.end_time)
     assert edges == sorted(edges)
-    assert edges[-1] == whole.end_time
-    told_of = whole.attributes or {}
+    assert edges[-1] == request_span.end_time
+    told_of = request_span.attributes or {}
     attributes = {name.rpartition(".")[2]: value for name, value in told_of.items()}
     assert attributes == {
         "endpoint": "/v1/completions",
@@ -69,17 +69,17 @@ def test_stages_follow_each_other(lm: LanguageModel, exporter: InMemorySpanExpor
     }
 
 
-def test_a_failure_and_a_client_that_left_are_told_apart(
+def test_failures_and_disconnects_are_distinguished(
     lm: LanguageModel, exporter: InMemorySpanExporter
 ) -> None:
     long = {"model": NAME, "prompt": "import os", "max_tokens": 1000, "ignore_eos": True}
     with stalled_steps(lm), serving(lm) as served:
         served.connect("/v1/completions", {**long, "stream": True}).close()
         wait_until(lambda: "interposer.serve" in told(exporter))
-        left = told(exporter)["interposer.serve"]
-        assert left.attributes is not None
-        assert left.attributes["interposer.serve.client_left"]
-        assert left.status.status_code == StatusCode.UNSET
+        disconnected_span = told(exporter)["interposer.serve"]
+        assert disconnected_span.attributes is not None
+        assert disconnected_span.attributes["interposer.serve.client_left"]
+        assert disconnected_span.status.status_code == StatusCode.UNSET
     exporter.clear()
     with stalled_steps(lm), serving(lm, limits=Limits(deadline_seconds=1)) as served:
         assert served.complete(max_tokens=900, ignore_eos=True).status == 504

@@ -13,12 +13,19 @@ from interposer_models import load
 
 
 @pytest.mark.process
-def test_answers_of_the_server_are_those_of_the_model(tmp_path: Path) -> None:
+def test_server_answers_match_the_model(tmp_path: Path) -> None:
     write_checkpoint(FAMILIES["falcon"](), tmp_path)
     expected = load(tmp_path, "float32", cache_tokens=512).generate(
         ["a text", "another"], max_new_tokens=12
     )
     with serving(load(tmp_path, "float32", cache_tokens=512)) as served:
-        asked = {"model": NAME, "temperature": 0, "max_tokens": 12, "prompt": ["a text", "another"]}
-        body = served.ask("/v1/completions", asked).body
-    assert [choice["text"] for choice in body["choices"]] == [one.text for one in expected]
+        fields = {
+            "model": NAME,
+            "temperature": 0,
+            "max_tokens": 12,
+            "prompt": ["a text", "another"],
+        }
+        body = served.ask("/v1/completions", fields).body
+    assert [choice["text"] for choice in body["choices"]] == [
+        completion.text for completion in expected
+    ]

@@ -52,7 +52,7 @@ def points(dtype: torch.dtype = torch.float32) -> list[Point]:
     return SPACE.points(dtype)
 
 
-def test_points_are_combinations_and_what_is_crossed_with_them() -> None:
+def test_points_are_axis_combinations_plus_crossed_layouts_and_specials() -> None:
     labels = [point.label for point in points()]
     assert len(set(labels)) == len(labels)
     assert labels[:4] == ["rows", "rows, negative", "rows, zero", "one row"]
@@ -64,13 +64,13 @@ def test_points_are_combinations_and_what_is_crossed_with_them() -> None:
     assert "one row, transposed" not in labels
 
 
-def test_a_point_that_is_not_valid_for_a_dtype_is_left_out() -> None:
+def test_points_invalid_for_a_dtype_are_omitted() -> None:
     assert any(point["scale"] == 0 for point in points())
     assert not any(point["scale"] == 0 for point in points(torch.bfloat16))
     assert SPACE.points(torch.float64) == []
 
 
-def test_few_points_cover_every_label() -> None:
+def test_covering_points_contain_every_label() -> None:
     few = SPACE.covering(torch.float32)
     assert {pair for p in few for pair in p.coordinates()} == {
         pair for p in points() for pair in p.coordinates()
@@ -79,20 +79,20 @@ def test_few_points_cover_every_label() -> None:
 
 
 @given(st.sampled_from(points()), st.integers(0, 2**32))
-def test_a_case_is_that_of_its_point_and_seed(point: Point, seed: int) -> None:
-    one, again = (SPACE.build(point, torch.float32, seed) for _ in range(2))
-    other = SPACE.build(point, torch.float32, seed + 1)
-    assert one.label == point.label
+def test_a_case_depends_only_on_point_and_seed(point: Point, seed: int) -> None:
+    first, again = (SPACE.build(point, torch.float32, seed) for _ in range(2))
+    other_seed = SPACE.build(point, torch.float32, seed + 1)
+    assert first.label == point.label
     for name in ("x", "bias"):
-        a, b = one.arguments[name], again.arguments[name]
+        a, b = first.arguments[name], again.arguments[name]
         assert a.stride() == b.stride()
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    assert not torch.equal(one.arguments["bias"], other.arguments["bias"])
+    assert not torch.equal(first.arguments["bias"], other_seed.arguments["bias"])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 5), (7,), (1, 1), (1, 6, 1)])
-def test_a_layout_changes_the_memory_and_no_value(layout: str, shape: tuple[int, ...]) -> None:
+def test_a_layout_changes_strides_but_no_values(layout: str, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape)
     moved = LAYOUTS[layout](tensor, 0)
     assert torch.equal(moved, tensor)
@@ -112,7 +112,7 @@ def test_uneven_rows_differ_between_arguments() -> None:
     assert LAYOUTS["uneven rows"](tensor, 0).stride() != LAYOUTS["uneven rows"](tensor, 1).stride()
 
 
-def test_only_what_an_op_takes_is_laid_out() -> None:
+def test_only_declared_arguments_get_a_layout() -> None:
     point = next(p for p in points() if p.layout == "transposed")
     arguments = SPACE.build(point, torch.float32, 0).arguments
     assert arguments["x"].stride() == (1, 3)
@@ -120,7 +120,7 @@ def test_only_what_an_op_takes_is_laid_out() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_special_values_are_there_and_leave_ordinary_ones(dtype: torch.dtype) -> None:
+def test_special_values_are_added_to_ordinary_ones(dtype: torch.dtype) -> None:
     of = {p.special: SPACE.build(p, dtype, 0).arguments["x"] for p in points(dtype)}
     assert sorted(of["infinities"][of["infinities"].isinf()].tolist()) == [-torch.inf, torch.inf]
     assert int(of["NaN"].isnan().sum()) == 1
@@ -132,14 +132,14 @@ def test_special_values_are_there_and_leave_ordinary_ones(dtype: torch.dtype) ->
     assert bool((of["subnormals"][0].abs() > 1e-3).any())
 
 
-def test_cases_are_planned_without_building_them() -> None:
+def test_planning_builds_no_cases() -> None:
     plans = list(planned_cases(scaled, seed=0))
     assert len(plans) == sum(len(points(dtype)) for dtype in SPACE.dtypes)
     assert plans[0].build().arguments["x"].dtype == plans[0].dtype == torch.float32
     assert len(list(planned_cases(scaled, seed=0, quick=True))) < len(plans)
 
 
-def test_a_generator_that_is_no_space_is_planned_too() -> None:
+def test_a_plain_generator_is_planned_too() -> None:
     def cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
         yield Case("only", {"x": torch.zeros(1, dtype=dtype)})
 
@@ -155,7 +155,7 @@ def test_a_generator_that_is_no_space_is_planned_too() -> None:
     assert all(plan.build().label == "only" for plan in plans)
 
 
-def test_what_a_space_does_not_know_is_named() -> None:
+def test_unknown_axes_and_labels_are_named() -> None:
     axis = Axis("shape", {"one": (1,)})
     with pytest.raises(RecordError, match=r"no axis 'shape' with the labels \['two'\]"):
         CaseSpace(build, axis, crossed={"shape": ("two",)})
@@ -163,11 +163,11 @@ def test_what_a_space_does_not_know_is_named() -> None:
         CaseSpace(build, axis, alone={"width": ()})
     with pytest.raises(RecordError, match="has no value"):
         Axis("shape", {})
-    with pytest.raises(RecordError, match="as one that every space has"):
+    with pytest.raises(RecordError, match="which every space has already"):
         Axis("layout", {"dense": None})
 
 
-def test_bounds_leave_out_what_is_not_finite() -> None:
+def test_bounds_ignore_values_that_are_not_finite() -> None:
     x = torch.tensor([[3.0, -torch.inf], [4.0, torch.nan]])
     assert peak(x) == 4.0
     assert peak(torch.empty(0)) == 0.0

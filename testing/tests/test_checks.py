@@ -86,8 +86,8 @@ def sum_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
 @custom_op("toy_sum", cases=sum_cases)
 def toy_sum(pages: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     rows = pages[table].flatten(1)
-    written = torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
-    return torch.where(written, rows, 0).sum(-1)
+    is_written = torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
+    return torch.where(is_written, rows, 0).sum(-1)
 
 
 def faults_of(
@@ -159,7 +159,7 @@ def sum_token_by_token(
         (toy_sum, sum_token_by_token),
     ],
 )
-def test_nothing_right_is_blamed(op: Any, function: Callable[..., Any]) -> None:
+def test_correct_kernels_have_no_faults(op: Any, function: Callable[..., Any]) -> None:
     assert faults_of(op, function) == []
 
 
@@ -331,11 +331,13 @@ def sum_missing_the_last_token_of_a_page(
         (toy_sum, sum_missing_the_last_token_of_a_page, "value"),
     ],
 )
-def test_what_is_wrong_is_blamed(op: Any, function: Callable[..., Any], check: str) -> None:
+def test_wrong_kernels_have_the_expected_fault(
+    op: Any, function: Callable[..., Any], check: str
+) -> None:
     assert check in {fault.check for fault in faults_of(op, function)}
 
 
-def test_a_fault_tells_place_error_and_bound() -> None:
+def test_a_fault_states_index_error_and_bound() -> None:
     def shifted(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
         y, index = toy_norm.reference(x, weight, eps)
         y[1, 7] += 0.5
@@ -374,7 +376,7 @@ def doubly_rounded_norm(
 
 @pytest.mark.process
 @pytest.mark.parametrize("extra", [0, 8])
-def test_a_kernel_may_state_roundings_of_its_own(trials_of: TrialsOf, extra: int) -> None:
+def test_extra_roundings_widen_the_bound_of_one_kernel(trials_of: TrialsOf, extra: int) -> None:
     """A kernel may be off by eight roundings more if its record says so; the op stays as it is."""
     target = f"{__name__}:doubly_rounded_norm"
     record = Kernel("toy_norm", "toy_norm_rough", target, extra_roundings=extra)
@@ -479,7 +481,7 @@ def test_every_case_of_every_candidate_is_a_trial(trials_of: TrialsOf) -> None:
 
 
 @pytest.mark.process
-def test_a_refusal_is_told_apart_from_a_run(trials_of: TrialsOf) -> None:
+def test_a_refused_trial_differs_from_a_passed_one(trials_of: TrialsOf) -> None:
     only_bfloat16 = norm_kernel(
         "only_bfloat16", "raise_an_error", requires=Requires(dtypes=("bfloat16",))
     )
@@ -495,14 +497,17 @@ def test_a_refusal_is_told_apart_from_a_run(trials_of: TrialsOf) -> None:
 
 
 @pytest.mark.process
-def test_what_is_for_another_platform_is_left_out(trials_of: TrialsOf) -> None:
+def test_candidates_for_other_platforms_are_omitted(trials_of: TrialsOf) -> None:
     elsewhere = norm_kernel("elsewhere", "raise_an_error", platform="elsewhere")
-    here = norm_kernel("here", "norm_in_float64", platform="cpu")
-    assert {t.candidate.name for t in trials_of(NORM, elsewhere, here)} == {"reference", "here"}
+    cpu_kernel = norm_kernel("here", "norm_in_float64", platform="cpu")
+    assert {t.candidate.name for t in trials_of(NORM, elsewhere, cpu_kernel)} == {
+        "reference",
+        "here",
+    }
 
 
 @pytest.mark.process
-def test_what_raises_is_a_fault_with_its_traceback(trials_of: TrialsOf) -> None:
+def test_an_exception_is_a_fault_with_traceback(trials_of: TrialsOf) -> None:
     raising = norm_kernel("raising", "raise_an_error")
     missing = norm_kernel("missing", "nowhere")
     judging = norm_kernel("judging", "norm_in_float64", predicate=f"{__name__}:judge_by_raising")
@@ -533,13 +538,13 @@ def test_a_light_module_passes() -> None:
 
 
 @pytest.mark.process
-def test_a_heavy_module_is_blamed() -> None:
+def test_a_heavy_module_is_a_fault() -> None:
     (fault,) = check_lightness("interposer._contract.op")
     assert fault.check == "import"
     assert "torch" in fault.reason
 
 
 @pytest.mark.process
-def test_a_module_that_fails_is_blamed() -> None:
+def test_a_module_that_cannot_be_imported_is_a_fault() -> None:
     (fault,) = check_lightness("interposer.nowhere")
     assert "ModuleNotFoundError" in fault.traceback

@@ -297,8 +297,10 @@ Tried = Callable[..., list[Trial]]
 @pytest.fixture
 def tried(registered: Callable[..., Registry]) -> Tried:
     def trials(*records: Record, device: Device = DEVICE, quick: bool = True) -> list[Trial]:
-        found = conformance(registered(TAPE, *records), device, op=records[0].name, quick=quick)
-        return list(found)
+        all_trials = conformance(
+            registered(TAPE, *records), device, op=records[0].name, quick=quick
+        )
+        return list(all_trials)
 
     return trials
 
@@ -320,7 +322,7 @@ def aspects(trials: list[Trial], name: str) -> set[Aspect]:
         ("of_half_the_weight", "halve", frozenset({"opaque"})),
     ],
 )
-def test_a_healthy_kernel_is_not_blamed(
+def test_a_correct_kernel_has_no_faults(
     tried: Tried, target: str, prepare: str, properties: frozenset[str]
 ) -> None:
     prepared = f"{__name__}:{prepare}" if prepare else ""
@@ -357,16 +359,20 @@ def test_a_healthy_kernel_is_not_blamed(
         ("in_other_precision_at_the_end", "batch invariance", {"batch_invariant", "graph_safe"}),
     ],
 )
-def test_a_broken_promise_is_found_by_its_own_aspect(
+def test_a_false_property_fails_only_in_its_own_aspect(
     tried: Tried, target: str, aspect: Aspect, claims: set[str]
 ) -> None:
-    wanted = {"traceable"} if aspect.startswith("compile") else set()
+    needed_properties = {"traceable"} if aspect.startswith("compile") else set()
     quick = aspect != "compile static"
-    trials = tried(SCALED, kernel(target, properties=frozenset(claims | wanted)), quick=quick)
-    found = blamed(trials, target)
-    assert aspect in found
+    trials = tried(
+        SCALED, kernel(target, properties=frozenset(claims | needed_properties)), quick=quick
+    )
+    failed_aspects = blamed(trials, target)
+    assert aspect in failed_aspects
     # A graph break is one for any number of rows.
-    assert found - {aspect} <= ({"compile dynamic"} if aspect == "compile static" else set())
+    assert failed_aspects - {aspect} <= (
+        {"compile dynamic"} if aspect == "compile static" else set()
+    )
     assert blamed(trials, "reference") == set()
 
 
@@ -378,7 +384,7 @@ def test_a_broken_promise_is_found_by_its_own_aspect(
         ("raised_less_at_the_end", "opaque", "batch invariance"),
     ],
 )
-def test_promises_of_sequences_one_after_the_other(
+def test_properties_of_ragged_sequences_are_checked(
     tried: Tried, target: str, compiles: str, aspect: Aspect | None
 ) -> None:
     properties = frozenset({"batch_invariant", compiles})
@@ -403,7 +409,7 @@ def test_promises_of_sequences_one_after_the_other(
         "in_other_precision_alone",
     ],
 )
-def test_what_is_not_promised_is_not_tried(tried: Tried, target: str) -> None:
+def test_undeclared_properties_are_not_tested(tried: Tried, target: str) -> None:
     trials = tried(SCALED, kernel(target))
     assert aspects(trials, target) == {"numerics", "opcheck", "threads"}
     assert blamed(trials, target) == set()
@@ -415,12 +421,12 @@ def test_what_is_not_promised_is_not_tried(tried: Tried, target: str) -> None:
         ("with_a_branch_on_a_value", "compile", "raised"),
         ("with_another_sum_when_traced", "compile", "above the bound"),
         ("with_a_peak_on_the_host", "graph", "above the bound"),
-        ("with_one_scratch", "thread", "alone and beside other threads"),
+        ("with_one_scratch", "thread", "one thread and eight threads"),
         ("with_another_last_bit_at_times", "determinism", "runs 1 and"),
-        ("in_other_precision_alone", "batch", "among 5 rows and by itself"),
+        ("in_other_precision_alone", "batch", "calls with 5 rows and one row"),
     ],
 )
-def test_a_fault_names_its_check_and_says_what_is_wrong(
+def test_a_fault_names_its_check_and_reason(
     tried: Tried, target: str, check: str, words: str
 ) -> None:
     trials = tried(SCALED, kernel(target, properties=ALL_BUT_OPAQUE))
@@ -445,7 +451,7 @@ def test_a_reference_that_waits_for_a_value_is_found_without_a_platform(tried: T
     assert [fault.check for fault in capture.run()] == ["graph"]
 
 
-def test_a_claim_that_cannot_be_tried_says_why(tried: Tried) -> None:
+def test_a_property_that_cannot_be_tested_states_the_reason(tried: Tried) -> None:
     trials = tried(
         SCALED, kernel("by_weight_first", properties=ALL_BUT_OPAQUE), device=PLAIN_DEVICE
     )
@@ -456,13 +462,13 @@ def test_a_claim_that_cannot_be_tried_says_why(tried: Tried) -> None:
 
 
 @pytest.mark.process  # trials in full look for a compiler
-def test_what_is_written_beside_nan_is_not_blamed(tried: Tried) -> None:
+def test_ops_on_a_cache_with_nan_have_no_faults(tried: Tried) -> None:
     trials = tried(OpEntry("write", f"{__name__}:write", ALL_BUT_OPAQUE), quick=False)
     assert {trial.aspect for trial in trials} >= {"opcheck", "batch invariance", "graph capture"}
     assert [fault for trial in trials for fault in trial.run()] == []
 
 
-def test_the_sign_of_a_zero_counts_where_nothing_is_computed(tried: Tried) -> None:
+def test_the_sign_of_zero_matters_for_exact_ops(tried: Tried) -> None:
     adding = Kernel("write", "adding", f"{__name__}:write_adding_zero")
     trials = tried(OpEntry("write", f"{__name__}:write"), adding)
     faults = [f for t in trials if t.candidate.name == "adding" for f in t.run()]
@@ -476,11 +482,11 @@ def write_adding_zero(cache: torch.Tensor, rows: torch.Tensor, places: torch.Ten
 
 
 @pytest.mark.process  # trials in full look for a compiler
-def test_a_kernel_is_tried_in_every_dtype_that_it_takes(tried: Tried) -> None:
+def test_a_kernel_is_tested_in_every_accepted_dtype(tried: Tried) -> None:
     everywhere = Kernel("scaled", "everywhere", f"{__name__}:by_weight_first")
-    one = kernel("by_weight_first")
+    float32_kernel = kernel("by_weight_first")
     dtypes: dict[str, set[str]] = {}
-    for trial in tried(SCALED, everywhere, one, quick=False):
+    for trial in tried(SCALED, everywhere, float32_kernel, quick=False):
         if trial.aspect == "threads":
             dtypes.setdefault(trial.candidate.name, set()).add(trial.request.dtype)
     assert dtypes["everywhere"] == dtypes["reference"] == {"float32", "bfloat16", "float16"}
@@ -488,12 +494,12 @@ def test_a_kernel_is_tried_in_every_dtype_that_it_takes(tried: Tried) -> None:
 
 
 @pytest.mark.process  # trials in full look for a compiler
-def test_trials_go_by_names_of_their_own(tried: Tried) -> None:
+def test_names_of_trials_are_unique(tried: Tried) -> None:
     trials = tried(SCALED, kernel("by_weight_first", properties=ALL_BUT_OPAQUE), quick=False)
     assert len(set(map(str, trials))) == len(trials)
 
 
-def test_no_thread_is_left_behind(tried: Tried) -> None:
+def test_no_thread_remains_after_the_trials(tried: Tried) -> None:
     before = set(threading.enumerate())
     for trial in tried(SCALED, kernel("by_weight_first", properties=ALL_BUT_OPAQUE)):
         trial.run()

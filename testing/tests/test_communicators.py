@@ -69,33 +69,35 @@ def run(record: CommunicatorEntry) -> dict[str, list[Fault]]:
         ("what is left", "ranks", "/dev/shm/interposer-wrong-"),
     ],
 )
-def test_each_mistake_is_found(label: str, check: str, reason: str) -> None:
-    found = faults_of("Wrong")[label]
-    assert [fault for fault in found if fault.check == check and reason in fault.reason], found
+def test_each_faulty_communicator_is_found(label: str, check: str, reason: str) -> None:
+    faults = faults_of("Wrong")[label]
+    assert [fault for fault in faults if fault.check == check and reason in fault.reason], faults
 
 
 @pytest.mark.parametrize("label", ["a rank that hangs", "a rank that exits"])
-def test_a_lost_rank_has_to_be_missed_by_its_error(label: str) -> None:
+def test_a_lost_rank_must_raise_rank_error(label: str) -> None:
     reasons = {fault.reason for fault in faults_of("Wrong")[label]}
     assert "raised ValueError('something went wrong'), not RankError" in reasons
 
 
-def test_results_have_to_last() -> None:
-    found = {fault.reason: fault for fault in faults_of("Wrong")["all collectives on 2 ranks"]}
-    fault = found["a result that was kept was overwritten by later calls"]
+def test_later_calls_must_not_overwrite_results() -> None:
+    faults_by_reason = {
+        fault.reason: fault for fault in faults_of("Wrong")["all collectives on 2 ranks"]
+    }
+    fault = faults_by_reason["later calls overwrote an earlier result"]
     assert fault.where.startswith("repeated: all_reduce")
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_is_a_fault_of_everything() -> None:
+def test_a_crashed_rank_fails_every_check() -> None:
     record = CommunicatorEntry("dead", "wrong_communicators:Dead", ("all_reduce",))
-    found = run(record)
-    assert len(found) == 5
-    for faults in found.values():
+    faults_by_label = run(record)
+    assert len(faults_by_label) == 5
+    for faults in faults_by_label.values():
         assert "its process left with exit code 3" in {fault.reason for fault in faults}
 
 
-def test_what_a_record_refuses_is_not_tried() -> None:
+def test_refused_collectives_are_not_tested() -> None:
     requires = Requires(dtypes=("float32",), dims={"ranks": Dim(at_least=8)})
     record = CommunicatorEntry("many", PORTABLE, ("all_reduce",), requires=requires)
     (trial,) = trials(record)
@@ -104,7 +106,7 @@ def test_what_a_record_refuses_is_not_tried() -> None:
     assert "ranks" in trial.verdict.reason
 
 
-def test_a_machine_with_too_few_devices_says_so() -> None:
+def test_too_few_devices_are_reported() -> None:
     record = CommunicatorEntry("far", PORTABLE, ("all_reduce",))
     (trial,) = trials(record, Device("acme", "acme:0", "test", Capability("any")), (4,))
     count = torch.accelerator.device_count()
@@ -113,7 +115,7 @@ def test_a_machine_with_too_few_devices_says_so() -> None:
 
 @pytest.mark.parametrize("collective", [*COLLECTIVES, FUSED])
 @pytest.mark.parametrize("num", [2, 4])
-def test_what_is_expected_follows_from_what_is_given(collective: str, num: int) -> None:
+def test_expected_results_match_a_simulation(collective: str, num: int) -> None:
     """A communicator that one process plays gets every case right, and a wrong one does not."""
     for case in collective_cases(collective, num, ("bfloat16",)):
         results = played(case)
@@ -125,28 +127,28 @@ def test_what_is_expected_follows_from_what_is_given(collective: str, num: int) 
 
 
 def played(case: CollectiveCase) -> list[torch.Tensor]:
-    given = case.given
-    ranks = range(len(given))
+    inputs = case.inputs
+    ranks = range(len(inputs))
     match case.collective:
         case "all_gather":
-            return [torch.cat(given)] * len(given)
+            return [torch.cat(inputs)] * len(inputs)
         case "broadcast":
-            return [given[case.source]] * len(given)
+            return [inputs[case.source]] * len(inputs)
         case "all_to_all":
             return [
-                torch.cat([x.split(case.sent(other))[rank] for other, x in enumerate(given)])
+                torch.cat([x.split(case.sent(sender))[rank] for sender, x in enumerate(inputs)])
                 for rank in ranks
             ]
-    total = given[0].clone()
-    for x in given[1:]:
+    total = inputs[0].clone()
+    for x in inputs[1:]:
         total += x  # rounded each time
     if case.collective == FUSED:
         residual, weight = case.stream
         stream = residual + total
         normed = rms_norm(stream, weight.shape, weight.float(), EPS).to(total.dtype)
-        return [torch.stack([normed.float(), stream])] * len(given)
+        return [torch.stack([normed.float(), stream])] * len(inputs)
     if case.collective == "all_reduce":
-        return [total] * len(given)
+        return [total] * len(inputs)
     return list(total.split(case.sizes))
 
 

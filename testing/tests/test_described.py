@@ -90,7 +90,7 @@ def registry(
 
 @settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(descriptions)
-def test_json_holds_everything(description: DeviceDescription) -> None:
+def test_json_round_trip_keeps_everything(description: DeviceDescription) -> None:
     text = description.to_json()
     again = DeviceDescription.model_validate_json(text)
     assert again == description
@@ -138,7 +138,7 @@ def test_the_device_is_the_one_that_the_platform_would_report(file: Path) -> Non
         ({"units": 0, "memory_bytes": -1}, "; memory_bytes is -1"),
     ],
 )
-def test_a_wrong_file_says_what_is_wrong(
+def test_an_invalid_description_names_the_wrong_field(
     change: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "wrong.json"
@@ -158,7 +158,7 @@ def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
         DeviceDescription.read(path)
 
 
-def test_three_faults_are_named_and_the_rest_counted(tmp_path: Path) -> None:
+def test_three_faults_are_named_and_further_ones_counted(tmp_path: Path) -> None:
     path = tmp_path / "wrong.json"
     path.write_text('{"version": 1, "name": "Abacus 9"}')
     with pytest.raises(StorageError) as caught:
@@ -168,7 +168,7 @@ def test_three_faults_are_named_and_the_rest_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"null"])
-def test_a_file_of_something_else_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_no_description_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_bytes(content)
     with pytest.raises(StorageError, match="describes no device"):
@@ -235,13 +235,11 @@ def test_the_placement_needs_neither_hardware_nor_the_platforms_code(registry: R
     assert DeviceDescription.of(placement) == find_description(registry, "nine")
 
 
-def test_the_placement_says_which_file_it_is_from(registry: Registry, file: Path) -> None:
+def test_the_placement_names_its_file(registry: Registry, file: Path) -> None:
     assert described_placement(registry, file).choice.why == f"'Abacus 9' is described in {file}"
 
 
-def test_a_device_of_a_platform_that_nobody_provides_is_refused(
-    registry: Registry, tmp_path: Path
-) -> None:
+def test_a_device_of_an_unknown_platform_is_refused(registry: Registry, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(json.dumps({**FACTS, "platform": "abcaus"}))
     with pytest.raises(UnknownNameError, match="platform 'abcaus' of the device 'Abacus 9'") as e:

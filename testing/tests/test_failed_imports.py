@@ -59,7 +59,7 @@ def report(verified: Callable[[str, str], Report]) -> Report:
     return verified(BROKEN, KERNELS)
 
 
-def test_text_tells_it_once_with_the_records_that_it_hits(report: Report) -> None:
+def test_text_shows_a_failed_import_once_with_its_records(report: Report) -> None:
     (block,) = (block for block in str(report).split("\n\n") if block.startswith("WRONG"))
     lines = block.splitlines()
     assert re.fullmatch(
@@ -88,7 +88,7 @@ def test_every_record_stays_wrong_and_json_holds_each(report: Report) -> None:
     assert earlier.candidates[0].tallies[0].findings[0].cause == ""
 
 
-def test_pages_tell_it_once(report: Report) -> None:
+def test_pages_show_a_failed_import_once(report: Report) -> None:
     for page in (html([report]), markdown([report])):
         assert page.count("Traceback (most recent call last)") == 1
         assert page.count("by one import that fails") == 1
@@ -99,7 +99,7 @@ def test_pages_tell_it_once(report: Report) -> None:
     assert sum("Traceback" in text for text in failures) == 1
 
 
-def test_other_faults_are_told_beside_it(verified: Callable[[str, str], Report]) -> None:
+def test_other_faults_are_shown_too(verified: Callable[[str, str], Report]) -> None:
     report = verified(BROKEN, "1 / 0\n")
     blocks = [block for block in str(report).split("\n\n") if block.startswith("WRONG")]
     first, second = sorted(blocks, key=lambda block: "ZeroDivisionError" in block)
@@ -108,7 +108,7 @@ def test_other_faults_are_told_beside_it(verified: Callable[[str, str], Report])
     assert "acme_kernels.py:1)" in second
 
 
-def test_what_raises_when_it_is_called_is_told_at_each_record(
+def test_an_exception_in_a_call_is_shown_for_each_record(
     registered: Callable[..., Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "acme_raising.py").write_text(

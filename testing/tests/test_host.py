@@ -53,7 +53,7 @@ def verified(op: str = "silu_and_mul", case: str = "") -> Report:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("announce")
-def test_kernels_are_tried_in_every_layer(tmp_path: Path) -> None:
+def test_kernels_are_tested_in_every_layer_of_a_host(tmp_path: Path) -> None:
     installed(tmp_path, SOUND)
     report = verified()
     assert report.state == "correct"
@@ -67,12 +67,12 @@ def test_kernels_are_tried_in_every_layer(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("announce")
 def test_the_kernel_under_test_is_the_one_that_computes(tmp_path: Path) -> None:
-    told = tmp_path / "told"
+    log = tmp_path / "told"
     spying = SOUND.replace("        x = arg", "        self.tell(op)\n        x = arg").replace(
         "    def layers",
         "    def tell(self, op):\n"
         "        from interposer import effective_config\n"
-        f"        with open({str(told)!r}, 'a') as file:\n"
+        f"        with open({str(log)!r}, 'a') as file:\n"
         "            file.write(str(effective_config().kernels[op]) + '\\n')\n\n"
         "    def layers",
     )
@@ -80,7 +80,7 @@ def test_the_kernel_under_test_is_the_one_that_computes(tmp_path: Path) -> None:
     report = verified()
     names = {f"{c.provider}/{c.name}" for c in report.in_state("correct")}
     assert len(names) >= 2
-    assert all(any(name in line for line in told.read_text().splitlines()) for name in names)
+    assert all(any(name in line for line in log.read_text().splitlines()) for name in names)
 
 
 @pytest.mark.usefixtures("announce")
@@ -115,7 +115,9 @@ def test_an_unknown_host_is_named_with_the_group() -> None:
         ("Beta = 1", "Acme"),
     ],
 )
-def test_a_host_that_cannot_be_used_says_why(tmp_path: Path, module: str, reason: str) -> None:
+def test_a_host_that_cannot_be_loaded_states_the_reason(
+    tmp_path: Path, module: str, reason: str
+) -> None:
     installed(tmp_path, module)
     with pytest.raises(ConfigError, match=f"The host 'acme'.*{reason}"):
         verified()

@@ -179,7 +179,7 @@ def faults_of(trials: list[Trial], name: str) -> list[Fault]:
     return [fault for trial in trials if trial.candidate.name == name for fault in trial.run()]
 
 
-def test_a_replacement_that_computes_the_same_is_not_blamed(trials_of: TrialsOf) -> None:
+def test_a_correct_replacement_has_no_faults(trials_of: TrialsOf) -> None:
     same = LayerEntry("scale", "same", here("SameScale"))
     trials = trials_of("layer", SCALE, STANDARD, same)
     assert {(t.candidate.name, t.request.dtype) for t in trials} == {
@@ -198,7 +198,9 @@ def test_a_replacement_that_computes_the_same_is_not_blamed(trials_of: TrialsOf)
         ("WritingScale", "it is written"),
     ],
 )
-def test_a_replacement_that_departs_is_blamed(trials_of: TrialsOf, target: str, words: str) -> None:
+def test_a_replacement_with_other_results_is_a_fault(
+    trials_of: TrialsOf, target: str, words: str
+) -> None:
     trials = trials_of("layer", SCALE, STANDARD, LayerEntry("scale", "other", here(target)))
     faults = faults_of(trials, "other")
     assert faults
@@ -207,7 +209,7 @@ def test_a_replacement_that_departs_is_blamed(trials_of: TrialsOf, target: str, 
     assert faults_of(trials, "standard") == []
 
 
-def test_a_layer_is_given_what_is_built_at_its_site(trials_of: TrialsOf) -> None:
+def test_placed_arguments_are_built_at_the_site_of_the_layer(trials_of: TrialsOf) -> None:
     standard = LayerEntry(
         "sharing", "standard", here("Sharing"), score=0.0, cases=here("sharing_layers")
     )
@@ -220,14 +222,14 @@ def test_a_layer_is_given_what_is_built_at_its_site(trials_of: TrialsOf) -> None
 @pytest.mark.parametrize(
     ("target", "error"), [("ForgetfulScale", "TypeError"), ("RenamedScale", "weight_of_mine")]
 )
-def test_a_replacement_that_raises_is_blamed(trials_of: TrialsOf, target: str, error: str) -> None:
+def test_a_replacement_that_raises_is_a_fault(trials_of: TrialsOf, target: str, error: str) -> None:
     trials = trials_of("layer", SCALE, STANDARD, LayerEntry("scale", "other", here(target)))
     faults = faults_of(trials, "other")
     assert {fault.check for fault in faults} == {"call"}
     assert all(error in fault.reason for fault in faults)
 
 
-def test_a_layer_without_cases_says_that_it_was_not_run(trials_of: TrialsOf) -> None:
+def test_a_layer_without_cases_is_not_run(trials_of: TrialsOf) -> None:
     plain = LayerEntry("scale", "standard", here("Scale"), score=0.0)
     same = LayerEntry("scale", "same", here("SameScale"))
     trials = trials_of("layer", SCALE, plain, same)
@@ -352,7 +354,7 @@ def examples() -> Mapping[str, Mapping[str, Any]]:
 SCHEME = SchemeEntry("byte", "byte", here("ByteScheme"), examples=here("examples"))
 
 
-def test_a_scheme_is_tried_on_its_examples(trials_of: TrialsOf) -> None:
+def test_a_scheme_is_tested_on_its_examples(trials_of: TrialsOf) -> None:
     trials = trials_of("scheme", SCHEME)
     assert len(trials) == 3 * len(ByteScheme.methods)
     found: dict[str, list[Fault]] = {}
@@ -368,14 +370,14 @@ def test_a_scheme_is_tried_on_its_examples(trials_of: TrialsOf) -> None:
         "loud": "above the bound",
         "endless": "not finite",
         "wide": "torch.float64",
-        "plain": "so that nothing is tried",
+        "plain": "so nothing can be checked",
     }
     for label, reason in words.items():
         assert found[label], label
         assert all(fault.check == "scheme" and reason in str(fault) for fault in found[label])
 
 
-def test_a_scheme_without_examples_says_that_it_was_not_run(trials_of: TrialsOf) -> None:
+def test_a_scheme_without_examples_is_not_run(trials_of: TrialsOf) -> None:
     (trial,) = trials_of("scheme", SchemeEntry("byte", "byte", here("ByteScheme")))
     assert trial.not_run == "the record names no examples of settings"
 
@@ -395,7 +397,7 @@ HEALTHY: list[Record] = [
 ]
 
 
-def test_healthy_records_are_not_blamed(trials_of: TrialsOf) -> None:
+def test_correct_records_have_no_faults(trials_of: TrialsOf) -> None:
     trials = trials_of("records", *HEALTHY)
     assert len(trials) == len(HEALTHY)
     assert [fault for trial in trials for fault in trial.run()] == []
@@ -424,7 +426,7 @@ def test_healthy_records_are_not_blamed(trials_of: TrialsOf) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_record_that_names_the_wrong_thing_is_blamed(
+def test_a_record_with_a_wrong_target_is_a_fault(
     trials_of: TrialsOf, record: Record, words: str
 ) -> None:
     trials = trials_of("records", SCALE, record)
@@ -437,13 +439,13 @@ def test_a_record_that_names_the_wrong_thing_is_blamed(
     assert faults_of(trials, "reference") == [] or isinstance(record, OpEntry)
 
 
-def test_a_kernel_of_an_op_that_nobody_declares_is_blamed(trials_of: TrialsOf) -> None:
+def test_a_kernel_of_an_unknown_op_is_a_fault(trials_of: TrialsOf) -> None:
     (trial,) = trials_of("records", Kernel("nothing", "other", here("scale")))
     (fault,) = trial.run()
     assert str(fault) == "op 'nothing': no installed plugin declares it (record)"
 
 
-def test_a_record_for_another_platform_says_that_it_was_not_run(trials_of: TrialsOf) -> None:
+def test_a_record_for_another_platform_is_not_run(trials_of: TrialsOf) -> None:
     elsewhere = Kernel("scale", "other", here("nowhere"), platform="elsewhere")
     trials = trials_of("records", SCALE, elsewhere)
     (trial,) = [trial for trial in trials if trial.candidate.name == "other"]
@@ -451,12 +453,12 @@ def test_a_record_for_another_platform_says_that_it_was_not_run(trials_of: Trial
     assert trial.run() == []
 
 
-def test_a_plugin_in_code_has_no_module_to_weigh(trials_of: TrialsOf) -> None:
+def test_a_plugin_in_code_has_no_lightness_trial(trials_of: TrialsOf) -> None:
     (trial,) = trials_of("lightness", SCALE)
     assert trial.not_run == "the plugin was added in code, not from an installed module"
 
 
-def test_one_op_alone_brings_only_its_kernels(registered: Callable[..., Registry]) -> None:
+def test_limiting_to_an_op_tests_only_its_kernels(registered: Callable[..., Registry]) -> None:
     trials = conformance(registered(*HEALTHY), DEVICE, op="scale")
     kinds: set[str] = {trial.aspect for trial in trials}
     assert not kinds & {"records", "lightness", "layer", "scheme"}

@@ -25,7 +25,7 @@ FENCES: list[Fence] = ["", "before", "after"]
     st.integers(0, 3),
     st.booleans(),
 )
-def test_an_operand_is_its_tensor(
+def test_an_operand_copies_values_and_strides(
     shape: list[int], dtype: torch.dtype, fence: Fence, offset: int, spread: bool
 ) -> None:
     storage = torch.arange(10, offset + 2 * torch.Size(shape).numel() + 11).to(dtype)
@@ -49,7 +49,7 @@ def test_an_operand_is_its_tensor(
     ("fence", "at_bytes", "ends"),
     [("after", 64, True), ("after", -4, False), ("before", -4, True), ("before", 64, False)],
 )
-def test_touching_what_lies_beside_ends_the_process(
+def test_access_outside_a_fenced_operand_ends_the_process(
     fence: Fence, at_bytes: int, ends: bool
 ) -> None:
     operand = Operand(torch.zeros(16), "cpu", fence)

@@ -90,8 +90,10 @@ def raises(request: Request) -> Verdict:
 
 
 def kernel(name: str, target: str = "twice", predicate: str = "", **requires: Any) -> Kernel:
-    asked = f"{HERE}:{predicate}" if predicate else ""
-    return Kernel("planned_double", name, f"{HERE}:{target}", "abacus", Requires(**requires), asked)
+    predicate_target = f"{HERE}:{predicate}" if predicate else ""
+    return Kernel(
+        "planned_double", name, f"{HERE}:{target}", "abacus", Requires(**requires), predicate_target
+    )
 
 
 @pytest.fixture
@@ -130,12 +132,12 @@ def only(report: PlanReport, name: str) -> PlannedRecord:
         (kernel("either", predicate="wants_either"), ("large",)),
     ],
 )
-def test_what_is_right_fits_some_device(
+def test_correct_records_fit_a_device(
     planned: Callable[..., PlanReport], record: Kernel, fits: tuple[str, ...]
 ) -> None:
     report = planned(record)
-    found = only(report, record.name)
-    assert (found.state, found.faults, found.fits) == ("sound", (), fits)
+    planned_record = only(report, record.name)
+    assert (planned_record.state, planned_record.faults, planned_record.fits) == ("sound", (), fits)
     assert report.sound
     assert report.devices == ("small", "large")
 
@@ -146,7 +148,7 @@ def test_what_is_right_fits_some_device(
         (kernel("a", predicate="wants_fp9"), "needs the format 'float9', which no described"),
         (
             kernel("a", dims={"hidden_size": Dim(at_least=1)}),
-            "requires the dim 'hidden_size', which the op 'planned_double' never states; "
+            "requires the dim 'hidden_size', which the op 'planned_double' does not have; "
             "nearest: 'width'",
         ),
         (kernel("a", target="other_arguments"), "target: it takes (x: 'torch.Tensor', factor:"),
@@ -157,15 +159,15 @@ def test_what_is_right_fits_some_device(
         ),
     ],
 )
-def test_what_is_wrong_is_found(
+def test_faults_of_records_are_found(
     planned: Callable[..., PlanReport], record: Record, fault: str
 ) -> None:
     report = planned(record)
-    found = only(report, "a")
-    assert found.state == "wrong"
-    assert any(text.startswith(fault) for text in found.faults), found.faults
+    planned_record = only(report, "a")
+    assert planned_record.state == "wrong"
+    assert any(text.startswith(fault) for text in planned_record.faults), planned_record.faults
     assert not report.sound
-    assert f"WRONG {found.title}" in str(report)
+    assert f"WRONG {planned_record.title}" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -174,14 +176,14 @@ def test_what_is_wrong_is_found(
         (
             kernel("a", architectures=frozenset({"gold"}), features=frozenset({"wheels"})),
             (),
-            "needs the architecture 'gold' (nearest: 'wood', 'brass'); by all else that it needs "
-            "it fits large",
+            "needs the architecture 'gold' (nearest: 'wood', 'brass'); its other requirements fit "
+            "large",
         ),
         (
             kernel("a", features=frozenset({"wheel"}), predicate="wants_fp8"),
             (),
-            "needs the feature 'wheel' (nearest: 'wheels', 'beads'); by all else that it needs it "
-            "fits large",
+            "needs the feature 'wheel' (nearest: 'wheels', 'beads'); its other requirements fit "
+            "large",
         ),
         (
             kernel("a", architectures=frozenset({"brass", "gold"})),
@@ -195,18 +197,21 @@ def test_what_is_wrong_is_found(
         ),
     ],
 )
-def test_what_is_for_hardware_that_nobody_describes_is_noted(
+def test_requirements_of_no_described_device_are_noted(
     planned: Callable[..., PlanReport], record: Kernel, fits: tuple[str, ...], note: str
 ) -> None:
     report = planned(record)
-    found = only(report, "a")
-    assert (found.state, found.fits) == ("sound" if fits else "fits nowhere", fits)
-    assert found.notes == (f"not coherent with any description: {note}",)
-    assert found.notes[0] in str(report)
+    planned_record = only(report, "a")
+    assert (planned_record.state, planned_record.fits) == (
+        "sound" if fits else "fits nowhere",
+        fits,
+    )
+    assert planned_record.notes == (f"not coherent with any description: {note}",)
+    assert planned_record.notes[0] in str(report)
     assert report.sound
 
 
-def test_what_is_wrong_besides_is_found_on_undescribed_hardware(
+def test_other_faults_are_found_for_undescribed_hardware(
     planned: Callable[..., PlanReport],
 ) -> None:
     gold = frozenset({"gold"})
@@ -219,7 +224,7 @@ def test_what_is_wrong_besides_is_found_on_undescribed_hardware(
     assert only(report, "searching").faults[0].startswith("needs the format 'float9', which no")
 
 
-def test_what_fits_nowhere_says_why(planned: Callable[..., PlanReport]) -> None:
+def test_a_record_that_fits_nowhere_states_the_reasons(planned: Callable[..., PlanReport]) -> None:
     both = kernel("both", features=frozenset({"wheels"}), architectures=frozenset({"wood"}))
     narrow = kernel("narrow", dims={"width": Dim(at_most=4)})
     report = planned(both, narrow)
@@ -233,7 +238,7 @@ def test_what_fits_nowhere_says_why(planned: Callable[..., PlanReport]) -> None:
     assert str(report).endswith("4 sound, 2 fits nowhere") or "2 fits nowhere" in str(report)
 
 
-def test_a_package_that_is_not_here_is_no_fault(
+def test_a_missing_third_party_package_is_no_fault(
     planned: Callable[..., PlanReport], tmp_path: Path
 ) -> None:
     (tmp_path / "acme_of_vendor.py").write_text("import vendor_of_nowhere\n")
@@ -246,14 +251,14 @@ def test_a_package_that_is_not_here_is_no_fault(
     assert report.sound
 
 
-def test_only_what_is_for_an_op_is_looked_at(planned: Callable[..., PlanReport]) -> None:
+def test_limiting_to_an_op_plans_only_its_kernels(planned: Callable[..., PlanReport]) -> None:
     report = planned(kernel("any"), op="planned_double")
     assert [record.name for record in report.records] == ["any"]
     with pytest.raises(UnknownNameError, match="op 'planned_duble'"):
         planned(op="planned_duble")
 
 
-def test_the_facts_are_plain(planned: Callable[..., PlanReport]) -> None:
+def test_the_plan_converts_to_json(planned: Callable[..., PlanReport]) -> None:
     facts = json.loads(planned(kernel("wood", architectures=frozenset({"wood"}))).to_json())
     assert (facts["version"], facts["distribution"], facts["sound"]) == (1, "acme", True)
     record = next(r for r in facts["records"] if r["name"] == "wood")
@@ -270,10 +275,10 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.process
 def test_the_command_plans(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    done = command("interposer-example-norm", "--plan", "--json", str(file))
-    assert done.returncode == 0, done.stderr
-    assert "planned, nothing was run" in done.stdout
+    process = command("interposer-example-norm", "--plan", "--json", str(file))
+    assert process.returncode == 0, process.stderr
+    assert "planned, nothing was run" in process.stdout
     assert json.loads(file.read_text())["sound"]
     refused = command("interposer-example-norm", "--plan", "--quick", "--jobs", "2")
     assert refused.returncode == 2
-    assert "--plan runs nothing, so that --quick, --jobs would do nothing" in refused.stderr
+    assert "--plan runs nothing, so --quick, --jobs has no effect" in refused.stderr

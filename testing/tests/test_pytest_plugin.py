@@ -83,16 +83,16 @@ def run(project: pytest.Pytester, marker: str, *options: str) -> pytest.RunResul
 def run_all(project: pytest.Pytester, *options: str) -> pytest.RunResult:
     """Run pytest as ``runpytest_subprocess`` does, in a fork of a process that has torch."""
     command = ("-m", "pytest", f"--basetemp={project.path / 'basetemp'}", "-p", "no:cacheprovider")
-    done = forks().run(*command, *options, cwd=project.path)
-    out, err = done.stdout.splitlines(), done.stderr.splitlines()
-    return pytest.RunResult(done.returncode, out, err, duration=0.0)
+    process = forks().run(*command, *options, cwd=project.path)
+    out, err = process.stdout.splitlines(), process.stderr.splitlines()
+    return pytest.RunResult(process.returncode, out, err, duration=0.0)
 
 
 def test_each_candidate_aspect_and_dtype_is_a_test(acme: pytest.Pytester) -> None:
-    done = run(acme, '"acme-kernels", op="acme_double"', "-k", "numerics or elsewhere")
+    process = run(acme, '"acme-kernels", op="acme_double"', "-k", "numerics or elsewhere")
     # Of each kernel two dtypes are refused, and what is for another platform does not run.
-    done.assert_outcomes(passed=4, failed=1, skipped=5)
-    done.stdout.fnmatch_lines(
+    process.assert_outcomes(passed=4, failed=1, skipped=5)
+    process.stdout.fnmatch_lines(
         [
             "*[[]kernel-acme_double-acme-kernels/reference-numerics-float32] PASSED*",
             "*[[]kernel-acme_double-acme-kernels/good-numerics-float32] SKIPPED*",
@@ -100,7 +100,7 @@ def test_each_candidate_aspect_and_dtype_is_a_test(acme: pytest.Pytester) -> Non
             "*[[]kernel-acme_double-acme-kernels/wrong-numerics-bfloat16] FAILED*",
         ]
     )
-    text = done.stdout.str()
+    text = process.stdout.str()
     assert "refused: needs dtype bfloat16, got float16 (4 times)" in text
     assert "needs the platform cuda, this is cpu" in text
     assert (
@@ -112,19 +112,19 @@ def test_each_candidate_aspect_and_dtype_is_a_test(acme: pytest.Pytester) -> Non
     assert "case 'rows'" not in others.partition("short test summary")[0]
 
 
-def test_options_stand_above_the_marker(acme: pytest.Pytester) -> None:
+def test_options_override_the_marker(acme: pytest.Pytester) -> None:
     options = ("-k", "wrong and numerics and bfloat16", "--conformance-seed", "7")
-    done = run(acme, '"acme-kernels", seed=3', *options)
-    assert "--seed 7 --quick" in done.stdout.str()
+    process = run(acme, '"acme-kernels", seed=3', *options)
+    assert "--seed 7 --quick" in process.stdout.str()
     full = run(acme, '"acme-kernels", quick=True', *options, "--conformance-full")
     assert "--seed 7\n" in full.stdout.str()
     assert "--quick" not in full.stdout.str()
 
 
-def test_an_unknown_platform_is_no_silent_skip(acme: pytest.Pytester) -> None:
-    done = run(acme, '"acme-kernels"', "--conformance-platform", "cuda")
-    done.assert_outcomes(errors=1)
-    assert "Unknown platform 'cuda'" in done.stdout.str()
+def test_an_unknown_platform_is_an_error(acme: pytest.Pytester) -> None:
+    process = run(acme, '"acme-kernels"', "--conformance-platform", "cuda")
+    process.assert_outcomes(errors=1)
+    assert "Unknown platform 'cuda'" in process.stdout.str()
 
 
 WRONG = {
@@ -139,15 +139,15 @@ def test_a_wrong_marker_is_an_error_of_collection(acme: pytest.Pytester) -> None
     sources = {f"test_wrong_{n}": TEST.format(marker=m) for n, m in enumerate(WRONG)}
     sources["test_bare"] = TEST.format(marker='"acme-kernels"').replace("(trial)", "()")
     acme.makepyfile(**sources)
-    done = run_all(acme)
-    done.assert_outcomes(errors=len(sources))
-    text = done.stdout.str()
+    process = run_all(acme)
+    process.assert_outcomes(errors=len(sources))
+    text = process.stdout.str()
     for message in (*WRONG.values(), "Try: def test_conformance(trial): trial.verify()"):
         assert message in text
     assert "Traceback" not in text
 
 
-def test_without_a_marked_test_nothing_heavy_is_imported(pytester: pytest.Pytester) -> None:
+def test_torch_is_not_imported_without_a_marked_test(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
         import sys
@@ -162,8 +162,8 @@ def test_without_a_marked_test_nothing_heavy_is_imported(pytester: pytest.Pytest
 
 def test_the_plugin_alone_is_light() -> None:
     program = "import sys, interposer_testing._pytest_plugin; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("False\n", "")
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (process.stdout, process.stderr) == ("False\n", "")
 
 
 def test_the_options_and_the_marker_are_documented(pytester: pytest.Pytester) -> None:

@@ -121,16 +121,16 @@ def report() -> Report:
 
 
 def candidate(report: Report, name: str) -> Examined:
-    (found,) = [c for c in report.candidates if c.name == name]
-    return found
+    (match,) = [c for c in report.candidates if c.name == name]
+    return match
 
 
 def tally(report: Report, name: str, aspect: str = "numerics") -> Tally:
-    (found,) = [t for t in candidate(report, name).tallies if t.aspect == aspect]
-    return found
+    (match,) = [t for t in candidate(report, name).tallies if t.aspect == aspect]
+    return match
 
 
-def test_each_candidate_is_in_the_state_that_it_is_in(report: Report) -> None:
+def test_each_candidate_has_the_expected_state(report: Report) -> None:
     states = {c.name: c.state for c in report.candidates if not c.is_declaration}
     assert states == {
         "reference": "correct",
@@ -145,7 +145,7 @@ def test_each_candidate_is_in_the_state_that_it_is_in(report: Report) -> None:
     assert [c.name for c in report.in_state("wrong")] == ["shifted", "raising"]
 
 
-def test_numbers_are_those_of_the_trials(report: Report) -> None:
+def test_counts_match_the_trials(report: Report) -> None:
     good, shifted = tally(report, "good"), tally(report, "shifted")
     assert (good.passed, good.failed, good.ran, good.cases) == (9, 0, 9, 3)
     assert (shifted.passed, shifted.failed, shifted.cases) == (0, 9, 3)
@@ -155,7 +155,7 @@ def test_numbers_are_those_of_the_trials(report: Report) -> None:
     assert 0 < good.seconds < report.seconds
 
 
-def test_what_cannot_run_here_says_why(report: Report) -> None:
+def test_trials_that_cannot_run_state_the_reason(report: Report) -> None:
     (refused,) = candidate(report, "never").reasons("refused")
     assert "beads" in refused
     (not_run,) = candidate(report, "elsewhere").reasons("not run")
@@ -164,13 +164,13 @@ def test_what_cannot_run_here_says_why(report: Report) -> None:
     assert candidate(report, "elsewhere").ran == 0
 
 
-def test_a_record_that_is_sound_does_not_make_a_kernel_correct(verified: Verified) -> None:
-    found = verified(NEVER, op="")
-    assert tally(found, "never", "records").passed == 1
-    assert candidate(found, "never").state == "refused"
+def test_a_correct_record_does_not_make_a_kernel_correct(verified: Verified) -> None:
+    report = verified(NEVER, op="")
+    assert tally(report, "never", "records").passed == 1
+    assert candidate(report, "never").state == "refused"
 
 
-def test_nothing_that_ran_is_not_correct() -> None:
+def test_a_report_without_runs_is_not_correct() -> None:
     (module,) = [Examined("module", "", "m", "acme", "1", tallies=(Tally("lightness", passed=1),))]
     refused = Examined(
         "kernel", "op", "k", "acme", "1", tallies=(Tally("numerics", refused={"x": 1}),)
@@ -185,15 +185,15 @@ def test_nothing_that_ran_is_not_correct() -> None:
     assert "nothing that can be verified" in nothing.summary
 
 
-def test_a_kernel_for_another_platform_is_listed_where_only_its_op_is_verified(
+def test_a_kernel_for_another_platform_is_listed_with_its_op(
     verified: Verified,
 ) -> None:
-    found = verified(ELSEWHERE)
-    (reason,) = candidate(found, "elsewhere").reasons("not run")
+    report = verified(ELSEWHERE)
+    (reason,) = candidate(report, "elsewhere").reasons("not run")
     assert reason == "needs the platform cuda, this is cpu"
 
 
-def test_findings_are_few_and_reproducible(report: Report, verified: Verified) -> None:
+def test_findings_are_limited_and_reproducible(report: Report, verified: Verified) -> None:
     findings = tally(report, "raising").findings
     assert len(findings) == 3 < tally(report, "raising").failed
     assert {finding.check for finding in findings} == {"call"}
@@ -210,15 +210,15 @@ def test_findings_are_few_and_reproducible(report: Report, verified: Verified) -
 
 
 def test_the_seed_changes_the_numbers(verified: Verified) -> None:
-    one, other = (tally(verified(SHIFTED, seed=seed), "shifted") for seed in (0, 1))
-    assert one.findings[0].reason != other.findings[0].reason
+    first, second = (tally(verified(SHIFTED, seed=seed), "shifted") for seed in (0, 1))
+    assert first.findings[0].reason != second.findings[0].reason
 
 
 def test_progress_names_the_trials(verified: Verified) -> None:
-    told: list[tuple[int, str]] = []
-    verified(GOOD, case="rows", progress=lambda *step: told.append(step))
-    assert [number for number, _ in told] == list(range(len(told)))
-    assert any("acme/good" in name and "rows" in name for _, name in told)
+    calls: list[tuple[int, str]] = []
+    verified(GOOD, case="rows", progress=lambda *step: calls.append(step))
+    assert [number for number, _ in calls] == list(range(len(calls)))
+    assert any("acme/good" in name and "rows" in name for _, name in calls)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_an_unknown_name_lists_the_known_ones_nearest_first(
     assert raised.value.known == known
 
 
-def test_a_quarantined_plugin_is_no_correct_one(registered: Callable[..., Registry]) -> None:
+def test_a_quarantined_plugin_raises(registered: Callable[..., Registry]) -> None:
     def fails() -> list[Record]:
         raise OSError("no beads")
 
@@ -253,7 +253,7 @@ def test_a_quarantined_plugin_is_no_correct_one(registered: Callable[..., Regist
         verify("acme", registry=registry, device=DEVICE)
 
 
-def test_a_distribution_that_the_policy_leaves_out_says_so(
+def test_an_excluded_distribution_is_an_error(
     registered: Callable[..., Registry],
 ) -> None:
     from interposer.tooling import Skipped
@@ -264,18 +264,18 @@ def test_a_distribution_that_the_policy_leaves_out_says_so(
         verify("Acme_Beads", registry=registry, device=DEVICE)
 
 
-def test_what_registers_nothing_to_run_is_an_empty_report(
+def test_a_plugin_without_candidates_has_an_empty_report(
     registered: Callable[..., Registry],
 ) -> None:
-    found = verify("acme", registry=registered(), device=DEVICE)
-    assert found.candidates == ()
-    assert found.state == "not run"
+    report = verify("acme", registry=registered(), device=DEVICE)
+    assert report.candidates == ()
+    assert report.state == "not run"
 
 
 # The forms of a report.
 
 
-def test_json_holds_everything(report: Report, tmp_path: Path) -> None:
+def test_json_round_trip_keeps_everything(report: Report, tmp_path: Path) -> None:
     assert Report.from_json(report.to_json()) == report
     report.write(tmp_path / "new" / "report.json")
     assert Report.read(tmp_path / "new" / "report.json") == report
@@ -285,7 +285,7 @@ def test_json_holds_everything(report: Report, tmp_path: Path) -> None:
     assert facts["candidates"][1]["tallies"][0]["state"] == "correct"
 
 
-def test_json_with_keys_that_were_added_later_is_read(report: Report) -> None:
+def test_json_with_unknown_keys_is_read(report: Report) -> None:
     facts = report.to_dict()
     facts["candidates"] = [
         {**told, "tallies": [{**row, "later": 1} for row in told["tallies"]], "later": 1}
@@ -296,13 +296,13 @@ def test_json_with_keys_that_were_added_later_is_read(report: Report) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1}'])
-def test_json_of_something_else_is_refused(text: str, tmp_path: Path) -> None:
+def test_json_that_is_no_report_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(text)
     with pytest.raises(StorageError, match="cannot be read as a report"):
         Report.read(tmp_path / "report.json")
 
 
-def test_text_says_what_is_wrong_and_how_to_see_it_again(report: Report) -> None:
+def test_text_shows_faults_and_the_command_to_reproduce(report: Report) -> None:
     text = str(report)
     assert "shifted for kernel 'toy_double' (acme in code): wrong in float32" in text
     assert (
@@ -318,7 +318,7 @@ def test_text_says_what_is_wrong_and_how_to_see_it_again(report: Report) -> None
     assert 1 <= text.count("Traceback") <= 4  # one for each aspect at most, not one for each case
 
 
-def test_junit_counts_what_it_holds_and_skips_what_did_not_run(report: Report) -> None:
+def test_junit_counts_are_correct_and_unrun_trials_are_skipped(report: Report) -> None:
     root = ElementTree.fromstring(junit(report))
     (suite,) = root
     cases = suite.findall("testcase")
@@ -369,7 +369,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_html_is_one_sound_page_of_its_own(report: Report) -> None:
+def test_html_is_valid_and_self_contained(report: Report) -> None:
     text = html([report])
     page = Page()
     page.feed(text)
@@ -418,7 +418,7 @@ def test_reports_of_several_devices_make_one_matrix(report: Report) -> None:
     assert again.titles[1] == "a <toy> device (cpu), 2026-03-02T12:00:00Z"
 
 
-def test_every_word_of_the_suite_is_explained() -> None:
+def test_the_legend_explains_every_check_and_aspect() -> None:
     from typing import get_args
 
     from interposer_testing._checks.fault import Check

@@ -34,16 +34,16 @@ class Wrong(TorchCommunicator):
         """
         before = x.clone()
         try:
-            found = super().all_reduce(x)
+            result = super().all_reduce(x)
         except RankError as error:
             raise ValueError("something went wrong") from error
-        if self.ranks.rank == 1 and found.is_floating_point():
-            off = 1 + 2 * torch.finfo(found.dtype).eps
-            fractions = (found != found.round()) & (found.abs() < before.abs() / 8)
-            found[fractions] *= off
-        if self._kept is None or self._kept.shape != found.shape:
-            self._kept = found.clone()
-        return self._kept.copy_(found)
+        if self.ranks.rank == 1 and result.is_floating_point():
+            off = 1 + 2 * torch.finfo(result.dtype).eps
+            fractions = (result != result.round()) & (result.abs() < before.abs() / 8)
+            result[fractions] *= off
+        if self._kept is None or self._kept.shape != result.shape:
+            self._kept = result.clone()
+        return self._kept.copy_(result)
 
     def all_reduce_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -59,15 +59,15 @@ class Wrong(TorchCommunicator):
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Forget the elements after the last whole eight."""
-        found = super().reduce_scatter(x, sizes)
-        found.view(-1)[found.numel() // 8 * 8 :] = 0
-        return found
+        result = super().reduce_scatter(x, sizes)
+        result.view(-1)[result.numel() // 8 * 8 :] = 0
+        return result
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Write what it was given."""
-        found = super().all_to_all(x, sent, received)
+        result = super().all_to_all(x, sent, received)
         x.zero_()
-        return found
+        return result
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Return a copy, as if nobody looked at x."""

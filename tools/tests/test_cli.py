@@ -64,30 +64,30 @@ def install(tmp_path: Path) -> Callable[..., None]:
 
 def test_help_names_the_commands(run: Run) -> None:
     for option in ("--help", "-h"):
-        done = run(option)
-        assert done.returncode == 0, done.stderr
+        process = run(option)
+        assert process.returncode == 0, process.stderr
         for name in ("doctor", "explain", "lock", "tune"):
-            assert name in done.stdout
+            assert name in process.stdout
 
 
 def test_version(run: Run) -> None:
-    done = run("--version")
-    assert (done.returncode, done.stdout) == (0, f"interposer {version('interposer')}\n")
+    process = run("--version")
+    assert (process.returncode, process.stdout) == (0, f"interposer {version('interposer')}\n")
 
 
 def test_an_expected_error_is_one_message_without_a_traceback(run: Run) -> None:
-    done = run("lock", INTERPOSER_PLATFROM="cpu")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: Unknown environment variable 'INTERPOSER_PLATFROM'")
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    process = run("lock", INTERPOSER_PLATFROM="cpu")
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr.startswith("error: Unknown environment variable 'INTERPOSER_PLATFROM'")
+    assert "Traceback" not in process.stderr
+    assert len(process.stderr.splitlines()) == 1
 
 
 def test_an_unknown_command_or_option_is_a_usage_error(run: Run) -> None:
     for wrong in (["docter"], ["doctor", "--jsno"]):
-        done = run(*wrong)
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr
+        process = run(*wrong)
+        assert process.returncode == 2
+        assert "Traceback" not in process.stderr
 
 
 BROKEN = {
@@ -107,53 +107,51 @@ def test_a_broken_command_does_not_break_the_others_and_says_why_when_run(
     assert overview.returncode == 0, overview.stderr
     assert "hum" in overview.stdout
     assert "(of acme)" in overview.stdout
-    done = run("hum", "--fast", "model")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: The command 'hum' cannot be loaded: ")
-    assert len(done.stderr.splitlines()) == 1
+    process = run("hum", "--fast", "model")
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr.startswith("error: The command 'hum' cannot be loaded: ")
+    assert len(process.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow
-def test_only_the_command_that_is_asked_for_is_imported(
-    run: Run, install: Callable[..., None]
-) -> None:
+def test_only_the_requested_command_is_imported(run: Run, install: Callable[..., None]) -> None:
     install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=FATAL)
     for arguments in (("--help",), ("ops",), ("lock", "--help")):
-        done = run(*arguments)
-        assert done.returncode == 0, done.stderr
+        process = run(*arguments)
+        assert process.returncode == 0, process.stderr
     assert run("hum").returncode < 0
 
 
-def test_entry_points_that_nobody_can_read_are_told_by_their_folder(
+def test_unreadable_entry_points_are_reported_with_their_folder(
     run_new: Run, install: Callable[..., None], tmp_path: Path
 ) -> None:
     install("acme", "[acme]\n")
     (tmp_path / "acme-1.0.dist-info" / "entry_points.txt").write_bytes(b"[acme]\nx\xff = y\n")
     for arguments in (("doctor",), ("explain", "model"), ("run", "model", "prompt")):
-        done = run_new(*arguments)
-        assert (done.returncode, done.stdout) == (1, "")
-        assert "acme-1.0.dist-info: entry_points.txt: 'utf-8' codec" in done.stderr
-        assert done.stderr.endswith("Try: reinstall or uninstall it\n")
-        assert "Traceback" not in done.stderr
+        process = run_new(*arguments)
+        assert (process.returncode, process.stdout) == (1, "")
+        assert "acme-1.0.dist-info: entry_points.txt: 'utf-8' codec" in process.stderr
+        assert process.stderr.endswith("Try: reinstall or uninstall it\n")
+        assert "Traceback" not in process.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell of Unix")
 @pytest.mark.parametrize(
-    ("closed", "code", "said"),
+    ("closed", "code", "message"),
     [
         (">&-", 1, "error: standard output is closed.\nTry: > /dev/null\n"),
         (">&- 2>&-", 1, ""),
         ("2>&- <&- >/dev/null", 0, ""),
     ],
 )
-def test_closed_streams_end_in_an_error_or_are_nothing(
-    closed: str, code: int, said: str, environment: dict[str, str]
+def test_closed_streams_are_handled(
+    closed: str, code: int, message: str, environment: dict[str, str]
 ) -> None:
     script = f'"$0" -m interposer_tools ops {closed}'
-    done = subprocess.run(
+    process = subprocess.run(
         ["/bin/sh", "-c", script, sys.executable], env=environment, capture_output=True, text=True
     )
-    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
+    assert (process.returncode, process.stdout, process.stderr) == (code, "", message)
 
 
 HUM = 'def hum():\n    """Hum it."""\n    print("hmm")\n'
@@ -165,19 +163,19 @@ def test_a_command_of_another_distribution_runs(run: Run, install: Callable[...,
     assert run("hum").stdout == "hmm\n"
 
 
-def test_a_command_claimed_twice_is_neither(run: Run, install: Callable[..., None]) -> None:
+def test_a_command_claimed_twice_is_refused(run: Run, install: Callable[..., None]) -> None:
     install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=HUM)
     install("zeta", "[interposer.commands]\nhum = zeta_commands:hum\n", zeta_commands=HUM)
-    done = run("hum")
-    assert done.returncode == 1
-    assert "it is claimed by acme_commands:hum and by zeta_commands:hum" in done.stderr
+    process = run("hum")
+    assert process.returncode == 1
+    assert "it is claimed by acme_commands:hum and by zeta_commands:hum" in process.stderr
 
 
-def test_nobody_replaces_a_command_of_the_core(run: Run, install: Callable[..., None]) -> None:
+def test_plugins_cannot_replace_built_in_commands(run: Run, install: Callable[..., None]) -> None:
     install("acme", "[interposer.commands]\nlock = acme_commands:hum\n", acme_commands=HUM)
     overview = run("--help").stdout
     assert "Hum it." not in overview
-    assert "Write down which plugin distributions are installed" in overview
+    assert "Record the installed plugin distributions" in overview
 
 
 def test_the_commands_start_without_torch(run_new: Run, install: Callable[..., None]) -> None:
@@ -188,7 +186,7 @@ def test_the_commands_start_without_torch(run_new: Run, install: Callable[..., N
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs terminals as of POSIX")
-def test_what_takes_seconds_says_so_on_a_terminal(tmp_path: Path) -> None:
+def test_slow_steps_are_logged_on_a_terminal(tmp_path: Path) -> None:
     command = forks().command("-m", "interposer_tools", "explain", "--why", "platform")
     environment = {**os.environ, "INTERPOSER_CACHE_DIR": str(tmp_path)}
     master, slave = os.openpty()
@@ -203,13 +201,13 @@ def test_what_takes_seconds_says_so_on_a_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("arguments", [["--version"], ["hum"]])
-def test_output_that_cannot_be_written_is_one_message(
+def test_unwritable_output_is_one_message(
     arguments: list[str], tmp_path: Path, install: Callable[..., None]
 ) -> None:
     source = "def hum():\n    for _ in range(9999):\n        print('hmm')\n"
     install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=source)
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "interposer_tools", *arguments],
             env={**os.environ, "PYTHONPATH": str(tmp_path)},
             stdout=full,
@@ -218,11 +216,11 @@ def test_output_that_cannot_be_written_is_one_message(
             timeout=120,
         )
     message = "error: cannot write the output: No space left on device\n"
-    assert (done.returncode, done.stderr) == (1, message)
+    assert (process.returncode, process.stderr) == (1, message)
 
 
 def test_an_interrupted_command_exits_with_130(run: Run, install: Callable[..., None]) -> None:
     source = "def hum():\n    raise KeyboardInterrupt\n"
     install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=source)
-    done = run("hum")
-    assert (done.returncode, done.stderr) == (130, "")
+    process = run("hum")
+    assert (process.returncode, process.stderr) == (130, "")

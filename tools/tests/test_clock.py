@@ -44,7 +44,7 @@ def clock(platform: Recording, cache_bytes: int = 1024) -> Clock:
     return Clock(cast("Platform", platform), device, platform.timer)
 
 
-def test_calls_take_turns_and_each_goes_first() -> None:
+def test_calls_alternate_and_each_one_starts_a_round() -> None:
     order: list[str] = []
     calls: list[Callable[[], object]] = [lambda n=name: order.append(n) for name in "abc"]  # type: ignore[misc]
     spreads = clock(Recording()).time(calls, repeats=3)
@@ -52,7 +52,7 @@ def test_calls_take_turns_and_each_goes_first() -> None:
     assert len(spreads) == 3
 
 
-def test_a_spread_is_that_of_the_calls() -> None:
+def test_a_spread_has_median_and_quartiles_of_the_calls() -> None:
     durations = iter([50.0, 50.0, 2.0, 20.0, 6.0, 4.0, 8.0])  # two to warm up
     platform = Recording()
 
@@ -63,7 +63,7 @@ def test_a_spread_is_that_of_the_calls() -> None:
     assert spread == Spread(median=6.0, low=4.0, high=8.0)
 
 
-def test_work_is_waited_for_before_and_after_each_call() -> None:
+def test_the_device_is_synchronized_before_and_after_each_call() -> None:
     """A call's time includes the work that it left to the device, and no work of another call."""
     platform = Recording()
 
@@ -79,16 +79,16 @@ def test_work_is_waited_for_before_and_after_each_call() -> None:
 
 def test_caches_are_cold() -> None:
     """The buffer written between two calls is larger than the cache that the device states."""
-    made = clock(Recording(), cache_bytes=1 << 20)
-    made.time([lambda: None], repeats=3)
-    assert made._buffer.nbytes >= 2 << 20
-    assert torch.equal(made._buffer, torch.full_like(made._buffer, 3))
+    small_cache_clock = clock(Recording(), cache_bytes=1 << 20)
+    small_cache_clock.time([lambda: None], repeats=3)
+    assert small_cache_clock._buffer.nbytes >= 2 << 20
+    assert torch.equal(small_cache_clock._buffer, torch.full_like(small_cache_clock._buffer, 3))
 
 
 def test_garbage_is_not_collected_in_between() -> None:
-    seen: list[bool] = []
-    clock(Recording()).time([lambda: seen.append(gc.isenabled())], repeats=3)
-    assert seen[-3:] == [False] * 3
+    enabled_in_call: list[bool] = []
+    clock(Recording()).time([lambda: enabled_in_call.append(gc.isenabled())], repeats=3)
+    assert enabled_in_call[-3:] == [False] * 3
     assert gc.isenabled()
 
     def fail() -> None:
@@ -101,7 +101,7 @@ def test_garbage_is_not_collected_in_between() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 32, 33, 256])
-def test_a_step_has_as_many_tokens_as_asked_for(num_tokens: int) -> None:
+def test_a_typical_step_has_the_requested_tokens(num_tokens: int) -> None:
     sequences = typical_sequences(num_tokens)
     assert sum(new for _, new in sequences) == num_tokens
     batch, num_pages = typical_step(num_tokens, 16)

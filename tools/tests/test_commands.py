@@ -120,10 +120,10 @@ def facts(command: Command, *arguments: str | Path, code: int = 0) -> dict[str, 
     return json.loads(out)  # type: ignore[no-any-return]
 
 
-def test_doctor_is_content_with_a_healthy_installation(command: Command) -> None:
-    told = facts(command, "doctor")
-    assert told["healthy"]
-    assert told["device"]["name"] == "Abacus 9"
+def test_doctor_exits_with_0_for_a_healthy_installation(command: Command) -> None:
+    report = facts(command, "doctor")
+    assert report["healthy"]
+    assert report["device"]["name"] == "Abacus 9"
     code, out, err = command("doctor")
     assert (code, err) == (0, "")
     assert out.endswith("Nothing failed.\n")
@@ -134,9 +134,9 @@ def test_doctor_exits_with_1_if_anything_failed(
 ) -> None:
     broken = PlatformEntry("broken", f"{__name__}:Broken", score=0.0)
     with register(make_plugin("worn", broken)):
-        told = facts(command, "doctor", code=1)
+        report = facts(command, "doctor", code=1)
         code, out, err = command("doctor")
-    assert [problem["subject"] for problem in told["problems"]] == [
+    assert [problem["subject"] for problem in report["problems"]] == [
         "platform 'broken' of worn in code"
     ]
     assert (code, err) == (1, "")
@@ -149,15 +149,15 @@ def test_doctor_fresh_forgets_the_verdicts(command: Command, tmp_path: Path) -> 
     assert facts(command, "doctor", "--fresh")["cache"]["entries"] == {}
 
 
-def test_what_doctor_describes_is_what_explain_reads(command: Command, tmp_path: Path) -> None:
+def test_explain_reads_the_description_of_doctor(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "here.json"
     assert command("doctor", "--describe", file) == (0, f"{file}: Abacus 9\n", "")
     assert DeviceDescription.read(file) == DeviceDescription.of(place())
     assert command("doctor", "--describe", "-") == (0, file.read_text(), "")
-    here, there = facts(command, "explain"), facts(command, "explain", "--on", file)
-    assert there["device"] == here["device"]
-    assert there["candidates"] == here["candidates"]
-    assert there["notes"] == [f"'Abacus 9' is described in {file}"]
+    real, described = facts(command, "explain"), facts(command, "explain", "--on", file)
+    assert described["device"] == real["device"]
+    assert described["candidates"] == real["candidates"]
+    assert described["notes"] == [f"'Abacus 9' is described in {file}"]
 
 
 def test_a_description_that_cannot_be_written_is_one_message(
@@ -180,27 +180,27 @@ def test_a_changed_description_changes_what_would_run(command: Command, tmp_path
         return option  # type: ignore[no-any-return]
 
     assert slides()["accepted"]
-    there = slides("--on", file)
-    assert not there["accepted"]
-    assert there["reason"] == "needs slide, which the device lacks"
-    assert there["requires"] == ["platform abacus", "features slide"]
+    described = slides("--on", file)
+    assert not described["accepted"]
+    assert described["reason"] == "needs slide, which the device lacks"
+    assert described["requires"] == ["platform abacus", "features slide"]
 
 
 def test_explain_without_a_model_lists_platform_policy_and_candidates(command: Command) -> None:
-    told = facts(command, "explain", "--kernel", "negate=reference")
-    (platform,) = told["choices"]
+    report = facts(command, "explain", "--kernel", "negate=reference")
+    (platform,) = report["choices"]
     assert (platform["kind"], platform["chosen"]) == ("platform", "abacus")
-    settings = {s["setting"]: (s["value"], s["source"]) for s in told["policy"]}
+    settings = {s["setting"]: (s["value"], s["source"]) for s in report["policy"]}
     assert settings["kernels.negate"] == ("reference", "argument")
     assert settings["isolation"] == ("off", "use()")
-    assert ("kernel", "negate") in [(c["kind"], c["name"]) for c in told["candidates"]]
+    assert ("kernel", "negate") in [(c["kind"], c["name"]) for c in report["candidates"]]
     code, out, _ = command("explain")
     assert code == 0
     assert "kernel 'negate'\n  negate_slide (acme in code): score 10 on abacus, fits" in out
     assert "\nplatform\n  -> abacus (acme in code): " in out  # it is for all places
 
 
-def test_why_limits_the_answer_and_knows_its_names(command: Command) -> None:
+def test_why_selects_one_subject_and_refuses_unknown_ones(command: Command) -> None:
     code, out, _ = command("explain", "--why", "negate")
     assert code == 0
     assert f"      target: {__name__}:negate\n" in out
@@ -246,7 +246,7 @@ def test_a_wrong_option_is_a_usage_error(command: Command) -> None:
         assert (code, out) == (2, "")
 
 
-def test_options_become_a_policy_that_leaves_the_rest_alone() -> None:
+def test_options_set_only_their_own_fields() -> None:
     assert policy().model_fields_set == set()
     assert policy(locked=True) == Config(locked=True)
     assert policy(platform="+cpu, -abacus") == Config(
@@ -261,7 +261,7 @@ def test_options_become_a_policy_that_leaves_the_rest_alone() -> None:
         policy(["a=x", "a=+y"])
 
 
-def test_lock_writes_what_locked_insists_on(command: Command, tmp_path: Path) -> None:
+def test_locked_enforces_the_written_lock(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "interposer.lock"
     code, _, err = command("lock", "--check")
     assert code == 1
@@ -317,7 +317,7 @@ def test_a_narrow_terminal_gets_plain_text() -> None:
 
 
 @pytest.mark.process
-def test_facts_in_full_are_plain_text_on_any_terminal() -> None:
+def test_full_explanations_are_plain_text_on_any_terminal() -> None:
     printed = on_terminal(150, "explain", "--why", "platform", plugins="interposer-cpu")
     assert "\nplatform\r\n  -> cpu (interposer-cpu " in printed
     assert "━" not in printed

@@ -163,18 +163,18 @@ print(health.to_json())
 
 
 @pytest.mark.slow
-def test_torch_is_not_asked_for_devices(tmp_path: Path) -> None:
+def test_doctor_does_not_count_devices_with_torch(tmp_path: Path) -> None:
     environment = {**os.environ, "INTERPOSER_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COUNTING]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert process.returncode == 0, process.stderr
+    facts = json.loads(process.stdout)
     assert facts["torch"]["accelerator"] == "cuda"
-    assert "torch was asked" not in done.stdout
+    assert "torch was asked" not in process.stdout
 
 
 @pytest.mark.usefixtures("host")
-def test_text_and_tables_hold_the_same_facts(cache: Path) -> None:
+def test_text_and_tables_contain_the_same_facts(cache: Path) -> None:
     health = doctor()
     text, tables = str(health), printed(health)
     for words in (
@@ -214,16 +214,18 @@ def test_a_platform_that_fails_is_a_problem_with_its_traceback(
 
 
 @pytest.mark.usefixtures("host")
-def test_whose_kernels_a_platform_runs_is_told(make_plugin: Callable[..., ModuleType]) -> None:
+def test_platforms_list_other_platforms_whose_kernels_they_run(
+    make_plugin: Callable[..., ModuleType],
+) -> None:
     board = PlatformEntry("board", f"{__name__}:Board", score=5.0, runs=("interpreter", "abacus"))
     with register(make_plugin("board", board)):
         health = doctor()
     assert health.healthy
-    (found,) = (platform for platform in health.platforms if platform.name == "board")
-    assert found.runs == ["abacus", "interpreter"]
-    told = "runs the kernels of abacus, which is not installed; runs the kernels of interpreter"
-    assert told in str(health)
-    assert told in printed(health)
+    (board_facts,) = (platform for platform in health.platforms if platform.name == "board")
+    assert board_facts.runs == ["abacus", "interpreter"]
+    text = "runs the kernels of abacus, which is not installed; runs the kernels of interpreter"
+    assert text in str(health)
+    assert text in printed(health)
 
 
 def test_no_platform_is_a_problem(cache: Path) -> None:
@@ -262,7 +264,7 @@ def test_a_wrong_source_of_the_policy_is_the_only_finding(monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("host")
-def test_an_argument_is_a_source_if_it_says_anything() -> None:
+def test_an_argument_is_a_source_if_it_sets_a_field() -> None:
     sources = [(s.name, s.fields) for s in doctor(Config(tables=False)).sources]
     assert sources[0] == ("argument", {"tables": False})
     assert "argument" not in [s.name for s in doctor(Config()).sources]
@@ -276,7 +278,7 @@ def test_a_missing_lock_is_a_problem_only_where_it_is_enforced(tmp_path: Path) -
     assert "interposer.lock does not exist" in problem(health).reason
     assert health.device is None  # nothing is run that nobody locked
     assert (len(health.platforms), len(health.plugins)) == (0, 0)
-    assert "so no plugin was looked at" in str(health)
+    assert "so no plugin was loaded" in str(health)
     assert health.cache is not None
     (tmp_path / "interposer.lock").write_text("{}")
     health = doctor()
@@ -313,13 +315,16 @@ def test_a_failed_plugin_is_a_problem_even_under_a_strict_policy(
         use(**policy, cache_dir=str(cache), disable=["opps"]),
     ):
         health = doctor()
-    found = problem(health)
-    assert found.subject == "plugin 'acmebroken-norms' of acmebroken 1.0"
-    assert "No module named 'acme_of_nowhere'" in found.reason
-    assert "INTERPOSER_DISABLE=acmebroken-norms" in found.mend
-    assert "ModuleNotFoundError" in found.traceback
+    plugin_problem = problem(health)
+    assert plugin_problem.subject == "plugin 'acmebroken-norms' of acmebroken 1.0"
+    assert "No module named 'acme_of_nowhere'" in plugin_problem.reason
+    assert "INTERPOSER_DISABLE=acmebroken-norms" in plugin_problem.mend
+    assert "ModuleNotFoundError" in plugin_problem.traceback
     text = str(health)
-    assert f"FAILED {found.subject}: {found.reason}\n  Try: {found.mend}\n" in text
+    assert (
+        f"FAILED {plugin_problem.subject}: {plugin_problem.reason}\n  Try: {plugin_problem.mend}\n"
+        in text
+    )
     (warning,) = health.warnings  # the failure itself is told once, as a problem
     assert warning.startswith("The configuration disables 'opps'")
     assert f"warning: {warning}" in text
@@ -327,7 +332,7 @@ def test_a_failed_plugin_is_a_problem_even_under_a_strict_policy(
 
 
 @pytest.mark.usefixtures("host")
-def test_what_the_policy_leaves_out_is_listed_with_the_reason(
+def test_excluded_plugins_are_listed_with_the_reason(
     install: Callable[[str, str], None],
 ) -> None:
     install("acmeidle", "raise AssertionError('imported')\n")
@@ -338,7 +343,7 @@ def test_what_the_policy_leaves_out_is_listed_with_the_reason(
     assert "acmeidle-norms (acmeidle): not used: the configuration allows" in str(health)
 
 
-def test_what_the_lock_refuses_is_not_run(
+def test_plugins_that_the_lock_refuses_are_not_loaded(
     install: Callable[[str, str], None], cache: Path, tmp_path: Path
 ) -> None:
     install("acmetorn", "INTERPOSER_API = '>=1.0,<2'\n")
@@ -370,7 +375,7 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("host")
-def test_a_kernel_for_an_op_that_nobody_defines_is_a_warning(
+def test_a_kernel_for_an_unknown_op_is_a_warning(
     make_plugin: Callable[..., ModuleType],
 ) -> None:
     kernel = Kernel("duoble", "double_fast", f"{__name__}:double")
@@ -394,7 +399,7 @@ def test_a_kernel_for_an_op_that_nobody_defines_is_a_warning(
         ({"*": "fast"}, "Unknown kernel 'fast' for '*' in Config.kernels"),
     ],
 )
-def test_a_rule_on_what_nobody_has_is_a_problem(
+def test_a_rule_for_an_unknown_name_is_a_problem(
     kernels: dict[str, Any], reason: str, make_plugin: Callable[..., ModuleType]
 ) -> None:
     with register(make_plugin("fine", OpEntry("double", f"{__name__}:double"))):
@@ -422,33 +427,36 @@ def test_an_empty_allow_list_reads_as_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "variables", "told"),
+    ("installed_version", "variables", "message"),
     [
-        ("2.3.1", {}, "transformers 9.0 takes those of kernels 2.3.1 with use_kernels=True"),
-        ("3.0", {}, "takes kernels >=2.3,<3.0, found 3.0, so its layers stay as they are"),
-        (None, {}, "takes the package kernels >=2.3,<3.0, which is not installed, so its layers"),
-        ("2.3.1", {"USE_HUB_KERNELS": "no"}, "USE_HUB_KERNELS is 'no', so of transformers 9.0 its"),
+        ("2.3.1", {}, "transformers 9.0 uses them through kernels 2.3.1 with use_kernels=True"),
+        ("3.0", {}, "needs kernels >=2.3,<3.0, found 3.0, so no layer of a model is replaced"),
+        (None, {}, "needs the package kernels >=2.3,<3.0, which is not installed, so no layer"),
+        ("2.3.1", {"USE_HUB_KERNELS": "no"}, "USE_HUB_KERNELS is 'no', so in transformers 9.0 no"),
     ],
 )
-def test_layers_that_stay_as_they_are_are_told(
-    found: str | None,
+def test_kernels_package_that_transformers_ignores_is_reported(
+    installed_version: str | None,
     variables: dict[str, str],
-    told: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without the versions that it takes, transformers does nothing, and says nothing."""
+    """With an unsuitable version, transformers replaces no layer and gives no warning."""
     source = tmp_path / "transformers" / "utils" / "import_utils.py"
     source.parent.mkdir(parents=True)
     source.write_text('KERNELS_MIN_VERSION = "2.3"\nKERNELS_MAX_VERSION = "3.0"\nraise 1\n')
-    versions = {"transformers": "9.0", **({"kernels": found} if found else {})}
+    versions = {
+        "transformers": "9.0",
+        **({"kernels": installed_version} if installed_version else {}),
+    }
     for name, version in versions.items():
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         )
-    if found is None:
+    if installed_version is None:
         lookup = importlib_metadata.version
 
         def version_of(name: str) -> str:
@@ -461,10 +469,10 @@ def test_layers_that_stay_as_they_are_are_told(
     monkeypatch.delenv("USE_HUB_KERNELS", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert told in doctor().machine["kernels of the hub"]
+    assert message in doctor().machine["kernels of the hub"]
 
 
-def test_without_transformers_nothing_is_said_of_its_layers(
+def test_without_transformers_its_layers_are_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "transformers").mkdir()

@@ -47,7 +47,7 @@ def registry() -> Registry:
     return Registry(Plugins.of(plugin))
 
 
-def test_facts_are_those_of_the_definition() -> None:
+def test_facts_match_the_definition_of_the_op() -> None:
     (facts,) = OpCatalogue.of(registry()).ops
     assert facts.schema == "negated(Tensor x) -> Tensor"
     assert (facts.cases, facts.dtypes, facts.batched) == (2, ("float32",), ("x",))
@@ -56,9 +56,9 @@ def test_facts_are_those_of_the_definition() -> None:
 
 
 def test_one_op_is_shown_in_full() -> None:
-    shown = str(OpCatalogue.of(registry(), ["negated"]))
-    assert "``[T, H]``, any float dtype," in shown
-    assert "cases: 2" in shown
+    text = str(OpCatalogue.of(registry(), ["negated"]))
+    assert "``[T, H]``, any float dtype," in text
+    assert "cases: 2" in text
 
 
 def test_the_page_has_sections_and_lists() -> None:
@@ -70,6 +70,6 @@ def test_the_page_has_sections_and_lists() -> None:
     assert "\n\n\n" not in page
 
 
-def test_an_unknown_op_is_answered_with_the_nearest() -> None:
+def test_an_unknown_op_suggests_the_nearest_name() -> None:
     with pytest.raises(UnknownNameError, match=r"Unknown op 'negate'.*'negated'"):
         OpCatalogue.of(registry(), ["negate"])

@@ -171,9 +171,9 @@ def change_the_page_sizes(package: Package) -> None:
 def take_a_standard_op(package: Package) -> None:
     """Bind an op of interposer-ops in the place of the package's own."""
     package.module("ops").unlink()
-    own = f"from torch import nn\n\nfrom {package.name}.ops import dequantized, linear\n"
+    old_imports = f"from torch import nn\n\nfrom {package.name}.ops import dequantized, linear\n"
     standard = "from interposer_ops.quantized_linear import w8a16_linear\nfrom torch import nn\n"
-    package.replace("scheme", own, standard)
+    package.replace("scheme", old_imports, standard)
     package.replace("scheme", "bind_kernel(linear, ", "bind_kernel(w8a16_linear, group_size=64, ")
     package.replace("scheme", "in linear.constants", "in w8a16_linear.constants")
     weight = "weight.double() * scale.double().unsqueeze(1)"
@@ -216,27 +216,27 @@ def edited(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("edited")
     for title, (kind, edits) in EDITS.items():
         name = f"acme-{title}"
-        written = NewPlugin(name, kind, native=title == "native").write(folder)
-        package = Package(written, name.replace("-", "_"))
+        project = NewPlugin(name, kind, native=title == "native").write(folder)
+        package = Package(project, name.replace("-", "_"))
         for edit in edits:
             edit(package)
-        run("ruff", "format", "--no-cache", "--quiet", cwd=written)
+        run("ruff", "format", "--no-cache", "--quiet", cwd=project)
     return {title: folder / f"acme-{title}" for title in EDITS}
 
 
 def run(*arguments: str | Path, cwd: Path) -> None:
     command = [sys.executable, "-m", *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=500)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("title", EDITS)
-def test_ruff_is_content_with_edits(title: str, edited: dict[str, Path]) -> None:
+def test_edited_packages_pass_ruff(title: str, edited: dict[str, Path]) -> None:
     run("ruff", "check", "--no-cache", cwd=edited[title])
 
 
 @pytest.mark.slow
-def test_mypy_is_content_with_edits(edited: dict[str, Path], tmp_path: Path) -> None:
+def test_edited_packages_pass_mypy(edited: dict[str, Path], tmp_path: Path) -> None:
     for folder in edited.values():  # one after the other, as they share what is known of torch
         run("mypy", "--cache-dir", tmp_path, cwd=folder)

@@ -106,10 +106,10 @@ def execute(*arguments: str | Path, **options: Any) -> str:
     return succeed(subprocess.run([sys.executable, *map(str, arguments)], **options))
 
 
-def succeed(done: subprocess.CompletedProcess[str]) -> str:
+def succeed(process: subprocess.CompletedProcess[str]) -> str:
     """Return what a program printed; it must have ended with 0."""
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def names(folder: Path) -> list[str]:
@@ -121,7 +121,7 @@ def files(folder: Path) -> set[str]:
 
 
 @each_kind
-def test_package_has_all_that_it_needs(kind: str, command: Command, tmp_path: Path) -> None:
+def test_a_new_package_has_all_files(kind: str, command: Command, tmp_path: Path) -> None:
     options = ("kernel", "--native") if kind == NATIVE else (kind,)
     code, out, err = command("plugin", "acme-things", "--kind", *options)
     assert (code, err) == (0, "")
@@ -151,7 +151,7 @@ def test_package_has_all_that_it_needs(kind: str, command: Command, tmp_path: Pa
 
 
 @each_kind
-def test_metadata_fits_what_is_installed(kind: str, written: dict[str, Path]) -> None:
+def test_requirements_match_the_installed_versions(kind: str, written: dict[str, Path]) -> None:
     facts = tomllib.loads((written[kind] / "pyproject.toml").read_text(encoding="utf-8"))
     project = facts["project"]
     package = f"acme_{kind}"
@@ -164,10 +164,10 @@ def test_metadata_fits_what_is_installed(kind: str, written: dict[str, Path]) ->
         if name.startswith("interposer"):
             assert {part.operator for part in requirement.specifier} == {">=", "<"}
     plugin = (written[kind] / "src" / package / "plugin.py").read_text(encoding="utf-8")
-    (stated,) = re.findall(r'^INTERPOSER_API = "(.+)"$', plugin, re.MULTILINE)
-    assert SpecifierSet(stated).contains(API_VERSION)
+    (api_range,) = re.findall(r'^INTERPOSER_API = "(.+)"$', plugin, re.MULTILINE)
+    assert SpecifierSet(api_range).contains(API_VERSION)
     major = int(API_VERSION.partition(".")[0])
-    assert not SpecifierSet(stated).contains(f"{major + 1}.0")
+    assert not SpecifierSet(api_range).contains(f"{major + 1}.0")
 
 
 @each_kind
@@ -190,7 +190,7 @@ def test_ci_runs_the_tests_and_the_verification(kind: str, written: dict[str, Pa
     "name", ["a", pytest.param("acme-things", marks=pytest.mark.slow), LONGEST]
 )
 @each_kind
-def test_ruff_is_content(kind: str, name: str, tmp_path: Path) -> None:
+def test_a_new_package_passes_ruff(kind: str, name: str, tmp_path: Path) -> None:
     folder = new(name, kind).write(tmp_path)
     options = ("--no-cache", "--config", "src = ['src']")
     for settings in (folder / "pyproject.toml", SETTINGS):
@@ -202,7 +202,7 @@ def test_ruff_is_content(kind: str, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_mypy_is_content(written: dict[str, Path], tmp_path: Path) -> None:
+def test_a_new_package_passes_mypy(written: dict[str, Path], tmp_path: Path) -> None:
     for folder in written.values():
         settings = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["mypy"]
         assert settings["strict"] is True
@@ -224,8 +224,8 @@ Installed = Callable[[str], dict[str, str]]
 @pytest.fixture(scope="module")
 def wheels(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the wheel of each kind."""
-    found = build(tmp_path_factory.mktemp("wheels"), *written.values())
-    return {wheel.name.split("-")[0].removeprefix("acme_"): wheel for wheel in found}
+    paths = build(tmp_path_factory.mktemp("wheels"), *written.values())
+    return {wheel.name.split("-")[0].removeprefix("acme_"): wheel for wheel in paths}
 
 
 @pytest.fixture(scope="module")
@@ -245,12 +245,12 @@ def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 @each_kind
 def test_wheel_holds_the_package_and_its_license(kind: str, wheels: dict[str, Path]) -> None:
     with zipfile.ZipFile(wheels[kind]) as wheel:
-        found = set(wheel.namelist())
-        (place,) = (name for name in found if name.endswith(".dist-info/METADATA"))
+        names_in_wheel = set(wheel.namelist())
+        (place,) = (name for name in names_in_wheel if name.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(wheel.read(place).decode())
     modules = ("__init__.py", "plugin.py", "py.typed", *MODULES[kind])
-    assert found >= {f"acme_{kind}/{module}" for module in modules}
-    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in found)
+    assert names_in_wheel >= {f"acme_{kind}/{module}" for module in modules}
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names_in_wheel)
     assert metadata["Name"] == f"acme-{kind}"
     assert metadata["License-Expression"] == "Apache-2.0"
 
@@ -298,7 +298,7 @@ def test_installed_package_is_verified_to_be_correct(
     environment = installed(kind)
     report = verified(f"acme-{kind}", tmp_path, *options, env=environment)
     assert report["state"] == "correct"
-    found = {
+    candidates_by_key = {
         (candidate["kind"], candidate["subject"], candidate["name"]): candidate
         for candidate in report["candidates"]
     }
@@ -312,10 +312,12 @@ def test_installed_package_is_verified_to_be_correct(
         NATIVE: ("silu_and_mul", "silu_and_mul_acme_native", "numerics"),
     }[kind]
     word = {PluginKind.QUANTIZATION: "scheme", NATIVE: "kernel"}.get(kind, str(kind))
-    candidates = [(found[word, subject, name], aspect)]
-    candidates += [(found["module", "", f"acme_{kind}.plugin"], "wheel")]
+    candidates = [(candidates_by_key[word, subject, name], aspect)]
+    candidates += [(candidates_by_key["module", "", f"acme_{kind}.plugin"], "wheel")]
     if kind == PluginKind.QUANTIZATION:  # the scheme, and the op that it applies
-        candidates += [(found["kernel", "acme_quantization_linear", "reference"], "numerics")]
+        candidates += [
+            (candidates_by_key["kernel", "acme_quantization_linear", "reference"], "numerics")
+        ]
     for candidate, tried in candidates:
         assert candidate["state"] == "correct"
         (tally,) = (tally for tally in candidate["tallies"] if tally["aspect"] == tried)
@@ -323,7 +325,7 @@ def test_installed_package_is_verified_to_be_correct(
 
 
 @pytest.mark.slow
-def test_ops_are_right_on_the_new_platform(installed: Installed, tmp_path: Path) -> None:
+def test_ops_are_correct_on_the_new_platform(installed: Installed, tmp_path: Path) -> None:
     environment = installed(PluginKind.PLATFORM)
     options = ("--platform", "acme-platform", "--op", "rms_norm", "--quick")
     report = verified("interposer-ops", tmp_path, *options, env=environment)
@@ -374,11 +376,11 @@ def test_native_levels_have_the_registers_of_their_names(
     }
 
 
-def test_native_is_for_kernels(command: Command, tmp_path: Path) -> None:
+def test_native_is_only_for_kernels(command: Command, tmp_path: Path) -> None:
     code, out, err = command("plugin", "acme-things", "--kind", "layer", "--native")
     assert (code, out) == (1, "")
     assert err == (
-        "error: Kernels are what is compiled, and a plugin of the kind layer has none.\n"
+        "error: Only kernels can be compiled, and a plugin of the kind layer has none.\n"
         "Try: --kind kernel --native, or --kind layer alone\n"
     )
     assert not names(tmp_path)
@@ -393,12 +395,12 @@ def test_written_layer_computes_any_number_of_rows(
     device = Device("bare", "cpu", "a device without kernels of its own", Capability("any"))
     site = Site(Resolver(current_registry(config), device, config), "mlp", torch.float32)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    found = layers.SlicedActivation(site, "silu", 8)(x)
+    result = layers.SlicedActivation(site, "silu", 8)(x)
     gate, up = x.chunk(2, dim=-1)
-    torch.testing.assert_close(found, torch.nn.functional.silu(gate) * up)
+    torch.testing.assert_close(result, torch.nn.functional.silu(gate) * up)
 
 
-def test_written_scheme_refuses_what_it_does_not_know(
+def test_written_scheme_refuses_unknown_settings(
     written: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(written[PluginKind.QUANTIZATION] / "src")
@@ -459,7 +461,7 @@ def test_template_is_in_the_wheel_of_the_tools(tmp_path: Path) -> None:
         ("example.norm", "the installed interposer-example-norm has a plugin of this name"),
     ],
 )
-def test_name_that_cannot_be_used_is_told_with_a_way_out(
+def test_invalid_name_is_refused_with_a_proposal(
     name: str, reason: str, command: Command, tmp_path: Path
 ) -> None:
     code, out, err = command("plugin", "--kind", "layer", "--", name)
@@ -513,12 +515,12 @@ def _dangling_link(path: Path) -> None:
 
 def facts(path: Path) -> tuple[int, ...]:
     """Return what of a file changes when it is written, but not when it is read."""
-    found = path.lstat()
-    return found.st_ino, found.st_mode, found.st_size, found.st_mtime_ns
+    status = path.lstat()
+    return status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, _file, _dangling_link])
-def test_what_exists_is_left_alone(
+def test_existing_target_is_not_changed(
     make: Callable[[Path], None], command: Command, tmp_path: Path
 ) -> None:
     target = tmp_path / "acme-norms"
@@ -545,7 +547,7 @@ def test_folder_to_write_into_must_exist(command: Command, tmp_path: Path) -> No
         (KeyboardInterrupt(), KeyboardInterrupt),
     ],
 )
-def test_nothing_half_written_stays(
+def test_no_partial_package_remains_after_a_failure(
     raised: BaseException,
     expected: type[BaseException],
     tmp_path: Path,
@@ -572,7 +574,7 @@ def test_without_copier_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "copier", None)
     code, out, err = command("plugin", "acme-norms", "--kind", "kernel")
     assert (code, out) == (1, "")
-    assert err.startswith("error: A plugin is written by copier, which cannot be used: ")
+    assert err.startswith("error: New plugins need the package copier, which cannot be imported: ")
     assert err.endswith("Try: pip install 'interposer-tools[new]'\n")
     assert not names(tmp_path)
     with pytest.raises(InterposerError, match="copier"):
@@ -589,7 +591,7 @@ def test_extra_brings_copier() -> None:
         assert str(requirement.marker) == 'extra == "new"'
 
 
-def test_settings_of_the_users_own_templates_do_not_count(
+def test_copier_settings_of_the_user_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "settings.yml").write_text("defaults: [not, a, mapping\n")
@@ -598,7 +600,7 @@ def test_settings_of_the_users_own_templates_do_not_count(
 
 
 @pytest.mark.parametrize("license_", License)
-def test_license_is_what_was_asked_for(license_: License, command: Command, tmp_path: Path) -> None:
+def test_license_is_the_requested_one(license_: License, command: Command, tmp_path: Path) -> None:
     author = 'Ada "the countess" Lövelace \\ 1'
     arguments = ("--kind", "layer", "--license", license_, "--author", author)
     assert command("plugin", "acme-norms", *arguments)[0] == 0
@@ -625,7 +627,7 @@ def test_author_is_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             ("plugin", "acme", "--kind", "norm"),
@@ -638,9 +640,9 @@ def test_author_is_one_line() -> None:
     ],
 )
 def test_wrong_usage_ends_with_2(
-    arguments: tuple[str, ...], told: str, command: Command, tmp_path: Path
+    arguments: tuple[str, ...], message: str, command: Command, tmp_path: Path
 ) -> None:
     code, out, err = command(*arguments)
     assert (code, out) == (2, "")
-    assert told in " ".join(re.sub("[^!-~]", " ", err).split())  # wrapped lines in a frame
+    assert message in " ".join(re.sub("[^!-~]", " ", err).split())  # wrapped lines in a frame
     assert not names(tmp_path)

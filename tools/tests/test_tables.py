@@ -68,7 +68,7 @@ def printed(renderables: Iterator[Any]) -> str:
 
 
 def test_an_explanation_is_shown(site: Site) -> None:
-    shown = printed(explanation_tables(explain(site)))
+    text = printed(explanation_tables(explain(site)))
     for words in (
         "device: cpu (a device)",
         "kernels.negate@layers.2",
@@ -76,23 +76,23 @@ def test_an_explanation_is_shown(site: Site) -> None:
         "highest score (20)",
         "negate_wide: needs avx512, which the device lacks",
     ):
-        assert words in shown
+        assert words in text
 
 
-def test_figures_and_failures_of_an_explanation_are_shown(site: Site) -> None:
+def test_measurements_and_failures_of_an_explanation_are_shown(site: Site) -> None:
     explanation = explain(site)
     choice = replace(explanation.rows[0].choice, seconds={"acme/negate_fast": 12.34e-6})
     failure = Refusal("negate_wide", "acme 1", "raised OSError()", "Traceback\n  OSError")
     failed = replace(explanation, rows=(Row(choice, ("a",)),), failures=(failure,))
-    shown = printed(explanation_tables(failed))
-    assert "acme/negate_fast 12.3 us" in shown
-    assert "raised OSError()" in shown
+    text = printed(explanation_tables(failed))
+    assert "acme/negate_fast 12.3 us" in text
+    assert "raised OSError()" in text
 
 
-def test_candidates_are_shown_where_no_model_is_explained() -> None:
-    shown = printed(explanation_tables(explain()))
-    assert "rms_norm" in shown
-    assert "fits the device" in shown
+def test_candidates_are_shown_without_a_model() -> None:
+    text = printed(explanation_tables(explain()))
+    assert "rms_norm" in text
+    assert "fits the device" in text
 
 
 def test_a_report_is_shown() -> None:
@@ -102,8 +102,8 @@ def test_a_report_is_shown() -> None:
     report = Report(
         "acme", "1", ground, "2026-03-01T12:00:00Z", seed=3, quick=False, candidates=(candidate,)
     )
-    shown = printed(report_tables(report))
-    assert "numerics: 0 of 9 passed" in shown
-    assert "needs beads" in shown
-    assert "WRONG" in shown
-    assert report.summary in shown
+    text = printed(report_tables(report))
+    assert "numerics: 0 of 9 passed" in text
+    assert "needs beads" in text
+    assert "WRONG" in text
+    assert report.summary in text

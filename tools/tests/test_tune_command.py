@@ -53,19 +53,19 @@ def entry() -> Entry:
     return Entry.model_validate_json(json.dumps(facts))
 
 
-def test_a_table_is_taken_over_and_written_again(
+def test_a_table_is_imported_and_exported(
     store: Store, entry: Entry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given, copied = tmp_path / "given.json", tmp_path / "copied.json"
-    Table(entries=(entry,)).write(given)
-    tune(import_file=given)
+    source, copied = tmp_path / "given.json", tmp_path / "copied.json"
+    Table(entries=(entry,)).write(source)
+    tune(import_file=source)
     assert capsys.readouterr().out.startswith("1 measurement imported, 0 of them")
-    (kept,) = Table.stored(store).entries
-    assert kept.value == entry.value
-    assert kept.key.host != "a lab"
+    (stored_entry,) = Table.stored(store).entries
+    assert stored_entry.value == entry.value
+    assert stored_entry.key.host != "a lab"
     tune(export_file=copied, as_json=True)
     assert json.loads(capsys.readouterr().out) == {"exported": 1}
-    assert Table.read(copied).entries == (kept,)
+    assert Table.read(copied).entries == (stored_entry,)
 
 
 def test_nothing_to_do_is_an_error() -> None:
@@ -80,20 +80,20 @@ def test_a_broken_file_changes_nothing(store: Store, tmp_path: Path) -> None:
     assert Table.stored(store).entries == ()
 
 
-def test_tokens_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+def test_tokens_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="1;2"):
         tune(tmp_path, tokens="1;2")
 
 
 @pytest.mark.parametrize(
-    ("tokens", "reason"), [("0", "0 is no number of tokens"), ("1,16,1", "1 is there twice")]
+    ("tokens", "reason"), [("0", "0 is too small"), ("1,16,1", "1 occurs twice")]
 )
-def test_tokens_that_cannot_be_used_are_named(tokens: str, reason: str, tmp_path: Path) -> None:
+def test_invalid_numbers_of_tokens_are_refused(tokens: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"--tokens '{tokens}': {reason}"):
         tune(tmp_path, tokens=tokens)
 
 
-def test_a_folder_that_is_missing_is_named_before_anything_is_done(tmp_path: Path) -> None:
+def test_a_missing_export_folder_is_refused_first(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--export .*its folder does not exist"):
         tune(tmp_path / "no-model", export_file=tmp_path / "none" / "figures.json")
     assert not (tmp_path / "none").exists()

@@ -308,7 +308,7 @@ def choice_of(plan: Plan, kind: str, name: str) -> Choice:
     return found
 
 
-def test_kernels_with_wrong_scores_are_put_right(make_plan: MakePlan) -> None:
+def test_tuning_corrects_wrong_scores_of_kernels(make_plan: MakePlan) -> None:
     before = choice_of(make_plan(SLOW, FAST), "kernel", "scale")
     assert (before.chosen.name, before.seconds) == ("scale_slow", {})
     tune(make_plan(SLOW, FAST), tokens=(1, 4), repeats=3)
@@ -326,21 +326,21 @@ def test_kernels_with_wrong_scores_are_put_right(make_plan: MakePlan) -> None:
     assert "slower" in refusal.reason
 
 
-def test_a_pin_and_an_untabled_policy_still_decide(make_plan: MakePlan) -> None:
+def test_pins_and_tables_off_override_measurements(make_plan: MakePlan) -> None:
     tune(make_plan(SLOW, FAST), tokens=(1,), repeats=3)
     for policy in ({"kernels": {"scale": "scale_slow"}}, {"tables": False}):
         chosen = choice_of(make_plan(SLOW, FAST, **policy), "kernel", "scale").chosen
         assert chosen.name == "scale_slow"
 
 
-def test_what_is_pinned_or_forbidden_is_timed_all_the_same(make_plan: MakePlan) -> None:
+def test_pinned_and_forbidden_candidates_are_timed_too(make_plan: MakePlan) -> None:
     rule = {"pin": "scale_slow", "forbid": ["scale_fast"]}
     table = tune(make_plan(SLOW, FAST, kernels={"scale": rule}), tokens=(1,), repeats=3)
     (entry,) = table.entries
     assert len(entry.value.candidates) == 3
 
 
-def test_figures_are_those_of_each_number_of_tokens(make_plan: MakePlan) -> None:
+def test_measurements_cover_each_number_of_tokens(make_plan: MakePlan) -> None:
     record = kernel("scale_proportional", "proportional", 1.0)
     (entry,) = tune(make_plan(record), tokens=(16, 1, 4, 4), repeats=3).entries
     reference = entry.value.candidates["acme/reference"]
@@ -366,7 +366,7 @@ def test_constants_are_prepared_once_and_not_timed(make_plan: MakePlan) -> None:
     assert entry.value.failed == {}
 
 
-def test_what_fails_costs_itself_only_and_is_remembered(make_plan: MakePlan) -> None:
+def test_a_failed_candidate_is_recorded_and_others_are_timed(make_plan: MakePlan) -> None:
     records = (kernel("scale_failing", "failing", 99.0), SLOW, FAST)
     (entry,) = tune(make_plan(*records), tokens=(1,), repeats=3).entries
     version, reason = entry.value.failed["acme/scale_failing"]
@@ -377,7 +377,7 @@ def test_what_fails_costs_itself_only_and_is_remembered(make_plan: MakePlan) -> 
     assert after.notes == ()
 
 
-def test_what_fails_later_costs_itself_only(make_plan: MakePlan) -> None:
+def test_a_candidate_that_fails_later_does_not_affect_others(make_plan: MakePlan) -> None:
     plan = make_plan(kernel("scale_flaky", "flaky", 99.0), FAST)
     (entry,) = tune(plan, tokens=(1, 4), repeats=3).entries
     assert runs[-1] == 4
@@ -386,7 +386,7 @@ def test_what_fails_later_costs_itself_only(make_plan: MakePlan) -> None:
     assert "enough" in entry.value.failed["acme/scale_flaky"][1]
 
 
-def test_a_request_without_any_figure_fails_the_command(
+def test_a_request_whose_candidates_all_fail_is_an_error(
     make_plan: MakePlan,
     make_plugin: Callable[..., ModuleType],
     tmp_path: Path,
@@ -410,20 +410,20 @@ def test_a_request_without_any_figure_fails_the_command(
     assert err.startswith("error: every candidate failed for kernel 'crowded' [")
 
 
-def test_what_is_no_model_is_named_by_its_type(make_plan: MakePlan) -> None:
+def test_a_wrong_model_argument_is_named_by_its_type(make_plan: MakePlan) -> None:
     with pytest.raises(ConfigError, match="model is of the type Placement, must be") as caught:
         tune(make_plan().placement)  # type: ignore[arg-type]
     assert len(str(caught.value)) < 200
 
 
-def test_what_the_canary_refuses_is_not_timed(make_plan: MakePlan) -> None:
+def test_candidates_that_fail_the_canary_are_not_timed(make_plan: MakePlan) -> None:
     records = (kernel("scale_wrong", "wrong", 99.0), FAST)
     (entry,) = tune(make_plan(*records, canary="all"), tokens=(1,), repeats=3).entries
     assert set(entry.value.candidates) == {"acme/reference", "acme/scale_fast"}
     assert "reference of 'scale'" in entry.value.failed["acme/scale_wrong"][1]
 
 
-def test_what_cannot_be_timed_is_listed_with_the_reason(make_plan: MakePlan) -> None:
+def test_requests_that_cannot_be_timed_are_listed_with_the_reason(make_plan: MakePlan) -> None:
     def build(site: Site) -> None:
         Layer(site, 16)
         site.bind(unsampled)
@@ -436,7 +436,7 @@ def test_what_cannot_be_timed_is_listed_with_the_reason(make_plan: MakePlan) -> 
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder_decoder"])
-def test_attention_with_wrong_scores_is_put_right(make_plan: MakePlan, kind: Any) -> None:
+def test_tuning_corrects_wrong_scores_of_attention(make_plan: MakePlan, kind: Any) -> None:
     def build(site: Site) -> None:
         site.resolver.attention(replace(SPEC, type=kind), site)
 
@@ -476,10 +476,10 @@ def test_requests_are_timed_once(make_plan: MakePlan) -> None:
     assert [entry.key.dims for entry in table.entries] == [{"width": 16}, {"width": 32}]
 
 
-def test_progress_and_observers_are_told(
+def test_progress_and_observers_are_called(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[int, int, str]] = []
+    calls: list[tuple[int, int, str]] = []
     finished: list[tuple[str, str, int, int, object]] = []
 
     def interposer_finished(
@@ -492,14 +492,14 @@ def test_progress_and_observers_are_told(
     readings = iter((5, 7, 11))  # of the wall clock: a kernel is timed, a layer is not
     wall_clock = SimpleNamespace(time_ns=lambda: next(readings))
     monkeypatch.setattr("interposer_tools._tuner.tuner.time", wall_clock)
-    tune(plan, tokens=(1,), repeats=3, progress=lambda *facts: told.append(facts))
+    tune(plan, tokens=(1,), repeats=3, progress=lambda *facts: calls.append(facts))
     # The layer is a request as well.
-    assert [(done, total) for done, total, _ in told] == [(0, 2), (1, 2), (2, 2)]
-    assert "scale" in told[0][2]
-    assert finished == [("tune", told[0][2], 5, 7, 2)]
+    assert [(num_done, total) for num_done, total, _ in calls] == [(0, 2), (1, 2), (2, 2)]
+    assert "scale" in calls[0][2]
+    assert finished == [("tune", calls[0][2], 5, 7, 2)]
 
 
-def test_the_table_is_what_is_kept(make_plan: MakePlan) -> None:
+def test_the_returned_table_is_stored(make_plan: MakePlan) -> None:
     plan = make_plan(SLOW, FAST)
     table = tune(plan, tokens=(1,), repeats=3)
     assert Table.stored(default_store(plan.resolver.config)).entries == table.entries

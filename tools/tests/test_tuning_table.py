@@ -43,12 +43,12 @@ def entry(
 def tables(draw: st.DrawFn) -> Table:
     # No two are of one hour, so that the newest is one alone.
     hours = st.integers(0, 10**6)
-    made = draw(st.lists(st.tuples(st.sampled_from("abc"), hours), unique_by=lambda pair: pair[1]))
+    rows = draw(st.lists(st.tuples(st.sampled_from("abc"), hours), unique_by=lambda pair: pair[1]))
     dims = draw(st.dictionaries(st.text(max_size=5), st.integers() | st.booleans() | st.text()))
-    return Table(entries=tuple(entry(name, hour, dims=dims) for name, hour in made))
+    return Table(entries=tuple(entry(name, hour, dims=dims) for name, hour in rows))
 
 
-def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
+def test_a_written_table_is_read_back(tmp_path: Path) -> None:
     detail = {"scale": 0.125, "window_tokens": None, "causal": True, "dtype": "torch.float32"}
     table = Table(
         entries=(
@@ -58,13 +58,13 @@ def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
     )
     path = tmp_path / "made" / "table.json"
     table.write(path)
-    read = Table.read(path)
-    assert read.entries == table.entries[::-1], "sorted by kind and name"
-    read.write(tmp_path / "again.json")
+    copy = Table.read(path)
+    assert copy.entries == table.entries[::-1], "sorted by kind and name"
+    copy.write(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == path.read_text()
 
 
-def test_what_was_not_measured_stays_out_of_files(tmp_path: Path) -> None:
+def test_unmeasured_requests_are_not_written_to_files(tmp_path: Path) -> None:
     missing = (NotMeasured(request="layer 'x'", reason="no"),)
     Table(entries=(entry(),), not_measured=missing).write(tmp_path / "t.json")
     assert Table.read(tmp_path / "t.json") == Table(entries=(entry(),))
@@ -102,7 +102,7 @@ def test_a_damaged_file_is_refused_with_its_path(
         ('{"version": 1, "entries": [], "checksum": "", "more": 1}', "more"),
     ],
 )
-def test_what_is_no_table_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_table_is_refused(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(text)
     with pytest.raises(StorageError, match=reason):
@@ -123,7 +123,7 @@ def test_what_is_no_table_is_refused(text: str, reason: str, tmp_path: Path) -> 
         (("key", "name"), ""),
     ],
 )
-def test_nonsense_is_refused_even_with_a_checksum(
+def test_invalid_entries_are_refused_even_with_a_checksum(
     place: tuple[str, ...], value: object, tmp_path: Path
 ) -> None:
     facts: Any = entry().model_dump(mode="json")
@@ -144,9 +144,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @given(one=tables(), other=tables())
-def test_of_two_measurements_the_newer_stays(one: Table, other: Table) -> None:
-    merged, replaced = one.merge(other)
-    given_entries = [*one.entries, *other.entries]
+def test_merging_keeps_the_newer_measurement(first: Table, second: Table) -> None:
+    merged, replaced = first.merge(second)
+    given_entries = [*first.entries, *second.entries]
     newest = {}
     for each in sorted(given_entries, key=lambda e: e.value.measured):
         newest[str(each.key.model_dump())] = each
@@ -164,13 +164,13 @@ def test_merging_with_itself_changes_nothing(table: Table) -> None:
     assert replaced == ()
 
 
-def test_what_is_installed_counts_for_this_host(tmp_path: Path) -> None:
+def test_imported_measurements_apply_to_this_host(tmp_path: Path) -> None:
     store = Store(tmp_path)
     given_table = Table(entries=(entry(hours=1, host="there"), entry(hours=2, host="yonder")))
     assert given_table.install(store) == ()
-    (kept,) = Table.stored(store).entries
-    assert kept.key.host == this_host()
-    assert kept.value.measured == START + timedelta(hours=2)
+    (stored_entry,) = Table.stored(store).entries
+    assert stored_entry.key.host == this_host()
+    assert stored_entry.value.measured == START + timedelta(hours=2)
 
 
 def test_an_older_measurement_does_not_replace_a_newer_one(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_an_older_measurement_does_not_replace_a_newer_one(tmp_path: Path) -> No
     assert Table.stored(store).entries[0].value.candidates["acme/a"].seconds == 3.0
 
 
-def test_a_corrupt_entry_of_the_store_is_left_out(tmp_path: Path) -> None:
+def test_corrupt_stored_entries_are_ignored(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for name in ("a", "b"):
         write_entry(store, entry(name))
@@ -205,6 +205,6 @@ def test_the_fastest_is_named_and_shown() -> None:
     assert Entry(key=entry().key, value=none).fastest == ""
 
 
-def test_figures_need_a_positive_duration() -> None:
+def test_measurements_need_a_positive_duration() -> None:
     with pytest.raises(ValidationError):
         Figures(version="1", seconds=0.0, low=1.0, high=1.0, per_tokens={})

@@ -85,7 +85,7 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def test_what_is_right_ends_with_0_and_what_is_wrong_with_1(run: Run, tmp_path: Path) -> None:
+def test_correct_plugins_exit_with_0_and_wrong_ones_with_1(run: Run, tmp_path: Path) -> None:
     files = [
         f"--{kind}={tmp_path / f'out.{kind}'}" for kind in ("json", "junit", "html", "markdown")
     ]
@@ -132,27 +132,27 @@ def test_what_is_right_ends_with_0_and_what_is_wrong_with_1(run: Run, tmp_path: 
         (["acme-kernels", "--csv"], "No such option"),
     ],
 )
-def test_what_cannot_be_verified_ends_with_2(arguments: list[str], message: str, run: Run) -> None:
-    done = run(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_failed_verifications_exit_with_2(arguments: list[str], message: str, run: Run) -> None:
+    process = run(*arguments)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert message in process.stderr
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs signals as of POSIX")
-def test_a_crash_names_what_was_running(run: Run) -> None:
-    done = run("acme-kernels", "--op", "acme_double", kernels="crashing")
-    assert done.returncode < 0
-    assert "<trial acme_double-acme-kernels/crashing-float32-one row>" in done.stderr
+def test_a_crash_names_the_running_trial(run: Run) -> None:
+    process = run("acme-kernels", "--op", "acme_double", kernels="crashing")
+    assert process.returncode < 0
+    assert "<trial acme_double-acme-kernels/crashing-float32-one row>" in process.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs signals as of POSIX")
-def test_in_isolation_a_crash_is_a_fault_of_its_candidate_alone(run: Run, tmp_path: Path) -> None:
+def test_an_isolated_crash_fails_only_its_candidate(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     options = ("--op", "acme_double", "--isolate", f"--json={file}")
-    done = run("acme-kernels", *options, kernels="crashing good")
-    assert done.returncode == 1, done.stderr
+    process = run("acme-kernels", *options, kernels="crashing good")
+    assert process.returncode == 1, process.stderr
     report = Report.read(file)
     assert {c.name: c.state for c in report.candidates} == {
         "reference": "correct",
@@ -168,18 +168,18 @@ def test_in_isolation_a_crash_is_a_fault_of_its_candidate_alone(run: Run, tmp_pa
 
 
 @pytest.mark.slow
-def test_several_processes_report_what_one_does(run: Run, tmp_path: Path) -> None:
-    found = {}
+def test_several_processes_give_the_same_report_as_one(run: Run, tmp_path: Path) -> None:
+    reports = {}
     for option in ("--seed=0", "--jobs=3"):
         file = tmp_path / "out.json"
-        done = run("acme-kernels", option, f"--json={file}", kernels="wrong good")
-        assert done.returncode == 1, done.stderr
+        process = run("acme-kernels", option, f"--json={file}", kernels="wrong good")
+        assert process.returncode == 1, process.stderr
         candidates = json.loads(file.read_text())["candidates"]
         for candidate in candidates:
             for tally in candidate["tallies"]:
                 del tally["seconds"]
-        found[option] = candidates
-    assert found["--jobs=3"] == found["--seed=0"]
+        reports[option] = candidates
+    assert reports["--jobs=3"] == reports["--seed=0"]
     tallies = [tally for candidate in candidates for tally in candidate["tallies"]]
     run_in_all = sum(tally["passed"] + tally["failed"] for tally in tallies)
     assert run_in_all > 16 * 2, "a third process had nothing to do"
@@ -187,10 +187,10 @@ def test_several_processes_report_what_one_does(run: Run, tmp_path: Path) -> Non
 
 @pytest.mark.skipif(os.name != "posix", reason="needs signals as of POSIX")
 @pytest.mark.slow
-def test_a_crash_in_one_of_several_processes_ends_no_other(run: Run, tmp_path: Path) -> None:
+def test_a_crash_in_one_process_does_not_end_others(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    done = run("acme-kernels", "-j2", f"--json={file}", kernels="crashing good")
-    assert done.returncode == 1, done.stderr
+    process = run("acme-kernels", "-j2", f"--json={file}", kernels="crashing good")
+    assert process.returncode == 1, process.stderr
     report = Report.read(file)
     states = {c.name: c.state for c in report.candidates if c.kind == "kernel"}
     assert states == {"reference": "correct", "crashing": "wrong", "good": "correct"}
@@ -198,20 +198,24 @@ def test_a_crash_in_one_of_several_processes_ends_no_other(run: Run, tmp_path: P
     assert crashing.tallies[0].findings[0].reason == "was killed by SIGSEGV"
 
 
-def test_no_process_at_all_is_refused(run: Run) -> None:
-    done = run("acme-kernels", "--jobs", "0")
-    assert done.returncode == 2
-    assert done.stderr == "error: 0 processes can run nothing. Try: --jobs 1, or more\n"
+def test_zero_processes_are_refused(run: Run) -> None:
+    process = run("acme-kernels", "--jobs", "0")
+    assert process.returncode == 2
+    assert process.stderr == "error: 0 processes can run nothing. Try: --jobs 1, or more\n"
 
 
 def test_reports_are_merged(run: Run, tmp_path: Path) -> None:
     ground = Ground("a device", "cpu", "cpu", "x86_64", "Linux", "3.11", "2.11")
     for name, tally in {"a": Tally("numerics", passed=3), "b": Tally("numerics", failed=1)}.items():
-        found = Examined("kernel", "acme_double", "good", "acme-kernels", "1.0", tallies=(tally,))
-        report = Report("acme-kernels", "1.0", ground, name, 0, False, candidates=(found,))
+        examined_kernel = Examined(
+            "kernel", "acme_double", "good", "acme-kernels", "1.0", tallies=(tally,)
+        )
+        report = Report(
+            "acme-kernels", "1.0", ground, name, 0, False, candidates=(examined_kernel,)
+        )
         report.write(tmp_path / f"{name}.json")
-    done = run("--merge", "a.json", "b.json", "--html", "both.html")
-    assert done.returncode == 1  # as one of them says
+    process = run("--merge", "a.json", "b.json", "--html", "both.html")
+    assert process.returncode == 1  # as one of them says
     assert (tmp_path / "both.html").read_text().count('<th scope="row">good') == 1
     printed = run("--merge", "a.json", "a.json")
     assert printed.returncode == 0

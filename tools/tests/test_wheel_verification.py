@@ -82,37 +82,37 @@ def verified(tmp_path: Path) -> Verified:
             "INTERPOSER_PLUGINS": "acme-board,interposer-cpu",
         }
         command = ("-m", "interposer_tools", "verify", "acme-board", "--json=report.json")
-        done = forks().run(*command, cwd=tmp_path, env=environment)
+        process = forks().run(*command, cwd=tmp_path, env=environment)
         report = Report.read(tmp_path / "report.json")
         (module,) = [c for c in report.candidates if c.kind == "module"]
         (tally,) = [tally for tally in module.tallies if tally.aspect == "wheel"]
-        return done, tally
+        return process, tally
 
     return run
 
 
 def test_native_code_in_a_wheel_for_any_machine_is_wrong(verified: Verified) -> None:
     more = {**LIBRARY, "acme_board/board.abi3.so": b"", "acme_board/other.so.2": b""}
-    done, tally = verified(PURE, more)
-    assert (done.returncode, tally.state) == (1, "wrong")
+    process, tally = verified(PURE, more)
+    assert (process.returncode, tally.state) == (1, "wrong")
     (finding,) = tally.findings
     assert (finding.check, finding.where) == ("wheel", "file 'acme_board/board.abi3.so'")
-    told = "it is native code, and so are 2 more, but WHEEL says 'Root-Is-Purelib: true' and "
-    assert finding.reason.startswith(f"{told}'Tag: py3-none-any', so that any machine")
-    assert "Try: build it with a backend that tags it" in finding.reason
-    assert "WRONG module acme_board.plugin, wheel: 1 of 1 trial failed" in done.stdout
-    assert finding.reason in done.stdout
+    message = "it is native code, and so are 2 more, but WHEEL says 'Root-Is-Purelib: true' and "
+    assert finding.reason.startswith(f"{message}'Tag: py3-none-any', so that any machine")
+    assert "Try: use a build backend that sets the platform tag" in finding.reason
+    assert "WRONG module acme_board.plugin, wheel: 1 of 1 trial failed" in process.stdout
+    assert finding.reason in process.stdout
 
 
-def test_native_code_in_a_wheel_for_this_machine_is_right(verified: Verified) -> None:
-    done, tally = verified(HERE, LIBRARY)
-    assert (done.returncode, tally.state) == (0, "correct")
+def test_native_code_in_a_wheel_for_this_machine_is_correct(verified: Verified) -> None:
+    process, tally = verified(HERE, LIBRARY)
+    assert (process.returncode, tally.state) == (0, "correct")
 
 
-def test_a_library_that_is_installed_as_if_it_were_python_is_wrong(verified: Verified) -> None:
+def test_a_shared_library_in_a_pure_python_wheel_is_wrong(verified: Verified) -> None:
     text = f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {HERE}\n"
-    done, tally = verified(HERE, LIBRARY, WHEEL=text)
-    assert done.returncode == 1
+    process, tally = verified(HERE, LIBRARY, WHEEL=text)
+    assert process.returncode == 1
     (finding,) = tally.findings
     assert "but WHEEL says 'Root-Is-Purelib: true', so" in finding.reason
 
@@ -121,12 +121,12 @@ def test_an_editable_installation_is_not_judged_by_its_tag(
     verified: Verified, tmp_path: Path
 ) -> None:
     origin = {"url": (tmp_path / "site").as_uri(), "dir_info": {"editable": True}}
-    done, tally = verified(PURE, LIBRARY, **{"direct_url.json": json.dumps(origin)})
-    assert (done.returncode, tally.state) == (0, "not run")
+    process, tally = verified(PURE, LIBRARY, **{"direct_url.json": json.dumps(origin)})
+    assert (process.returncode, tally.state) == (0, "not run")
     assert tally.not_run == {"an editable installation has no wheel of its code": 1}
 
 
-def test_what_came_without_a_wheel_is_not_judged(verified: Verified) -> None:
-    done, tally = verified(PURE, LIBRARY, WHEEL="")
-    assert (done.returncode, tally.state) == (0, "not run")
+def test_installations_without_a_wheel_are_not_checked(verified: Verified) -> None:
+    process, tally = verified(PURE, LIBRARY, WHEEL="")
+    assert (process.returncode, tally.state) == (0, "not run")
     assert tally.not_run == {"it was not installed from a wheel": 1}

@@ -1,6 +1,6 @@
 """Serve a model over HTTP, with OpenAI's endpoints.
 
-Every name is loaded on first use, so that the command prints help without torch.
+Every name is imported on first use, so that the command prints help without torch.
 """
 
 from __future__ import annotations

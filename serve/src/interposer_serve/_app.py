@@ -1,4 +1,4 @@
-"""The application: endpoints of a model, and those of the server."""
+"""The ASGI application: the endpoints of the model and of the server."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def application(
     Once the application has started, only the application may run the model's engine.
 
     Args:
-        model: Language model or encoder. It decides which endpoints there are.
+        model: Language model or encoder, which determines the endpoints.
         name: Name of the model for clients. Adapters keep their own names.
         limits: Limits on requests; None for the defaults of ``Limits``.
-        keys: API keys. Each request must have one of them. If there are none, no key is needed.
+        keys: API keys, one of which each request must have. Without keys, none is needed.
         hosts: Allowed names in the Host header; None allows all.
     Raises: ConfigError: ``keys`` is not a list, a key cannot be sent in a header, or an adapter has
         the name of the model.
@@ -67,10 +67,11 @@ def application(
             )
         endpoints = TextEndpoints(model, name, limits, metrics)
 
-    def entry(of: str) -> dict[str, Any]:
-        base = {} if of == name else {"parent": name}
+    def entry(model_name: str) -> dict[str, Any]:
+        # An adapter has the model as its parent.
+        base = {} if model_name == name else {"parent": name}
         return {
-            "id": of,
+            "id": model_name,
             "object": "model",
             "created": created,
             "owned_by": "interposer",
@@ -149,7 +150,8 @@ def application(
     app.state.endpoints = endpoints
     folder = getattr(model, "path", None)
     folders = () if folder is None else (Path(folder).resolve(), Path(folder).absolute())
-    app.state.hidden = {str(each): name for each in folders}
+    # Errors must not show paths of the server to clients.
+    app.state.hidden = {str(path): name for path in folders}
     return app
 
 
@@ -158,7 +160,7 @@ def _names(hosts: Collection[str] | None) -> frozenset[str] | None:
 
 
 def _page() -> Iterator[Route]:
-    """Yield the routes of the page."""
+    """Yield the routes of the chat page."""
     folder = files("interposer_serve") / "page"
     for path, name, kind in (
         ("/", "index.html", "text/html"),
@@ -167,21 +169,22 @@ def _page() -> Iterator[Route]:
     ):
         headers = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff"}
         content = Response((folder / name).read_bytes(), headers=headers, media_type=kind)
-        yield Route(path, partial(_sent, content))
+        yield Route(path, partial(_send_content, content))
 
 
-async def _sent(content: Response, _request: Request) -> Response:
+async def _send_content(content: Response, _request: Request) -> Response:
     return content
 
 
 def _respond_to_unknown(paths: list[str]) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Return what tells clients which endpoints there are."""
+    """Return an exception handler that lists all endpoints in 404 responses."""
 
     async def respond_to(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 404:
-            known = ", ".join(sorted(paths))
-            asked = f"{request.method} {request.url.path!r:.200}"
-            error = ApiError(404, f"There is no {asked}; there are {known}", code="unknown_url")
+            endpoints = ", ".join(sorted(paths))
+            target = f"{request.method} {request.url.path!r:.200}"
+            message = f"There is no {target}; there are {endpoints}"
+            error = ApiError(404, message, code="unknown_url")
         return await respond(request, error)
 
     return respond_to

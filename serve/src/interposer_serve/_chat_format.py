@@ -1,4 +1,4 @@
-"""Answers of ``/v1/chat/completions``."""
+"""The response format of ``/v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 
 
 class ChatFormat(Format):
-    """``/v1/chat/completions``."""
+    """Formatter for the responses of ``/v1/chat/completions``."""
 
     prefix = "chatcmpl"
     kind = "chat.completion"
@@ -27,18 +27,20 @@ class ChatFormat(Format):
         tells_logprobs: bool,
         parse: Callable[[list[int]], dict[str, Any] | None] | None,
     ) -> None:
-        """Tell answers of ``model``.
+        """Create the formatter of one request.
 
         Args:
-            spell: see ``Spell``.
-            parse: returns the message that tokens are, for answers that may call tools; they are
-                told when they are whole.
+            model: Name of the model in responses.
+            spell: Returns the text of one token.
+            tells_logprobs: Whether the response has log probabilities.
+            parse: Parses the tokens of a complete answer that may call tools. A stream then sends
+                such an answer only at the end. None if the request offers no tools.
         """
         super().__init__(model, spell, tells_logprobs)
         self._parse = parse
 
     def choice(self, answer: Answer) -> dict[str, Any]:
-        """Return a whole answer."""
+        """Return the choice object of a complete answer."""
         message = answer_message(answer.text, self._parsed(answer))
         return {
             "index": answer.index,
@@ -48,8 +50,8 @@ class ChatFormat(Format):
         }
 
     def chunks(self, answer: Answer) -> list[dict[str, Any]]:
-        """Return the role, the text of the newest token, and how the answer ended, if it has."""
-        newest, ended = answer.deltas[-1], answer.reason is not None
+        """Return the chunks for the newest token: role, text, and finish reason at the end."""
+        newest, has_ended = answer.deltas[-1], answer.reason is not None
         deltas: list[dict[str, Any]] = []
         reason = answer.reason
         if len(answer.deltas) == 1:
@@ -57,25 +59,25 @@ class ChatFormat(Format):
         if self._parse is None:
             if newest.text or self.tells_logprobs:
                 deltas.append({"content": newest.text})
-        elif ended:
+        elif has_ended:
             message = self.choice(answer)["message"]
             reason = _reason(answer, message)
             calls = message.get("tool_calls", [])
-            numbered = [{"index": index, **call} for index, call in enumerate(calls)]
+            indexed_calls = [{"index": index, **call} for index, call in enumerate(calls)]
             del message["role"]
-            deltas.append({**message, "tool_calls": numbered} if numbered else message)
-        told = [self._chunk(answer.index, delta, None) for delta in deltas]
-        if self.tells_logprobs and told:
-            told[-1]["logprobs"] = self._logprobs(
+            deltas.append({**message, "tool_calls": indexed_calls} if indexed_calls else message)
+        chunks = [self._chunk(answer.index, delta, None) for delta in deltas]
+        if self.tells_logprobs and chunks:
+            chunks[-1]["logprobs"] = self._logprobs(
                 [newest] if self._parse is None else answer.deltas
             )
-        return [*told, self._chunk(answer.index, {}, reason)] if ended else told
+        return [*chunks, self._chunk(answer.index, {}, reason)] if has_ended else chunks
 
     def _parsed(self, answer: Answer) -> dict[str, Any] | None:
         try:
             return None if self._parse is None else self._parse(answer.token_ids)
         except RequestError:
-            return None  # the model did not write what its template describes; a text it is
+            return None  # the answer does not match the response template, so send it as text
 
     @staticmethod
     def _chunk(index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
@@ -87,14 +89,14 @@ class ChatFormat(Format):
         return {"content": [self._token(delta) for delta in deltas], "refusal": None}
 
     def _token(self, delta: Delta) -> dict[str, Any]:
-        likely = [self._spelled(*each) for each in delta.top_logprobs]
-        return {**self._spelled(delta.token_id, delta.logprob), "top_logprobs": likely}
+        likely = [self._entry(*entry) for entry in delta.top_logprobs]
+        return {**self._entry(delta.token_id, delta.logprob), "top_logprobs": likely}
 
-    def _spelled(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = self.spell(token_id)
-        # The bytes of a part of a character are not known from its text.
-        known = None if _PARTIAL in text else list(text.encode())
-        return {"token": text, "logprob": logprob, "bytes": known}
+        # U+FFFD stands for an incomplete character, whose bytes are unknown here.
+        token_bytes = None if _PARTIAL in text else list(text.encode())
+        return {"token": text, "logprob": logprob, "bytes": token_bytes}
 
 
 def _reason(answer: Answer, message: dict[str, Any]) -> str | None:

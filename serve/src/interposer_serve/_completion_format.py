@@ -1,4 +1,4 @@
-"""Answers of ``/v1/completions``."""
+"""The response format of ``/v1/completions``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from interposer_serve._formats import Answer, Format, Spell
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that stands in front of its answers.
+    """A prompt that the response repeats before the answer.
 
     Attributes:
-        pieces: of the text, by the tokens that complete them.
+        pieces: Pieces of the text, one per token.
     """
 
     text: str
@@ -25,7 +25,7 @@ class Echo:
 
 @dataclass(slots=True)
 class _Logprobs:
-    """The columns of ``logprobs``."""
+    """The lists in the field ``logprobs``, with one item per token."""
 
     tokens: list[str]
     values: list[float | None]
@@ -34,7 +34,7 @@ class _Logprobs:
 
 
 class CompletionFormat(Format):
-    """``/v1/completions``."""
+    """Formatter for the responses of ``/v1/completions``."""
 
     prefix = "cmpl"
     kind = chunk_kind = "text_completion"
@@ -47,13 +47,14 @@ class CompletionFormat(Format):
         echoes: Sequence[Echo] = (),
         tells_prompt: bool = False,
     ) -> None:
-        """Tell answers of ``model``.
+        """Create the formatter of one request.
 
         Args:
-            spell: see ``Spell``.
-            num_likely: of the likeliest tokens that are told with each; None tells no logprobs.
-            echoes: for each answer what stands in front of it; without, nothing does.
-            tells_prompt: tell the log probabilities of the prompt beside each answer.
+            model: Name of the model in responses.
+            spell: Returns the text of one token.
+            num_likely: Number of most likely tokens to report per token; None for no logprobs.
+            echoes: Prompt to repeat before each answer; empty for none.
+            tells_prompt: Whether each answer has the log probabilities of its prompt.
         """
         super().__init__(model, spell, num_likely is not None)
         self._num_likely = num_likely or 0
@@ -61,14 +62,14 @@ class CompletionFormat(Format):
         self._tells_prompt = tells_prompt
 
     def choice(self, answer: Answer) -> dict[str, Any]:
-        """Return a whole answer."""
-        told = self._choice(answer, answer.text, answer.deltas, 0, is_first=True)
+        """Return the choice object of a complete answer."""
+        choice = self._choice(answer, answer.text, answer.deltas, 0, is_first=True)
         if self._tells_prompt:
-            told["prompt_logprobs"] = self.prompt_logprobs(answer)
-        return told
+            choice["prompt_logprobs"] = self.prompt_logprobs(answer)
+        return choice
 
     def chunks(self, answer: Answer) -> list[dict[str, Any]]:
-        """Return the text of the newest token, and how the answer ended, if it has."""
+        """Return the chunk for the newest token; empty if the token adds no text."""
         newest, text = answer.deltas[-1], answer.deltas[-1].text
         is_first = len(answer.deltas) == 1
         if not (
@@ -81,11 +82,11 @@ class CompletionFormat(Format):
     def _choice(
         self, answer: Answer, text: str, deltas: list[Delta], offset: int, *, is_first: bool
     ) -> dict[str, Any]:
-        """Return a part of an answer, with the prompt before the first one.
+        """Return the choice object of a part of an answer; the first part includes the echo.
 
         Args:
-            offset: characters of the answer before the part.
-            is_first: no part stands before it.
+            offset: Number of characters of the answer before this part.
+            is_first: Whether this is the first part.
         """
         echo = self._echoes[answer.index] if self._echoes else None
         logprobs = _Logprobs([], [], [], [])
@@ -99,7 +100,7 @@ class CompletionFormat(Format):
             for delta in deltas:
                 self._add(logprobs, delta.token_id, delta.logprob, delta.top_logprobs, offset)
                 offset += len(delta.text)
-        told = {
+        content = {
             "tokens": logprobs.tokens,
             "token_logprobs": logprobs.values,
             "top_logprobs": logprobs.likely if self._num_likely else None,
@@ -108,7 +109,7 @@ class CompletionFormat(Format):
         return {
             "index": answer.index,
             "text": text,
-            "logprobs": told if self.tells_logprobs else None,
+            "logprobs": content if self.tells_logprobs else None,
             "finish_reason": answer.reason,
         }
 
@@ -117,7 +118,7 @@ class CompletionFormat(Format):
         for piece in echo.pieces:
             logprobs.offsets.append(offset)
             offset += len(piece)
-        # Nothing stands before the first token that could predict it.
+        # The model predicts no first token, so it has no log probability.
         logprobs.tokens.append(self.spell(echo.token_ids[0]))
         logprobs.values.append(None)
         logprobs.likely.append(None)
@@ -143,9 +144,10 @@ class CompletionFormat(Format):
     def _likely(
         self, text: str, logprob: float, likely: Iterable[tuple[int, float]]
     ) -> dict[str, float]:
-        """Return log probabilities by the texts of tokens, the chosen one's among them."""
-        found: dict[str, float] = {}
-        for each, value in likely:
-            found.setdefault(self.spell(each), value)  # parts of characters have one text together
-        found.setdefault(text, logprob)
-        return found
+        """Return log probabilities by token text, including the sampled token."""
+        logprobs: dict[str, float] = {}
+        for token_id, value in likely:
+            # Several tokens can have the text U+FFFD: keep the most likely one.
+            logprobs.setdefault(self.spell(token_id), value)
+        logprobs.setdefault(text, logprob)
+        return logprobs

@@ -1,7 +1,7 @@
 """HTTP connections with limits on number, header size and idle time.
 
 uvicorn's own protocol has no timeout for the first byte, for the end of a header, or for a client
-that does not read its response.
+that does not read the response.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_DISCARDED_BYTES = 64 * 2**20
 
 
 def protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
-    """Return a protocol class for uvicorn whose connections share these limits."""
+    """Return a protocol class for uvicorn, with common limits for all connections."""
     counts: Counter[str] = Counter()
     return type("Connection", (_Connection,), {"limits": limits, "counts": counts})
 
@@ -182,7 +182,7 @@ class _Connection(HttpToolsProtocol):
             seconds = self.limits.header_seconds
             self._refuse(408, f"The header was incomplete after {seconds:g} s")
         else:
-            self.transport.close()  # no request was begun, so there is nothing to respond to
+            self.transport.close()  # no request has started, so there is nothing to respond to
 
     def _refuse(self, status: int, reason: str) -> None:
         self._write_error(ApiError(status, reason))

@@ -1,4 +1,4 @@
-"""The form that a request asks its answer to have."""
+"""Constraints on answers, from the fields ``response_format`` and ``structured_outputs``."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _KINDS: Mapping[str, Callable[[Any], Constraint]] = {
 
 
 def of_response_format(value: dict[str, Any]) -> Constraint | None:
-    """Return the constraint that OpenAI's ``response_format`` asks for; None for any text.
+    """Create the constraint of OpenAI's field ``response_format``; None for any text.
 
-    Raises: ApiError: it is of no known type, or its schema is none.
+    Raises: ApiError: the type is unknown, or the schema is invalid.
     """
-    kind, described = value.get("type"), value.get("json_schema")
+    kind, json_schema = value.get("type"), value.get("json_schema")
     if kind == "text" and len(value) == 1:
         return None
     if kind == "json_object" and len(value) == 1:
         return Constraint.json_object()
-    if kind == "json_schema" and len(value) == 2 and isinstance(described, dict):
-        unknown = described.keys() - {"name", "description", "schema", "strict"}
-        if not unknown and isinstance(described.get("schema"), dict):
-            return _made(Constraint.json_schema, described["schema"], "response_format")
+    if kind == "json_schema" and len(value) == 2 and isinstance(json_schema, dict):
+        unknown = json_schema.keys() - {"name", "description", "schema", "strict"}
+        if not unknown and isinstance(json_schema.get("schema"), dict):
+            return _create(Constraint.json_schema, json_schema["schema"], "response_format")
     message = f"response_format is {shown(value)}; allowed is {_FORMATS}"
     raise ApiError(400, message, param="response_format", code="invalid_value")
 
 
 def of_structured_outputs(value: dict[str, Any]) -> Constraint:
-    """Return the constraint that vLLM's ``structured_outputs`` asks for.
+    """Create the constraint of vLLM's field ``structured_outputs``.
 
-    Raises: ApiError: it has not exactly one of the known keys, or what that holds is malformed.
+    Raises: ApiError: the field does not have exactly one known key, or the value is malformed.
     """
     if len(value) != 1 or not value.keys() <= _KINDS.keys():
         allowed = ", ".join(f"{name!r}" for name in _KINDS)
@@ -52,13 +52,13 @@ def of_structured_outputs(value: dict[str, Any]) -> Constraint:
             param="structured_outputs",
             code="invalid_value",
         )
-    ((name, held),) = value.items()
-    return _made(_KINDS[name], held, "structured_outputs")
+    ((name, content),) = value.items()
+    return _create(_KINDS[name], content, "structured_outputs")
 
 
-def _made(make: Callable[[Any], Constraint], held: Any, param: str) -> Constraint:
+def _create(constructor: Callable[[Any], Constraint], content: Any, param: str) -> Constraint:
     try:
-        return make(held)
+        return constructor(content)
     except RequestError as error:
         message = f"{param} is malformed: {error}"
         raise ApiError(400, message, param=param, code="invalid_value") from None

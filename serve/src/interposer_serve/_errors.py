@@ -64,7 +64,7 @@ class ApiError(Exception):
         return json.dumps(self.body, separators=(",", ":")).encode()
 
     def event(self) -> bytes:
-        """Return the error as the last event of a stream, whose status has been sent already."""
+        """Return the error as the last event of a stream: the status has been sent already."""
         return b"data: " + self.content + b"\n\n"
 
 
@@ -101,7 +101,7 @@ def check_model(name: str, names: Collection[str]) -> None:
 
 
 async def respond(request: Request, error: Exception) -> Response:
-    """Convert an exception to a response, and replace the path of the model by its name."""
+    """Convert an exception to a response, and replace the path of the model by the name."""
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, error.detail, headers=error.headers)
     refusal = api_error(error)

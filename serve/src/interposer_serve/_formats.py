@@ -141,11 +141,11 @@ def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:
 
 
 def with_parts(fields: dict[str, Any], parts: dict[str, str]) -> str:
-    """Serialize an object to JSON, some of whose values are serialized already.
+    """Serialize an object to JSON that contains serialized values already.
 
     Args:
         fields: Values to serialize, by field name.
-        parts: Serialized values, by field name. They replace values of ``fields``.
+        parts: Serialized values by field name, which replace values of ``fields``.
     """
     members = [
         f"{compact_json(name)}:{parts.get(name) or compact_json(value)}"

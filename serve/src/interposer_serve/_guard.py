@@ -46,7 +46,7 @@ class Guard:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request to the application, or refuse it."""
+        """Pass the request to the application, or respond with a refusal."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -94,8 +94,8 @@ class Guard:
 def check_keys(keys: object) -> frozenset[str]:
     """Return the API keys as a set, after checking that clients can send them.
 
-    Raises: ConfigError: ``keys`` is not a collection of texts, or a key is empty, has spaces around
-        it or holds a control character.
+    Raises: ConfigError: ``keys`` is not a collection of texts, or a key is empty, has leading or
+        trailing spaces or a control character.
     """
     if isinstance(keys, str | bytes) or not isinstance(keys, Collection):
         raise ConfigError(f"keys is a {type(keys).__name__}, must be a list. Try: ['a-long-key']")

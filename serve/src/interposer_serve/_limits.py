@@ -9,7 +9,7 @@ from interposer_models import ConstraintLimits
 
 
 class _Checked:
-    """Base of dataclasses whose numbers must be positive."""
+    """Base of dataclasses with positive numbers."""
 
     def __post_init__(self) -> None:
         for name in (item.name for item in fields(self)):  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ class ConnectionLimits(_Checked):
         header_bytes: Size of a request header, in bytes.
         header_seconds: Time to receive a header, in seconds, from the start of the connection or
             from the first byte of a later request. Also the time for which the server reads and
-            discards the rest of a refused body before it closes the connection.
+            discards the rest of a refused body before closing the connection.
         idle_seconds: Time in seconds that a connection may wait for its next request, or for its
             client to read the response.
     Raises: ConfigError: a limit is not positive.

@@ -1,4 +1,4 @@
-"""Messages as chat templates read them, and answers as clients do."""
+"""Conversion of chat messages between OpenAI's format and chat templates."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from interposer_models import TextTokenizer
 from interposer_serve._errors import ApiError
 
 
-def written(messages: list[dict[str, Any]], tokenizer: TextTokenizer) -> list[dict[str, Any]]:
-    """Return messages whose contents are texts, and whose calls have their arguments as objects.
+def template_messages(
+    messages: list[dict[str, Any]], tokenizer: TextTokenizer
+) -> list[dict[str, Any]]:
+    """Convert a client's messages for the chat template: text content, parsed call arguments.
 
-    Raises: ApiError: a content has a part that is no text, or arguments are no JSON.
+    Raises: ApiError: the content has a part that is not text, or arguments are not valid JSON.
     """
-    # Templates know no null: a message of calls alone has an empty content.
+    # Templates cannot handle null, which clients send as the content of messages with tool calls.
     filled = [
         {"content": "", **{name: value for name, value in message.items() if value is not None}}
         for message in messages
@@ -28,30 +30,30 @@ def written(messages: list[dict[str, Any]], tokenizer: TextTokenizer) -> list[di
     for index, message in enumerate(plain):
         calls = message.get("tool_calls")
         if isinstance(calls, list):
-            place = f"messages[{index}].tool_calls"
-            message["tool_calls"] = [_with_objects(place, call) for call in calls]
+            path = f"messages[{index}].tool_calls"
+            message["tool_calls"] = [_with_parsed_arguments(path, call) for call in calls]
     return plain
 
 
-def _with_objects(place: str, call: Any) -> Any:
-    """Return a call whose arguments are no longer the JSON text that OpenAI's interface has."""
+def _with_parsed_arguments(path: str, call: Any) -> Any:
+    """Parse the arguments of a call, which OpenAI's API sends as JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
-        message = f"{place}: arguments are {function['arguments']!r:.100}; allowed is JSON"
+        message = f"{path}: arguments are {function['arguments']!r:.100}; allowed is JSON"
         raise ApiError(400, message, param="messages") from None
     return {**call, "function": {**function, "arguments": arguments}}
 
 
 def answer_message(text: str, parsed: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the message of the assistant.
+    """Create the message of the assistant in OpenAI's format.
 
     Args:
-        text: the answer as it is.
-        parsed: the same by the response template of the checkpoint, if it has one.
+        text: Text of the answer.
+        parsed: The answer as parsed by the checkpoint's response template; None without one.
     """
     if parsed is None:
         return {"role": "assistant", "content": text}

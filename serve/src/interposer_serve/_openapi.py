@@ -1,4 +1,4 @@
-"""Describe the endpoints as OpenAPI, from the pydantic models of their bodies."""
+"""Describe the endpoints as OpenAPI, from the pydantic models of the request bodies."""
 
 from __future__ import annotations
 

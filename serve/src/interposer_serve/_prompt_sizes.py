@@ -1,4 +1,4 @@
-"""Limits on the size of prompts, checked before tokenizing or validating them."""
+"""Limits on the size of prompts, checked before tokenization and validation."""
 
 from __future__ import annotations
 

@@ -106,8 +106,8 @@ def parse_object(content: bytes) -> dict[str, Any]:
 def _parse(text: str) -> Any:
     """Parse JSON, with the garbage collector turned off for large texts.
 
-    While a million small lists are created, the garbage collector scans them several times. That
-    takes longer than creating them.
+    While a million small lists are created, the garbage collector scans all lists several times,
+    which takes longer than their creation.
     """
     if len(text) < _LARGE_CHARACTERS or not gc.isenabled():
         return json.loads(text)

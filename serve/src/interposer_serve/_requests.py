@@ -1,4 +1,4 @@
-"""Bodies of requests. Unsupported fields are refused, unless their value requests nothing."""
+"""Bodies of requests. Unsupported fields are refused, unless the value requests nothing."""
 
 from __future__ import annotations
 
@@ -391,7 +391,7 @@ class ChatBody(SampledBody):
 
     @property
     def required(self) -> list[dict[str, Any]] | None:
-        """Tools of which the answer must call one; None if it need not call any.
+        """Tools, one of which the answer must call; None if no call is required.
 
         Raises: ApiError: ``tool_choice`` names a function that is not among the tools.
         """

@@ -1,4 +1,4 @@
-"""Server of ``interposer serve``: prints its address, and drains answers when it is stopped."""
+"""Server of ``interposer serve``: prints the address, and drains answers at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.05
 
 
 class Server(uvicorn.Server):
-    """Serves an application until it gets a signal, and then drains its answers.
+    """Serves an application until a signal arrives, and then drains running answers.
 
     After the first Ctrl-C or SIGTERM, running answers have ``drain_seconds`` to finish. Answers
     that do not finish in time, or before a second signal, end with an error.

@@ -1,4 +1,4 @@
-"""Responses that end when their client leaves."""
+"""Streaming responses, which end when the client disconnects."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DONE = b"data: [DONE]\n\n"
 
 @asynccontextmanager
 async def watched(request: Request, generation: Generation) -> AsyncIterator[None]:
-    """Close a generation when its client leaves, and when the block ends."""
-    watch = asyncio.create_task(_leave(request, generation))
+    """Cancel a generation when the client disconnects, or at the end of the block."""
+    watch = asyncio.create_task(_cancel_on_disconnect(request, generation))
     try:
         yield
     finally:
@@ -29,14 +29,14 @@ async def watched(request: Request, generation: Generation) -> AsyncIterator[Non
         generation.fail(Gone())
 
 
-async def _leave(request: Request, generation: Generation) -> None:
+async def _cancel_on_disconnect(request: Request, generation: Generation) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     generation.fail(Gone())
 
 
 class EventStream(Response):
-    """A stream of server-sent events, with whose end a generation is closed."""
+    """A stream of server-sent events, which cancels the generation at the end."""
 
     media_type = "text/event-stream"
 
@@ -47,11 +47,11 @@ class EventStream(Response):
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events as they come; an error is the last one."""
+        """Send the events, and an error as the last event."""
         try:
             await self._send(send)
         finally:
-            # The events do so too, but not where they never began.
+            # The event generator does this too, but not if it never started.
             self._generation.fail(Gone())
 
     async def _send(self, send: Send) -> None:
@@ -63,9 +63,11 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": part, "more_body": True})
             except Gone:
                 return
-            except Exception as error:  # noqa: BLE001 - the status was sent, so it is told in here
-                told = api_error(error)
-                if told.status == 500:
+            except Exception as error:  # noqa: BLE001 - the status was sent already, so send an event
+                last_event = api_error(error)
+                if last_event.status == 500:
                     _log.error("a stream failed", exc_info=error)
-                await send({"type": "http.response.body", "body": told.event(), "more_body": True})
+                await send(
+                    {"type": "http.response.body", "body": last_event.event(), "more_body": True}
+                )
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -23,12 +23,13 @@ from interposer_models import (
     SamplingParams,
     TextTokenizer,
 )
+from interposer_serve._admission import Admission
 from interposer_serve._chat_format import ChatFormat
 from interposer_serve._completion_format import CompletionFormat, Echo
 from interposer_serve._errors import ApiError, Gone, check_model
 from interposer_serve._formats import Answer, Format, compact_json, usage, with_parts
 from interposer_serve._limits import Limits
-from interposer_serve._messages import written
+from interposer_serve._messages import template_messages
 from interposer_serve._metrics import Metrics
 from interposer_serve._prompt_sizes import PromptSizes
 from interposer_serve._reading import BodyReader
@@ -40,7 +41,6 @@ from interposer_serve._requests import (
     SampledBody,
     TokenizeBody,
 )
-from interposer_serve._room import Room
 from interposer_serve._streams import DONE, EventStream, watched
 from interposer_serve._tracing import record
 
@@ -64,7 +64,7 @@ class TextEndpoints:
         self._bodies = BodyReader(limits)
         self._sizes: PromptSizes
         self._model: AsyncLanguageModel
-        self._room: Room
+        self._admission: Admission
 
     bodies: Mapping[str, type[Body]] = {
         "/v1/chat/completions": ChatBody,
@@ -92,7 +92,7 @@ class TextEndpoints:
             constraint_limits=limits.constraints,
             template_seconds=limits.template_seconds,
         )
-        self._room = Room(self._model, limits)
+        self._admission = Admission(self._model, limits)
         vocabulary = await self._model.tokenize(lambda tokenizer: tokenizer.vocabulary)
         sources = self._lm.engine.runner.sources
         context = max(self.context, 0 if sources is None else sources.longest)
@@ -207,9 +207,9 @@ class TextEndpoints:
     async def _preparing(self, request: Request, num_answers: int) -> AsyncIterator[None]:
         """Reserve places in the queue while prompts are prepared, within the request's deadline.
 
-        Raises: ApiError: the queue has no room for the answers, or the deadline has passed.
+        Raises: ApiError: the queue has no place for the answers, or the deadline has passed.
         """
-        with self._room.prepared(num_answers):
+        with self._admission.prepared(num_answers):
             try:
                 async with asyncio.timeout(self._seconds_left(request)):
                     yield
@@ -249,7 +249,9 @@ class TextEndpoints:
         options: dict[str, Any],
     ) -> list[int]:
         def token_ids(tokenizer: TextTokenizer) -> list[int]:
-            return tokenizer.chat.token_ids(written(messages, tokenizer), tools, None, options)
+            return tokenizer.chat.token_ids(
+                template_messages(messages, tokenizer), tools, None, options
+            )
 
         return await self._model.render_chat(token_ids)
 
@@ -295,12 +297,12 @@ class TextEndpoints:
             for prompt in prompts
         ]
         num_prompt_tokens = sum(map(len, prompts))
-        self._room.check(body.n * len(rows))
+        self._admission.check(body.n * len(rows))
 
         def on_end(generation: Generation) -> None:
             deadline.cancel()
             self._generations.discard(generation)
-            self._room.ended(generation)
+            self._admission.ended(generation)
             self._metrics.ended(generation)
             record(request, body.model, num_prompt_tokens, generation)
 
@@ -352,10 +354,10 @@ class TextEndpoints:
         if allowed is not None and len(prompt) > allowed:
             message = f"The prompt has {len(prompt)} tokens; allowed are {allowed}"
             raise ApiError(400, message, code="context_length_exceeded")
-        room = self._lm.room(prompt)
+        context_left = self._lm.room(prompt)
         adapter = None if body.model == self.name else body.model
         suggested = {**self._suggested, "adapter": adapter, "cache_salt": salt}
-        return body.params(suggested, max(1, min(max_new_tokens, room)), constraint)
+        return body.params(suggested, max(1, min(max_new_tokens, context_left)), constraint)
 
     async def _json(self, make: Callable[[], Any]) -> str:
         return await self._model.format_answer(lambda _: compact_json(make()))

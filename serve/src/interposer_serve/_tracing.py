@@ -1,4 +1,4 @@
-"""Spans of a request's stages. Without a tracer provider of the application they cost little."""
+"""OpenTelemetry spans for the stages of a request; nearly free without a tracer provider."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from starlette.requests import Request
 from interposer_models import Generation
 from interposer_serve._errors import Gone
 
-# It follows the provider that the application sets, before this line or after it.
+# OpenTelemetry resolves the provider at first use, so applications can set one later.
 _TRACER = trace.get_tracer("interposer_serve", version("interposer-serve"))
 
 
 def record(request: Request, model: str, num_prompt_tokens: int, generation: Generation) -> None:
-    """Record the span ``interposer.serve`` of a generation that has ended, and its stages below.
+    """Record the span ``interposer.serve`` of an ended generation, with one child span per stage.
 
-    It stands below the span that the client names in ``traceparent``.
+    The parent is the span in the client's header ``traceparent``.
     """
     stages = generation.stages
     span = _TRACER.start_span(
@@ -38,16 +38,17 @@ def record(request: Request, model: str, num_prompt_tokens: int, generation: Gen
     )
     if generation.error is not None and not isinstance(generation.error, Gone):
         span.set_status(Status(StatusCode.ERROR, str(generation.error)))
-    inside = trace.set_span_in_context(span)
-    # A stage ends where the next one began, or where everything did.
-    begun = [
+    context = trace.set_span_in_context(span)
+    # A stage ends at the start of the next one, the last stage at the end of the generation.
+    starts = [
         ("queue", stages.received),
         ("prefill", stages.started),
         ("decode", stages.first_token),
         ("", stages.ended),
     ]
-    reached = [(name, at) for name, at in begun if at]
+    # A generation that failed has no start time for later stages.
+    reached = [(name, start) for name, start in starts if start]
     for (name, start), (_, end) in pairwise(reached):
-        stage = _TRACER.start_span(f"interposer.serve.{name}", inside, start_time=start)
+        stage = _TRACER.start_span(f"interposer.serve.{name}", context, start_time=start)
         stage.end(end)
     span.end(stages.ended)

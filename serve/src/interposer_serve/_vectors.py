@@ -1,4 +1,4 @@
-"""The endpoint of a model that makes vectors of texts."""
+"""The endpoint of an encoder, which computes embeddings."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from interposer_serve._prompt_sizes import PromptSizes
 from interposer_serve._reading import BodyReader
 from interposer_serve._requests import Body, EmbeddingBody
 
-_MOST_TEXTS = 2048  # as of OpenAI's interface
+_MAX_TEXTS = 2048  # limit of OpenAI's API
 
 
 class VectorEndpoints:
-    """Embeddings by one model, one call of it after the other."""
+    """Endpoint for embeddings, which runs the encoder for one request at a time."""
 
     def __init__(self, encoder: Encoder, name: str, limits: Limits) -> None:
         self.name, self.names = name, (name,)
@@ -35,40 +35,40 @@ class VectorEndpoints:
         self._limits = limits
         self._waiting = 0
         self._bodies = BodyReader(limits)
-        self._sizes = PromptSizes(self.context, _MOST_TEXTS, encoder.tokenizer.get_vocab())
+        self._sizes = PromptSizes(self.context, _MAX_TEXTS, encoder.tokenizer.get_vocab())
         self._thread = ThreadPoolExecutor(1, "interposer-encoder")
 
     bodies: Mapping[str, type[Body]] = {"/v1/embeddings": EmbeddingBody}
 
     @property
     def routes(self) -> list[Route]:
-        """The endpoint."""
+        """Route of the endpoint."""
         return [Route("/v1/embeddings", self.embed, methods=["POST"])]
 
     async def start(self) -> None:
-        """Do nothing; the model is loaded."""
+        """Do nothing: the model is loaded already."""
 
     @property
     def num_unfinished(self) -> int:
-        """The requests that wait for their vectors."""
+        """Number of requests that run or wait."""
         return self._waiting
 
     def end_answers(self) -> None:
-        """Do nothing; vectors take no time that anybody would wait for."""
+        """Do nothing: computing embeddings is short, so requests can finish."""
 
     async def stop(self) -> None:
-        """End the thread."""
+        """End the thread of the encoder."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     @property
     def trouble(self) -> str:
-        """The reason why requests would fail: there is none that would last."""
+        """Why requests would fail: always "", because an encoder has no lasting failure."""
         return ""
 
     async def explanation(self) -> dict[str, Any]:
-        """Return what the model runs on, and why."""
-        found = await asyncio.to_thread(interposer.explain, self._encoder.adapted)
-        return found.to_dict()
+        """Return which kernels the model uses, and why."""
+        explanation = await asyncio.to_thread(interposer.explain, self._encoder.adapted)
+        return explanation.to_dict()
 
     async def embed(self, request: Request) -> Response:
         """``/v1/embeddings``."""
@@ -96,16 +96,16 @@ class VectorEndpoints:
         finally:
             self._waiting -= 1
         data = [
-            {"object": "embedding", "index": index, "embedding": told}
-            for index, told in enumerate(_told(vectors, body.encoding_format))
+            {"object": "embedding", "index": index, "embedding": embedding}
+            for index, embedding in enumerate(_encode(vectors, body.encoding_format))
         ]
-        spent = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return JSONResponse({"object": "list", "data": data, "model": self.name, "usage": spent})
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return JSONResponse({"object": "list", "data": data, "model": self.name, "usage": usage})
 
     def _vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
         counts = [len(tokens) for tokens in self._encoder.tokenizer(texts)["input_ids"]]
         for index, count in enumerate(counts):
-            # The model would be given the beginning alone, and nobody told.
+            # The encoder would silently truncate the text.
             if count > self.context:
                 raise ApiError(
                     400,
@@ -116,7 +116,7 @@ class VectorEndpoints:
         return self._encoder.embed(texts).tolist(), sum(counts)
 
 
-def _told(vectors: list[list[float]], encoding: str) -> list[Any]:
+def _encode(vectors: list[list[float]], encoding: str) -> list[Any]:
     if encoding == "float":
         return vectors
     return [base64.b64encode(struct.pack(f"<{len(row)}f", *row)).decode() for row in vectors]

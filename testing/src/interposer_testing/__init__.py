@@ -1,8 +1,8 @@
-"""The conformance kit: checks for everything that a plugin declares.
+"""The conformance kit: tests for every record of a plugin.
 
-A plugin author writes no expected values. ``verify`` runs everything that a distribution declares
-and reports on it, ``conformance`` yields the trials one by one; the other functions run a single
-check on something that is not registered yet. Every name is loaded on first use.
+You write no expected values. ``verify`` tests every record of a distribution and returns a report;
+``conformance`` yields the same trials one by one. The other functions run a single check, also on
+code that is not registered yet. Every name is imported on first use.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from interposer.tooling import lazy_attributes
 
 if TYPE_CHECKING:
     from interposer_testing._checks.attention import check_attention
-    from interposer_testing._checks.attention_claims import (
+    from interposer_testing._checks.attention_properties import (
         check_attention_batches,
         check_attention_determinism,
     )
@@ -80,7 +80,7 @@ __getattr__ = lazy_attributes(
     {
         "interposer_testing._checks.attention": "check_attention",
         "interposer_testing._checks.attention_specs": "attention_specs",
-        "interposer_testing._checks.attention_claims": (
+        "interposer_testing._checks.attention_properties": (
             "check_attention_batches check_attention_determinism"
         ),
         "interposer_testing._checks.call": "Subject tensors_of",

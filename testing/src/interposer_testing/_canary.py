@@ -1,6 +1,6 @@
-"""The canary's comparison of one kernel with the reference of its op, on a few cases.
+"""The canary: a quick comparison of one kernel with the reference of its op before first use.
 
-The core calls ``compare`` by name, in the process that examines plugins.
+The core imports ``compare`` by name in the sandboxed process that examines plugins.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from interposer_testing._checks.call import Prepare
 from interposer_testing._checks.kernel import check_kernel
 from interposer_testing.cases import planned_cases
 
-_MOST_CASES = 8
-_MOST_FAULTS = 3
+_MAX_CASES = 8
+_MAX_FAULTS = 3
 _NUM_TOKENS = 3
 _SEED = 0
-# The reference computes in float64, and every operand is guarded by copies.
-_MOST_WEIGHT_ELEMENTS = 1 << 24
-# A kernel may be compiled when it is first called.
-_PATIENCE = 12.0
+# A sample with a larger weight is skipped: the reference widens it to float64, and the check keeps
+# several copies of every operand.
+_MAX_WEIGHT_ELEMENTS = 1 << 24
+# Factor of the usual time limit, because the first call may compile the kernel.
+_TIME_FACTOR = 12.0
 
 Begin = Callable[[str, float], None]
 
 
 class Comparison(NamedTuple):
-    """The outcome of a comparison: ``traceback`` is that of the first case that raised."""
+    """The result of a comparison, with the traceback of the first case that raised."""
 
     num_cases: int
     faults: list[str]
@@ -51,38 +52,39 @@ def compare(
     begin: Begin,
     fenced: bool = False,
 ) -> Comparison:
-    """Run a kernel on the smallest cases that it takes, and on one of the size that is asked for.
+    """Run a kernel on the smallest cases that it accepts, and on one case of the requested size.
 
-    It ends with the case that brings the third fault.
+    The comparison stops at the third fault.
 
     Args:
-        name: that of the kernel, for those who are told.
-        dtype: the name of the dtype of the cases, as in ``"bfloat16"``.
-        dims: those of the request.
-        device: where the kernel runs.
-        takes: says whether the kernel takes the dims of a case.
-        begin: told each step, and how many times the usual limit it may take.
-        fenced: touching memory beside the arguments ends the process.
+        name: name of the kernel, for messages.
+        dtype: name of the dtype of the cases, such as ``"bfloat16"``.
+        dims: dims of the request.
+        device: torch device on which the kernel runs.
+        takes: returns whether the kernel accepts the dims of a case.
+        begin: called with the name of each step and the factor of the time limit for that step.
+        fenced: end the process if the kernel touches memory outside its arguments.
     """
     faults: list[str] = []
     trace = ""
     num_cases = 0
-    # On the CPU wherever the caller builds its model: a model may be planned without memory.
+    # Build cases on the CPU: the caller may plan a model on the meta device.
     with torch.device("cpu"):
         for case in _cases(op, getattr(torch, dtype), dims, takes, begin):
-            begin(f"running {name} on case {case.label!r}", _PATIENCE)
+            begin(f"running {name} on case {case.label!r}", _TIME_FACTOR)
             num_cases += 1
             try:
-                found = check_kernel(
+                case_faults = check_kernel(
                     op, function, case, prepare=prepare, device=device, fenced=fenced
                 )
-                faults += [f"on case {case.label!r}, {fault}" for fault in found]
+                # The messages are shown without the case, so name it.
+                faults += [f"on case {case.label!r}, {fault}" for fault in case_faults]
             except foreign_errors() as error:
                 trace = trace or traceback.format_exc()
                 faults.append(f"on case {case.label!r} it raised {described(error)}")
-            if len(faults) >= _MOST_FAULTS:
+            if len(faults) >= _MAX_FAULTS:
                 break
-    return Comparison(num_cases, faults[:_MOST_FAULTS], trace)
+    return Comparison(num_cases, faults[:_MAX_FAULTS], trace)
 
 
 def _cases(
@@ -92,25 +94,25 @@ def _cases(
     takes: Callable[[Mapping[str, Any]], bool],
     begin: Begin,
 ) -> Iterator[Case]:
-    begin(f"preparing cases of the op {op.name!r}", _PATIENCE)
+    begin(f"preparing cases of the op {op.name!r}", _TIME_FACTOR)
     planned = planned_cases(op, _SEED, quick=True)
     built = (plan.build() for plan in planned if plan.dtype == dtype)
     yield from _selected(sorted((c for c in built if takes(c.dims)), key=_num_elements))
-    if op.sample is not None and _weight_elements(dims) <= _MOST_WEIGHT_ELEMENTS:
-        begin(f"preparing a sample of the op {op.name!r}", _PATIENCE)
+    if op.sample is not None and _weight_elements(dims) <= _MAX_WEIGHT_ELEMENTS:
+        begin(f"preparing a sample of the op {op.name!r}", _TIME_FACTOR)
         yield op.sample(dtype, dims, _NUM_TOKENS, _SEED)
 
 
 def _selected(cases: list[Case]) -> list[Case]:
-    """Return the first cases, and before them the first with each layout of an argument."""
-    seen: set[tuple[str, str]] = set()
-    telling: list[Case] = []
-    others: list[Case] = []
+    """Return the first cases, with those moved to the front that bring a new argument layout."""
+    covered_layouts: set[tuple[str, str]] = set()
+    with_new_layout: list[Case] = []
+    with_old_layouts: list[Case] = []
     for case in cases:
         layouts = {(n, _layout(v)) for n, v in case.arguments.items() if _is_filled(v)}
-        (others if layouts <= seen else telling).append(case)
-        seen |= layouts
-    return [*telling, *others][:_MOST_CASES]
+        (with_old_layouts if layouts <= covered_layouts else with_new_layout).append(case)
+        covered_layouts |= layouts
+    return [*with_new_layout, *with_old_layouts][:_MAX_CASES]
 
 
 def _is_filled(value: Any) -> bool:
@@ -129,6 +131,6 @@ def _num_elements(case: Case) -> int:
 
 
 def _weight_elements(dims: Mapping[str, Any]) -> int:
-    """Return how large a weight the dims can mean: that of the two largest of them."""
+    """Estimate the largest weight of a request: the product of its two largest dims."""
     sizes = sorted(size for size in dims.values() if type(size) is int)
     return math.prod(sizes[-2:])

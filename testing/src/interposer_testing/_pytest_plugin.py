@@ -1,7 +1,7 @@
-"""The pytest plugin: ``@pytest.mark.conformance("acme-kernels")`` makes tests of a distribution.
+"""The pytest plugin: ``@pytest.mark.conformance("acme-kernels")`` generates conformance tests.
 
-pytest imports this module in every project of an environment, so nothing heavy is imported before
-a test asks for it.
+pytest imports this module in every project of an environment. So slow modules are imported only
+when a test uses the marker.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from interposer_testing._trials.trial_group import TrialGroup
 
 _MARKER = (
-    "conformance(distribution, op='', quick=True, seed=0): test what a distribution declares "
-    "against the definitions of its ops; the test takes `trial` and calls `trial.verify()`"
+    "conformance(distribution, op='', quick=True, seed=0): test every record of a distribution "
+    "against the reference of its op; the test takes `trial` and calls `trial.verify()`"
 )
 
 
@@ -25,11 +25,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--conformance-full",
         action="store_true",
-        help="try all cases of each op, whatever quick= says",
+        help="run all cases of each op; overrides quick=",
     )
-    group.addoption("--conformance-platform", default="", metavar="NAME", help="where to run")
+    group.addoption("--conformance-platform", default="", metavar="NAME", help="platform to run on")
     group.addoption(
-        "--conformance-seed", type=int, metavar="N", help="of the cases, whatever seed= says"
+        "--conformance-seed",
+        type=int,
+        metavar="N",
+        help="random seed of the cases; overrides seed=",
     )
 
 
@@ -39,14 +42,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test of each candidate, aspect and dtype where a test is marked."""
+    """Generate one test per candidate, aspect and dtype from a marked test."""
     marker = metafunc.definition.get_closest_marker("conformance")
     if marker is None:
         return
     name = metafunc.definition.nodeid
     if "trial" not in metafunc.fixturenames:
         raise pytest.Collector.CollectError(
-            f"{name} is marked with conformance, but takes no argument `trial`. "
+            f"{name} is marked with conformance, but has no argument `trial`. "
             f"Try: def {metafunc.function.__name__}(trial): trial.verify()"
         )
     groups = _groups(metafunc.config, marker)

@@ -1,4 +1,4 @@
-"""Devices described in files, for planning where the hardware isn't."""
+"""Devices that are described in files, for planning without the hardware."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from interposer.records import resource_path
 
 __all__ = ["DeviceDescription", "described_placement", "find_description"]
 
-_MOST_NAMED = 3
+_MAX_FAULTS = 3
 
 
 def _printable(text: str) -> str:
     if not text.isprintable() or text != text.strip():
-        raise ValueError("must be printable, without space around it")
+        raise ValueError("must be printable text without leading or trailing spaces")
     return text
 
 
@@ -65,17 +65,17 @@ Rate = Literal[
 
 
 class DeviceDescription(BaseModel):
-    """A device as its platform describes it, in data that a JSON file can hold.
+    """The description of a device by its platform, which a JSON file can store.
 
     Attributes:
-        version: of this format.
-        name: what the platform calls the device; tables of measurements are found by it.
-        platform: name of the platform, which a plugin has to provide.
-        torch_device: what tensors would be placed on.
+        version: version of the file format.
+        name: name of the device; tables of measurements use the same name.
+        platform: name of the platform, which an installed plugin must provide.
+        torch_device: torch device for tensors.
         architecture, features, formats, units, memory_bytes, caches_bytes, rates: see
             ``Capability``.
-        dtypes: torch names, without ``torch.``, of what models may be run in, preferred first.
-        default_kernels: the platform's kernel pins that hold unless the user decides otherwise.
+        dtypes: dtypes for models as torch names without ``torch.``, the preferred one first.
+        default_kernels: kernels that the platform pins unless the user configures others.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -108,21 +108,21 @@ class DeviceDescription(BaseModel):
 
     @classmethod
     def of(cls, placement: Placement) -> DeviceDescription:
-        """Return the description of the device that a placement found."""
+        """Describe the device of a placement."""
         platform, device = placement.platform, placement.device
-        can = device.capability
+        capability = device.capability
         return cls(
             version=1,
             name=device.name,
             platform=device.platform,
             torch_device=device.torch_device,
-            architecture=can.architecture,
-            features=can.features,
-            formats=can.formats,
-            units=can.units,
-            memory_bytes=can.memory_bytes,
-            caches_bytes=can.caches_bytes,
-            rates=can.rates,  # type: ignore[arg-type]
+            architecture=capability.architecture,
+            features=capability.features,
+            formats=capability.formats,
+            units=capability.units,
+            memory_bytes=capability.memory_bytes,
+            caches_bytes=capability.caches_bytes,
+            rates=capability.rates,  # type: ignore[arg-type]
             dtypes=tuple(
                 str(dtype).removeprefix("torch.") for dtype in platform.dtypes(device.torch_device)
             ),
@@ -131,9 +131,9 @@ class DeviceDescription(BaseModel):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> DeviceDescription:
-        """Return what a JSON file holds.
+        """Read a description from a JSON file.
 
-        Raises: StorageError: it cannot be read, or holds something else; the text says what.
+        Raises: StorageError: the file cannot be read, or is no valid description.
         """
         mend = "interposer doctor --describe FILE writes one to start from"
         try:
@@ -144,11 +144,11 @@ class DeviceDescription(BaseModel):
             raise StorageError(path, f"describes no device: {_faults(error)}", mend) from error
 
     def to_json(self) -> str:
-        """Return the text of a file that ``read`` takes; equal descriptions give equal texts."""
+        """Return the text of a JSON file for ``read``; equal descriptions give equal texts."""
         return self.model_dump_json(indent=2) + "\n"
 
     def device(self) -> Device:
-        """Return the device as its platform would."""
+        """Create the device as its platform would."""
         capability = Capability(
             self.architecture,
             self.features,
@@ -162,50 +162,50 @@ class DeviceDescription(BaseModel):
 
 
 class DescribedPlatform(Platform):
-    """A platform that answers from a description, so nothing can run on it."""
+    """A platform that answers from a device description; no code can run on it."""
 
     def __init__(self, description: DeviceDescription) -> None:
         self.description = description
         device_type = description.torch_device.partition(":")[0]
-        # Its class serves every description, so its name is that of the instance.
+        # One class serves all descriptions, so the name is an attribute of the instance.
         self.name = description.platform  # type: ignore[misc]
         self.device_type = device_type  # type: ignore[misc]
 
     @classmethod
     def probe(cls) -> Verdict:
-        """Refuse: a description is no hardware."""
+        """Refuse, because a described device is no hardware."""
         return Verdict.refuse("the device is described, not there")
 
     def devices(self) -> Sequence[Device]:
-        """Return the described device."""
+        """List the described device."""
         return [self.description.device()]
 
     def capability(self, device: str) -> Capability:
-        """Return what the described device can do."""
+        """Return the capability in the description."""
         return self.description.device().capability
 
     def dtypes(self, device: str) -> Sequence[torch.dtype]:
-        """Return the described dtypes."""
+        """Return the dtypes in the description."""
         return [getattr(torch, name) for name in self.description.dtypes]
 
     def memory(self, device: str) -> Memory:
-        """Return the described memory, all of it free."""
+        """Return the memory in the description, all of it free."""
         total = self.description.memory_bytes
         return Memory(total_bytes=total, free_bytes=total)
 
     def synchronize(self, device: str) -> None:
-        """Raise MissingMemberError."""
-        raise self._absent()
+        """Raise MissingMemberError, because the device is only described."""
+        raise self._error()
 
     def seed(self, seed: int) -> None:
-        """Raise MissingMemberError."""
-        raise self._absent()
+        """Raise MissingMemberError, because the device is only described."""
+        raise self._error()
 
     def default_kernels(self) -> Mapping[str, str]:
-        """Return the described pins."""
+        """Return the kernel pins in the description."""
         return self.description.default_kernels
 
-    def _absent(self) -> MissingMemberError:
+    def _error(self) -> MissingMemberError:
         return MissingMemberError(
             f"{self.description.name!r} is described, not there: nothing can run on it. "
             "Try: place() for the devices of this machine"
@@ -213,62 +213,67 @@ class DescribedPlatform(Platform):
 
 
 def find_description(registry: Registry, wanted: str | os.PathLike[str]) -> DeviceDescription:
-    """Return the description of that name, which a plugin ships, or that a file holds.
+    """Find a device description by name or read it from a file.
 
     Args:
-        wanted: a name, ``provider/name`` where two plugins ship one name, or a file.
+        wanted: the name of a description that a plugin ships, ``provider/name`` if two plugins ship
+            the same name, or the path of a JSON file.
     Raises:
-        UnknownNameError: it is neither.
-        ConfigError: two plugins ship that name.
-        StorageError: the file holds no description.
+        UnknownNameError: there is no such description and no such file.
+        ConfigError: two plugins ship this name.
+        StorageError: the file is no valid description.
     """
-    return _found(registry, wanted)[0]
+    return _find(registry, wanted)[0]
 
 
 def described_placement(registry: Registry, wanted: str | os.PathLike[str]) -> Placement:
-    """Return the placement on a described device, see ``find_description``; nothing is probed.
+    """Create a placement on a described device without probing this machine.
 
-    Raises: UnknownNameError: no plugin that is in use provides its platform.
+    Args:
+        wanted: see ``find_description``.
+    Raises: UnknownNameError: no loaded plugin provides the platform of the device; or see
+        ``find_description``.
     """
-    description, source = _found(registry, wanted)
+    description, source = _find(registry, wanted)
     candidates = sorted(
         registry.candidates("platform"), key=lambda c: (-c.score, c.provider, c.name)
     )
-    own = [candidate for candidate in candidates if candidate.name == description.platform]
-    if not own:
+    matching = [candidate for candidate in candidates if candidate.name == description.platform]
+    if not matching:
         raise UnknownNameError(
             "platform",
             description.platform,
             [candidate.name for candidate in candidates],
-            "Choices need the plugin that has its kernels. Is it installed, and not disabled?",
+            "The plugin with the kernels of this platform is needed. Is it installed and enabled?",
             f"of the device {description.name!r}",
         )
-    chosen, *others = own
-    others += [candidate for candidate in candidates if candidate not in own]
+    chosen, *refused = matching
+    refused += [candidate for candidate in candidates if candidate not in matching]
     reason = f"the device is described as one of {chosen.origin}"
     choice = Choice(
         Request("platform", ""),
         chosen,
         f"{description.name!r} is described {source}",
-        tuple(Refusal(other.name, other.origin, reason) for other in others),
+        tuple(Refusal(candidate.name, candidate.origin, reason) for candidate in refused),
     )
     return Placement(DescribedPlatform(description), description.device(), choice, described=True)
 
 
-def _found(registry: Registry, wanted: str | os.PathLike[str]) -> tuple[DeviceDescription, str]:
-    """Return a description, and where it is from."""
+def _find(registry: Registry, wanted: str | os.PathLike[str]) -> tuple[DeviceDescription, str]:
+    """Return the description and its origin."""
     shipped = registry.records(DeviceEntry)
+    # A ``Path`` is always a file, a text can be both: names of descriptions come first.
     if isinstance(wanted, str):
-        found = [
+        matching = [
             (plugin, entry)
             for plugin, entry in shipped
             if wanted in (entry.name, f"{plugin.distribution}/{entry.name}")
         ]
-        if len(found) > 1:
-            qualified = " or ".join(repr(f"{p.distribution}/{e.name}") for p, e in found)
+        if len(matching) > 1:
+            qualified = " or ".join(repr(f"{p.distribution}/{e.name}") for p, e in matching)
             raise ConfigError(f"{wanted!r} is ambiguous as a described device. Try: {qualified}")
-        if found:
-            plugin, entry = found[0]
+        if matching:
+            plugin, entry = matching[0]
             description = DeviceDescription.read(resource_path(entry.resource))
             if description.platform != entry.platform:
                 raise RecordError(
@@ -278,7 +283,7 @@ def _found(registry: Registry, wanted: str | os.PathLike[str]) -> tuple[DeviceDe
             return description, f"by {entry.name} of {plugin.distribution} {plugin.version}"
         if not Path(wanted).is_file() and not _is_path(wanted):
             names = [entry.name for _, entry in shipped]
-            hint = "A description can also be a file: its name ends in .json."
+            hint = "A description can also be a file whose name ends in .json."
             raise UnknownNameError("device", wanted, names, hint)
     return DeviceDescription.read(wanted), f"in {Path(wanted)}"
 
@@ -288,17 +293,20 @@ def _is_path(text: str) -> bool:
 
 
 def _faults(error: ValidationError) -> str:
-    """Return what is wrong, each with its place."""
+    """Format validation errors, each with the path of its field."""
     faults = []
     for fault in error.errors():
-        place = ".".join(map(str, fault["loc"]))
+        path = ".".join(map(str, fault["loc"]))
+        # pydantic's own texts for these two do not help to find a misspelt key.
         if fault["type"] == "extra_forbidden":
-            nearest = nearest_first(place, DeviceDescription.model_fields)[0]
-            faults.append(f"unknown key {place!r}, the nearest known is {nearest!r}")
+            nearest = nearest_first(path, DeviceDescription.model_fields)[0]
+            faults.append(f"unknown key {path!r}, the nearest known is {nearest!r}")
         elif fault["type"] == "missing":
-            faults.append(f"{place} is missing")
+            faults.append(f"{path} is missing")
         else:
-            given = f" is {fault['input']!r}" if place else ""
-            faults.append(f"{place}{given}: {fault['msg']}".removeprefix(": "))
-    more = len(faults) - _MOST_NAMED
-    return "; ".join(faults[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+            value = f" is {fault['input']!r}" if path else ""
+            faults.append(f"{path}{value}: {fault['msg']}".removeprefix(": "))
+    num_omitted = len(faults) - _MAX_FAULTS
+    return "; ".join(faults[:_MAX_FAULTS]) + (
+        f"; and {num_omitted} more" if num_omitted > 0 else ""
+    )

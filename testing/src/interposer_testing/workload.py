@@ -1,4 +1,4 @@
-"""The sequences of a step of so many tokens, and batches of given sequences.
+"""Typical steps for measurements and tests: sequences, batches and random inputs of attention.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size.
 """
@@ -23,24 +23,24 @@ __all__ = [
     "typical_step",
 ]
 
-_MOST_DECODES = 32
+_MAX_DECODES = 32
 _CONTEXT_TOKENS = 512
 
-# Numbers that every float of 8 bits holds exactly, so that nothing is rounded beyond them.
-_LARGEST_STORED = (128.0, 160.0, 192.0, 224.0)
-# Of int8, so that nothing is clamped.
-_LARGEST_CODES = (97.0, 107.0, 117.0, 127.0)
-# Neighbours that may have a step and a base of their own, in a cache of 4 bits.
+# Largest quantized values for fp8: exact in every 8-bit float, so scales cause no clamping.
+_MAX_FP8_VALUES = (128.0, 160.0, 192.0, 224.0)
+# Largest quantized values for int8, which fit without clamping.
+_MAX_INT8_VALUES = (97.0, 107.0, 117.0, 127.0)
+# Adjacent elements with a scale and a zero point of their own, in a 4-bit cache.
 _GROUP_SIZE = 32
 
 
 def typical_sequences(num_tokens: int) -> tuple[tuple[int, int], ...]:
-    """Return the sequences of a step as (tokens in the cache, tokens of the query).
+    """Return the sequences of a step with ``num_tokens`` tokens, as (context length, new tokens).
 
-    Up to 32 tokens are those of as many sequences that decode behind a context, 512 tokens with
-    the new one. More are a single prompt.
+    Up to 32 tokens are a decode step of as many sequences, with a context of 512 tokens including
+    the new one. More tokens are one prompt.
     """
-    if num_tokens <= _MOST_DECODES:
+    if num_tokens <= _MAX_DECODES:
         return ((_CONTEXT_TOKENS, 1),) * num_tokens
     return ((num_tokens, num_tokens),)
 
@@ -48,7 +48,7 @@ def typical_sequences(num_tokens: int) -> tuple[tuple[int, int], ...]:
 def typical_step(num_tokens: int, page_size: int) -> tuple[AttentionBatch, int]:
     """Return the batch of ``typical_sequences`` in host memory, and P.
 
-    The pages of a sequence follow each other, as those of a prompt do.
+    Every sequence has consecutive pages.
     """
     sequences = typical_sequences(num_tokens)
     counts = [-(-cached // page_size) for cached, _ in sequences]
@@ -60,17 +60,17 @@ def typical_step(num_tokens: int, page_size: int) -> tuple[AttentionBatch, int]:
 def paged_batch(
     tables: Sequence[torch.Tensor], starts: Sequence[int], lengths: Sequence[int], page_size: int
 ) -> AttentionBatch:
-    """Return the batch of sequences of which each has stored some tokens and adds more.
+    """Create the batch of one step.
 
     Args:
-        tables: pages of each sequence, in order.
-        starts: tokens of each that are in the cache before the step.
-        lengths: tokens that each adds.
+        tables: page numbers of each sequence, in order.
+        starts: number of tokens of each sequence in the cache before the step.
+        lengths: number of new tokens of each sequence.
     """
     positions = [torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]
     slots = [
-        table[at // page_size] * page_size + at % page_size
-        for table, at in zip(tables, positions, strict=True)
+        table[position // page_size] * page_size + position % page_size
+        for table, position in zip(tables, positions, strict=True)
     ]
     seq_lens = [start + length for start, length in zip(starts, lengths, strict=True)]
     return AttentionBatch(
@@ -84,7 +84,7 @@ def paged_batch(
 
 
 def moved_batch(batch: AttentionBatch, device: str) -> AttentionBatch:
-    """Return ``batch``, of host memory, with its tensors on ``device``, and itself beside them."""
+    """Copy a batch in host memory to ``device``; the copy refers to the original as ``host``."""
     tensors = {
         field.name: getattr(batch, field.name).to(device)
         for field in fields(batch)
@@ -101,63 +101,71 @@ def random_projections(
     fused: bool,
     batch: AttentionBatch | None = None,
 ) -> list[torch.Tensor]:
-    """Return random query ``[T, N, D]``, key and value ``[T, K, D]`` between -1 and 1.
+    """Draw query ``[T, N, D]``, key and value ``[T, K, D]`` between -1 and 1.
 
-    ``fused`` gives them as slices of one product. Where the spec is latent, the value is the first
-    part of the key; that of an indexer are the weights of its heads ``[T, N]``, float32 or wider.
-    Where the spec is sparse it names tokens of ``batch``, ``[T, X]`` int32: at most ``top_k``, the
-    rest is -1, and X is 0 where no sequence has more. A cache of uint4 holds what is given exactly.
+    The value differs for some specs: for latent attention, the value is the first part of the key;
+    for an indexer, the weights of its heads ``[T, N]`` in float32 or wider; for sparse attention,
+    selected token positions of ``batch``, ``[T, top_k]`` int32 padded with -1, or ``[T, 0]`` if no
+    sequence is longer than ``top_k``. For a uint4 cache, keys and values are exact after
+    quantization.
+
+    Args:
+        fused: return slices of one tensor, as a fused QKV projection does.
     """
     heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
     shape = (num_tokens, sum(heads), spec.head_size)
-    product = (2 * torch.rand(shape, generator=generator) - 1).to(spec.dtype)
+    projection = (2 * torch.rand(shape, generator=generator) - 1).to(spec.dtype)
     if spec.cache_dtype == UINT4:
-        _make_exact(product[:, spec.num_heads :])
-    query, key, value = product.split(heads, dim=1)
+        _make_exact(projection[:, spec.num_heads :])
+    query, key, value = projection.split(heads, dim=1)
     if spec.type == "indexer":
         value = 2 * torch.rand(num_tokens, spec.num_heads, generator=generator) - 1
         value = value.to(torch.promote_types(spec.dtype, torch.float32))
     elif spec.sparse and batch is not None:
-        value = _named_tokens(batch, spec.top_k, generator)
+        value = _selected_tokens(batch, spec.top_k, generator)
     elif spec.latent:
         value = key[..., : spec.latent_size]
+    # ``split`` returns views; without ``fused``, copy them to dense memory.
     parts = [query, key, value]
     return parts if fused else [part.contiguous() for part in parts]
 
 
 def _make_exact(numbers: torch.Tensor) -> None:
-    """Round numbers to what groups of 4 bits hold: eighths, both ends among 32 neighbours."""
+    """Round to multiples of 1/8, and put both extremes into each group of 32.
+
+    The 4-bit scale of the group is then 1/8, so quantization is exact.
+    """
     numbers.mul_(8).floor_().clamp_(-8, 7).div_(8)
     numbers[..., ::_GROUP_SIZE] = -1
     numbers[..., 1::_GROUP_SIZE] = 7 / 8
 
 
-def _named_tokens(batch: AttentionBatch, top_k: int, generator: torch.Generator) -> torch.Tensor:
+def _selected_tokens(batch: AttentionBatch, top_k: int, generator: torch.Generator) -> torch.Tensor:
     if batch.max_seq_tokens <= top_k:
         return torch.empty(len(batch.slots), 0, dtype=torch.int32)
     rows = []
     counts = batch.query_starts.diff().tolist()
     for count, length in zip(counts, batch.seq_lens.tolist(), strict=True):
-        for seen in range(length - count + 1, length + 1):
+        for num_visible in range(length - count + 1, length + 1):
             row = torch.full((top_k,), -1, dtype=torch.int32)
-            chosen = torch.randperm(seen, generator=generator)[:top_k].sort().values
-            row[: len(chosen)] = chosen.int()
+            selected = torch.randperm(num_visible, generator=generator)[:top_k].sort().values
+            row[: len(selected)] = selected.int()
             rows.append(row)
     return torch.stack(rows)
 
 
 def random_scales(spec: AttentionSpec, generator: torch.Generator) -> list[torch.Tensor]:
-    """Return scales of keys and of values that bring numbers between -1 and 1 to 8 bits.
+    """Draw the scales of keys and values for an 8-bit cache of numbers between -1 and 1.
 
-    Each is ``[1]``, or ``[K]`` with ``head_scales``, float32.
+    Each is float32 ``[1]``, or ``[K]`` with ``head_scales``.
     """
     is_float = spec.cache_dtype.is_floating_point
-    largest = torch.tensor(_LARGEST_STORED if is_float else _LARGEST_CODES)
+    max_values = torch.tensor(_MAX_FP8_VALUES if is_float else _MAX_INT8_VALUES)
     shape = (2, spec.num_kv_heads if spec.head_scales else 1)
-    chosen = torch.randint(len(largest), shape, generator=generator)
-    return list(1 / largest[chosen])
+    index = torch.randint(len(max_values), shape, generator=generator)
+    return list(1 / max_values[index])
 
 
 def random_sinks(spec: AttentionSpec, generator: torch.Generator) -> torch.Tensor:
-    """Return a score for each head ``[N]``, in the dtype of the spec."""
+    """Draw one attention sink score per head, ``[N]`` in the dtype of the spec."""
     return torch.randn(spec.num_heads, generator=generator).to(spec.dtype)

@@ -1,6 +1,6 @@
-"""The command line of interposer, and what it is made of: the doctor, the tuner, new plugins.
+"""The command `interposer`, also as Python functions: doctor, tuner, plugin template.
 
-Every name is loaded on first use.
+Every name is imported on first use.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 try:
     from interposer.tooling import lazy_attributes
-except ImportError as error:  # the command says what stands in place of the core
+except ImportError as error:  # ``_cli`` must stay importable: it reports the broken core
     _reason = error
 
     def lazy_attributes(module: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-        """Return a function that says why nothing can be loaded."""
+        """Return a module ``__getattr__`` that always raises, with the reason."""
 
         def refuse(name: str) -> object:
             raise ImportError(f"{module}.{name} needs the core of interposer: {_reason}")

@@ -1,4 +1,4 @@
-"""An ``Explanation`` as tables on a terminal."""
+"""Tables for the report of ``interposer explain`` on a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from interposer_tools._rich_table import table
 
 
 def explanation_tables(explanation: Explanation) -> Iterator[Any]:
-    """Yield what rich prints."""
+    """Yield the head and the tables of settings, choices, candidates and failures, for rich."""
     yield Text(explanation.head)
     if explanation.policy:
         entries = [(str(s), s.value, s.source) for s in explanation.policy]

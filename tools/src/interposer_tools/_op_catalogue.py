@@ -1,4 +1,4 @@
-"""The ops that are installed: their definitions in words, as text, JSON or a page of Markdown."""
+"""The catalogue of installed ops, printed by ``interposer ops`` as text, JSON or Markdown."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ _SHOWN = ("dims", "mutates", "constants", "batched", "ragged", "properties", "dt
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """The declarations of one op.
+    """The declaration of one op.
 
     Attributes:
-        family: the module that defines it, without its package.
-        description: the reference's docstring.
-        dims: what requests state of it, as its cases do.
-        always_taken: what a kernel has to take of an argument whatever a request states, in words,
-            by argument.
-        cases: how many distinct cases it has, over all dtypes.
-        dtypes: those of its cases, empty where only building them would tell.
-        kernels: of all platforms, each as ``provider/name``; the reference is not among them.
+        family: name of the defining module, without the package.
+        description: docstring of the reference.
+        dims: names of the dims in a request for this op.
+        always_taken: by argument, the layouts that every kernel must accept for any request.
+        cases: number of distinct test cases over all dtypes.
+        dtypes: dtypes of the test cases; empty if unknown before the cases are built.
+        kernels: kernels of all platforms as ``provider/name``, without the reference.
     """
 
     name: str
@@ -53,15 +52,16 @@ class OpFacts:
 
     @classmethod
     def of(cls, registry: Registry, name: str) -> OpFacts:
-        """Return the facts of a registered op.
+        """Collect the facts about a registered op.
 
-        Raises: PluginError: its definition cannot be imported.
+        Raises: PluginError: the reference cannot be imported.
         """
         entry = registry.ops[name]
         candidates = registry.candidates("kernel", name)
         (reference,) = (c for c in candidates if isinstance(c.record, OpEntry))
         op: CustomOp[..., Any] = registry.load(reference, entry.target)
         kernels = (c for c in candidates if c is not reference)
+        # Only a ``CaseSpace`` knows dtypes and layouts without building its cases.
         space = op.cases
         dtypes = space.dtypes if isinstance(space, CaseSpace) else ()
         planned = list(planned_cases(op, seed=0))
@@ -84,24 +84,24 @@ class OpFacts:
         )
 
     def lines(self) -> Iterator[str]:
-        """Yield what a reader wants to know, line by line."""
+        """Yield the lines of the text that ``interposer ops NAME`` prints."""
         yield f"{self.schema}  ({self.provider})"
         yield from ("", *self.description.splitlines(), "")
         for label in _SHOWN:
             values = getattr(self, label)
             if values:
                 yield f"{label}: {', '.join(values)}"
-        for words, names in self._taken():
+        for words, names in self._arguments_by_layout():
             yield f"every kernel takes {', '.join(names)}: {words}"
         yield f"cases: {self.cases}"
 
     def markdown(self) -> Iterator[str]:
-        """Yield the op's section of a page."""
+        """Yield the Markdown section about this op."""
         yield from (f"### `{self.name}`", "", f"`{self.schema}`", "")
         yield from _paragraphs(self.description)
         if self.always_taken:
             yield from ("**Always taken**", "")
-            for words, names in self._taken():
+            for words, names in self._arguments_by_layout():
                 yield f"- {', '.join(f'`{name}`' for name in names)}: {words}"
             yield ""
         facts = [
@@ -119,35 +119,35 @@ class OpFacts:
             count += f" in {', '.join(self.dtypes)}"
         yield from ("; ".join([*facts, count]).capitalize() + ".", "")
 
-    def _taken(self) -> list[tuple[str, list[str]]]:
-        """Return what kernels always have to take, with the arguments that it is said of."""
-        found: dict[str, list[str]] = {}
+    def _arguments_by_layout(self) -> list[tuple[str, list[str]]]:
+        """Group ``always_taken`` by layout: (description, names of arguments)."""
+        names_by_words: dict[str, list[str]] = {}
         for name, words in self.always_taken.items():
-            found.setdefault(words, []).append(name)
-        return list(found.items())
+            names_by_words.setdefault(words, []).append(name)
+        return list(names_by_words.items())
 
 
 @dataclass(frozen=True, slots=True)
 class OpCatalogue:
-    """All ops, or some, by family and name."""
+    """A list of ops, sorted by family and name."""
 
     ops: tuple[OpFacts, ...]
 
     @classmethod
     def of(cls, registry: Registry, names: Iterable[str] = ()) -> OpCatalogue:
-        """Return the ops called ``names``, all of them if there are none.
+        """Collect the ops ``names``, or all installed ops if ``names`` is empty.
 
-        Raises: UnknownNameError: no installed plugin declares one of them.
+        Raises: UnknownNameError: no installed plugin declares an op of ``names``.
         """
-        wanted = [*names] or [*registry.ops]
-        for name in wanted:
+        op_names = [*names] or [*registry.ops]
+        for name in op_names:
             if name not in registry.ops:
                 raise UnknownNameError("op", name, registry.ops)
-        facts = (OpFacts.of(registry, name) for name in wanted)
+        facts = (OpFacts.of(registry, name) for name in op_names)
         return cls(tuple(sorted(facts, key=lambda op: (op.provider, op.family, op.name))))
 
     def to_json(self) -> str:
-        """Return the facts as a JSON list."""
+        """Return a JSON list with one object per op."""
         return json.dumps([asdict(op) for op in self.ops], indent=2)
 
     def __str__(self) -> str:
@@ -161,7 +161,7 @@ class OpCatalogue:
         return "\n".join(lines)
 
     def to_markdown(self) -> str:
-        """Return a page about all ops."""
+        """Return a Markdown page about the ops."""
         total = sum(op.cases for op in self.ops)
         lines = [
             "# Ops",
@@ -180,6 +180,7 @@ class OpCatalogue:
             lines += [f"## {family.replace('_', ' ').capitalize()}", ""]
             for op in members:
                 lines += op.markdown()
+        # Sections end with blank lines; collapse repeated ones.
         return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 
@@ -188,7 +189,7 @@ def _family(op: OpFacts) -> tuple[str, str]:
 
 
 def _paragraphs(docstring: str) -> Iterator[str]:
-    """Yield a docstring as Markdown: its sections as bold words, their entries as lists."""
+    """Convert a docstring to Markdown: sections become bold words, arguments become list items."""
     for line in docstring.splitlines():
         section, argument = _SECTION.match(line), _ARGUMENT.match(line)
         if section and section[1] in ("Args", "Dims") and not section[2]:

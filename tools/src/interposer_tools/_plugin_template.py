@@ -1,4 +1,4 @@
-"""The template of plugins: what ``interposer new plugin`` writes."""
+"""The template of new plugins, which ``interposer new plugin`` fills in."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from interposer.tooling import API_RANGE, STANDARD, entry_points
 
 _TEMPLATE = Path(__file__).parent / "templates" / "plugin"
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
-# So that no line of the template, where the name stands, gets longer than its linter allows.
-_MOST_CHARACTERS = 50
+# With a longer name, lines of the template would exceed the limit of the plugin's own linter.
+_MAX_NAME_CHARACTERS = 50
 
 
 class PluginKind(StrEnum):
@@ -50,16 +50,17 @@ class License(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NewPlugin:
-    """A plugin that is to be written.
+    """A plugin package to write.
 
     Attributes:
-        name: of the distribution, the plugin and, with underscores, the package; it is normalised.
-        author: empty for one whose authors are known by its name only.
-        native: its kernels are compiled, so it must be of the kind ``kernel``.
+        name: the normalised name of the distribution and the plugin; the package has the same name
+            with underscores.
+        author: the copyright holder; if empty, the license names "The authors of <name>".
+        native: write the kernel in C; only for the kind ``kernel``.
 
     Raises:
-        ConfigError: the name cannot be used or is taken in this environment, or the kind has no
-            kernels to compile.
+        ConfigError: the name is invalid or taken in this environment, or ``native`` does not fit
+            the kind.
     """
 
     name: str
@@ -69,10 +70,10 @@ class NewPlugin:
     native: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", _checked(self.name))
+        object.__setattr__(self, "name", _normalised(self.name))
         if self.native and self.kind is not PluginKind.KERNEL:
             raise ConfigError(
-                f"Kernels are what is compiled, and a plugin of the kind {self.kind} has none.\n"
+                f"Only kernels can be compiled, and a plugin of the kind {self.kind} has none.\n"
                 f"Try: --kind {PluginKind.KERNEL} --native, or --kind {self.kind} alone"
             )
         if not self.author.isprintable():
@@ -80,21 +81,22 @@ class NewPlugin:
 
     @property
     def package(self) -> str:
-        """The name under which it is imported."""
+        """The name of the Python package: ``name`` with underscores."""
         return self.name.replace("-", "_")
 
     def write(self, folder: Path) -> Path:
-        """Return the new folder of the plugin inside ``folder``; it appears complete or not at all.
+        """Write the package into a new folder inside ``folder``, completely or not at all.
 
+        Returns: the new folder.
         Raises:
-            StorageError: it exists, or cannot be written.
+            StorageError: the new folder exists, or cannot be written.
             InterposerError: copier is missing.
         """
         try:
             from copier import Settings, run_copy
         except ImportError as error:
             raise InterposerError(
-                f"A plugin is written by copier, which cannot be used: {error}\n"
+                f"New plugins need the package copier, which cannot be imported: {error}\n"
                 "Try: pip install 'interposer-tools[new]'"
             ) from error
         target = folder / self.name
@@ -106,21 +108,21 @@ class NewPlugin:
                 folder, "is not a directory", "make it, or name another after --into"
             )
         try:
-            # Beside its target, where renaming it is one step.
+            # In the same folder as the target, so that the rename is atomic.
             with TemporaryDirectory(dir=folder, prefix=f".{self.name}-") as temporary:
-                written = Path(temporary, self.name)
+                package = Path(temporary, self.name)
                 answers = self._answers()
-                # The settings of the user's own templates do not count.
+                # Default settings: the user's copier settings must not change the result.
                 run_copy(
-                    str(_TEMPLATE), written, answers, settings=Settings(), defaults=True, quiet=True
+                    str(_TEMPLATE), package, answers, settings=Settings(), defaults=True, quiet=True
                 )
-                written.rename(target)
+                package.rename(target)
         except OSError as error:
             raise StorageError(target, f"cannot be written: {error}") from error
         return target
 
     def _answers(self) -> dict[str, str | bool]:
-        """Return the answers to the questions of the template, from what is installed."""
+        """Answer the template's questions, with the versions of the installed SDK."""
         distribution = importlib_metadata.distribution("interposer")
         major, minor = Version(distribution.version).release[:2]
         requirements = map(Requirement, distribution.requires or ())
@@ -141,10 +143,10 @@ class NewPlugin:
         }
 
 
-def _checked(name: str) -> str:
-    """Return a name as PEP 503 normalises it.
+def _normalised(name: str) -> str:
+    """Normalise the name of a new plugin as PEP 503 requires.
 
-    Raises: ConfigError: it cannot be the name of a distribution and a package, or is taken.
+    Raises: ConfigError: the name is no valid name of a distribution and a package, or is taken.
     """
     normalised = str(canonicalize_name(name))
     package = normalised.replace("-", "_")
@@ -153,8 +155,8 @@ def _checked(name: str) -> str:
             "names consist of A-Z, a-z, 0-9, '.', '-' and '_', "
             "and begin and end with a letter or a digit"
         )
-    elif len(normalised) > _MOST_CHARACTERS:
-        reason = f"it has {len(normalised)} characters, at most {_MOST_CHARACTERS} fit"
+    elif len(normalised) > _MAX_NAME_CHARACTERS:
+        reason = f"it has {len(normalised)} characters, at most {_MAX_NAME_CHARACTERS} fit"
     elif not package.isidentifier() or keyword.iskeyword(package):
         reason = f"Python cannot import a package {package!r}"
     elif package in sys.stdlib_module_names:
@@ -162,22 +164,24 @@ def _checked(name: str) -> str:
     elif normalised in STANDARD:
         reason = "it is a part of the SDK"
     else:
-        reason = _taken(normalised, package)
+        reason = _conflict(normalised, package)
     if reason:
-        mend = _free(normalised)
+        mend = _proposed_name(normalised)
         raise ConfigError(f"{name!r} cannot be the name of a new plugin: {reason}.\nTry: {mend}")
     return normalised
 
 
-def _taken(name: str, package: str) -> str:
-    """Return by what in this environment a name is taken, or nothing."""
-    for found in importlib_metadata.distributions(name=name):
-        return f"a distribution of this name is installed, version {found.version}"
+def _conflict(name: str, package: str) -> str:
+    """Describe the installed distribution, package or plugin that has this name, or return ""."""
+    for distribution in importlib_metadata.distributions(name=name):
+        return f"a distribution of this name is installed, version {distribution.version}"
     try:
         spec = find_spec(package)
     except ValueError:  # a module that compiled code put into sys.modules, without a spec
         return f"this process has a module {package!r} already"
-    if spec is not None and spec.origin is not None:  # None where it is a mere folder
+    if (
+        spec is not None and spec.origin is not None
+    ):  # None for a folder without __init__.py, which a package hides
         return f"there is a package {package!r} already, {spec.origin}"
     for point in entry_points(GROUP):
         if canonicalize_name(point.name) == name and point.dist is not None:
@@ -185,7 +189,7 @@ def _taken(name: str, package: str) -> str:
     return ""
 
 
-def _free(name: str) -> str:
-    """Return a name like ``name`` that can be used, as a proposal."""
-    stem = re.sub("[^a-z0-9]+", "-", name).strip("-")[: _MOST_CHARACTERS - 5].strip("-")
+def _proposed_name(name: str) -> str:
+    """Return a valid name that resembles ``name``."""
+    stem = re.sub("[^a-z0-9]+", "-", name).strip("-")[: _MAX_NAME_CHARACTERS - 5].strip("-")
     return f"acme-{stem or 'kernels'}"

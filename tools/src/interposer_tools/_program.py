@@ -1,7 +1,7 @@
-"""The command ``interposer``: core's subcommands, and those of entry points in ``GROUP``.
+"""The command ``interposer``: built-in subcommands and those of entry points in ``GROUP``.
 
-Neither this module nor the modules of the commands import torch: what is heavy is imported
-inside a command when it runs.
+Neither this module nor the modules of the commands import torch. Commands import slow modules
+when they run, so that ``interposer --help`` is fast.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from interposer_tools._commands.tune import tune
 from interposer_tools._commands.verify import verify
 
 GROUP = "interposer.commands"
-# Of a failed write; where the error names no file, it was one to standard output.
-_UNWRITTEN = {errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)}
-_OWN: dict[str, Callable[..., None]] = {
+# Errors of a failed write. If the error names no file, standard output could not be written.
+_WRITE_ERRORS = {errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)}
+_BUILT_IN: dict[str, Callable[..., None]] = {
     "doctor": doctor,
     "explain": explain,
     "hub-kernels": hub_kernels,
@@ -47,63 +47,70 @@ _OWN: dict[str, Callable[..., None]] = {
 
 
 def main() -> None:
-    """Run the command line; an expected error ends it with one message and exit code 1."""
+    """Run the command line. An expected error prints one message and exits with code 1."""
     warnings.showwarning = _show_warning
-    if sys.stderr.isatty():  # what takes seconds says so, but not in the logs of scripts
+    if sys.stderr.isatty():  # show progress to people, but keep it out of the logs of scripts
         logging.basicConfig(format="%(message)s")
         logging.getLogger("interposer").setLevel(logging.INFO)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a model's characters
+        sys.stdout.reconfigure(errors="replace")  # the terminal's encoding may lack characters
     try:
         try:
             _application(sys.argv[1:])()
         finally:
-            sys.stdout.flush()  # what fails here is told below, at exit it would be a traceback
+            sys.stdout.flush()  # a failure is reported below; at exit it would be a traceback
     except InterposerError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except OSError as error:
-        if error.filename is not None or error.errno not in _UNWRITTEN | {errno.EPIPE}:
+        if error.filename is not None or error.errno not in _WRITE_ERRORS | {errno.EPIPE}:
             raise
-        if error.errno != errno.EPIPE:  # of which the reader knows
+        if error.errno != errno.EPIPE:  # the reader, such as `head`, closed the pipe on purpose
             print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
         _drop_output()
         sys.exit(1)
 
 
 def _drop_output() -> None:
-    """Let what is still to be written go nowhere, or the interpreter fails at its end."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    """Send the rest of the output to the null device.
+
+    Otherwise the interpreter would fail again when it flushes the output at exit.
+    """
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, sys.stdout.fileno())
+    os.close(null_device)
 
 
-def _show_warning(message: Warning | str, *_place: Any, **_more: Any) -> None:
+def _show_warning(message: Warning | str, *_location: Any, **_options: Any) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
 def _application(arguments: list[str]) -> typer.Typer:
-    """Return the command line; of foreign code only the command that is asked for is imported."""
+    """Create the command line.
+
+    Of third-party commands, only the requested one is imported: importing may be slow or crash.
+    """
     application = typer.Typer(
         name="interposer",
-        help="Route any model to any accelerator, and say why each route was taken.",
+        help="Run language models on any accelerator, and explain how each kernel was selected.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     application.callback()(_root)
+    # Two distributions may claim the same name; the command then only reports this.
     claims = defaultdict(list)
     for point in entry_points(GROUP):
         claims[point.name].append(point)
-    asked = next((argument for argument in arguments if not argument.startswith("-")), "")
-    for name in sorted(claims.keys() | _OWN.keys()):
-        if name in _OWN:  # nobody replaces these
-            application.command(name)(_OWN[name])
-        elif name == asked or all(_provider(point) in STANDARD for point in claims[name]):
+    requested = next((argument for argument in arguments if not argument.startswith("-")), "")
+    for name in sorted(claims.keys() | _BUILT_IN.keys()):
+        if name in _BUILT_IN:  # plugins cannot replace these
+            application.command(name)(_BUILT_IN[name])
+        elif name == requested or all(_provider(point) in STANDARD for point in claims[name]):
             _add_command(application, name, claims[name])
         else:
-            application.command(name)(_listed(claims[name]))
+            application.command(name)(_placeholder(claims[name]))
     return application
 
 
@@ -111,11 +118,11 @@ def _provider(point: importlib_metadata.EntryPoint) -> str:
     return canonicalize_name(point.dist.name) if point.dist is not None else ""
 
 
-def _listed(points: list[importlib_metadata.EntryPoint]) -> Callable[[], None]:
-    """Return what stands for commands in the list of all."""
+def _placeholder(points: list[importlib_metadata.EntryPoint]) -> Callable[[], None]:
+    """Return a command that only ``--help`` lists, with the distributions of ``points``."""
 
     def command() -> None:
-        raise AssertionError("it is imported where it is asked for")
+        raise AssertionError("a requested command is imported, so this one never runs")
 
     command.__doc__ = f"(of {' and of '.join(sorted(map(_provider, points)))})"
     return command
@@ -124,24 +131,24 @@ def _listed(points: list[importlib_metadata.EntryPoint]) -> Callable[[], None]:
 def _add_command(
     application: typer.Typer, name: str, points: list[importlib_metadata.EntryPoint]
 ) -> None:
-    """Add the entry point's command, or one that prints the reason why it cannot be used."""
+    """Add the entry point's command, or a command that prints the reason of a failed import."""
     try:
         if len(points) > 1:
-            rivals = " and by ".join(sorted(point.value for point in points))
-            raise InterposerError(f"it is claimed by {rivals}")
+            targets = " and by ".join(sorted(point.value for point in points))
+            raise InterposerError(f"it is claimed by {targets}")
         command = points[0].load()
     except foreign_errors() as error:
         reason = str(error) if isinstance(error, InterposerError) else described(error)
         if problem := import_problem(error):
             reason += f"; {problem}"
-        anything = {"ignore_unknown_options": True, "allow_extra_args": True}
-        application.command(name, context_settings=anything)(_unusable(name, reason))
+        any_arguments = {"ignore_unknown_options": True, "allow_extra_args": True}
+        application.command(name, context_settings=any_arguments)(_unusable(name, reason))
     else:
         application.command(name)(command)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"interposer {importlib_metadata.version('interposer')}")
         raise typer.Exit
 

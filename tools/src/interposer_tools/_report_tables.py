@@ -1,4 +1,4 @@
-"""The ``Report`` of a verification as tables on a terminal."""
+"""Tables for the report of ``interposer verify`` on a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STYLES = {"correct": "green", "wrong": "bold red"}
 
 
 def report_tables(report: Report) -> Iterator[Any]:
-    """Yield what rich prints."""
+    """Yield the head, the table of candidates, the failures and the summary, for rich."""
     yield Text("\n".join(report.head))
     if report.candidates:
         titles = ("for", "candidate", "state", "trials", "dtypes", "reasons", "seconds")

@@ -1,4 +1,4 @@
-"""Tables for terminals."""
+"""Tables on a terminal, by rich."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 def table(title: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table of plain cells, in which no bracket is taken for markup."""
+    """Create a table of plain text: brackets in cells are not read as rich markup."""
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(title=Text(title), title_justify="left", show_lines=True)
+    grid = Table(title=Text(title), title_justify="left", show_lines=True)
     for heading in titles:
-        made.add_column(heading, overflow="fold")  # half a name is none
+        grid.add_column(heading, overflow="fold")  # a name that is cut off cannot be copied
     for cells in rows:
-        made.add_row(*map(Text, cells))
-    return made
+        grid.add_row(*map(Text, cells))
+    return grid

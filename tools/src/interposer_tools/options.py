@@ -1,4 +1,4 @@
-"""The options of the subcommands, and their printing."""
+"""Options that several subcommands share, and the printing of results as text, tables or JSON."""
 
 from __future__ import annotations
 
@@ -29,31 +29,39 @@ __all__ = [
     "wide_terminal",
 ]
 
-_LEAST_COLUMNS = 120
+_MIN_TABLE_COLUMNS = 120
 
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")]
+Dtype = Annotated[
+    str, typer.Option(help="Dtype of activations: float32, bfloat16, float16 or auto.")
+]
 Quantization = Annotated[
     str | None,
-    typer.Option(metavar="METHOD", help="Quantize plain weights by it while they load."),
+    typer.Option(
+        metavar="METHOD", help="Quantize unquantized weights with this method while loading."
+    ),
 ]
 Speculate = Annotated[
     str | None,
     typer.Option(
-        metavar="ngram|MODEL", help="What guesses tokens: prompt lookup, or a smaller model."
+        metavar="ngram|MODEL", help="Draft tokens by prompt lookup (ngram) or by a smaller model."
     ),
 ]
 TensorParallel = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Processes that compute the model together.")
+    int,
+    typer.Option(metavar="N", min=1, help="Split the model over N processes (tensor parallelism)."),
 ]
 ExpertParallel = Annotated[
-    bool, typer.Option("--expert-parallel", help="Each process holds some experts, whole.")
+    bool,
+    typer.Option(
+        "--expert-parallel", help="Give each process complete experts (expert parallelism)."
+    ),
 ]
 PlatformName = Annotated[
     str | None,
     typer.Option(
         "--platform",
         metavar="NAME",
-        help="Where to run; +NAME prefers a platform, -NAME forbids one. Commas add rules up.",
+        help="Platform to run on; +NAME prefers it, -NAME forbids it. Separate rules by commas.",
     ),
 ]
 Kernels = Annotated[
@@ -61,33 +69,34 @@ Kernels = Annotated[
     typer.Option(
         "--kernel",
         metavar="OP=NAME",
-        help="Pin a kernel; OP=+NAME prefers it, OP=-NAME forbids it. May be repeated.",
+        help="Use this kernel for OP; OP=+NAME prefers it, OP=-NAME forbids it. Repeatable.",
     ),
 ]
 Locked = Annotated[
-    bool, typer.Option("--locked", help="Refuse plugins that interposer.lock does not list.")
+    bool, typer.Option("--locked", help="Refuse plugins that are not in interposer.lock.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 class Printable(Protocol):
-    """Facts that print as text and as JSON."""
+    """A report that prints as text and as JSON."""
 
     def to_json(self) -> str:
-        """Return the facts as JSON."""
+        """Return the report as JSON text."""
         ...
 
 
 def policy(
     kernels: Iterable[str] | None = None, platform: str | None = None, locked: bool = False
 ) -> Config:
-    """Return what options say; what they leave out stays with the other sources.
+    """Create the configuration from command-line options. Omitted options set no field.
 
     Raises: ConfigError: a kernel is not of the form OP=NAME, or a platform has no name.
     """
     from interposer import Config
     from interposer.tooling import parse_rules
 
+    # Only fields that are set override files and environment variables.
     fields: dict[str, Any] = {}
     if kernels:
         fields["kernels"] = parse_rules([*kernels], "--kernel")
@@ -105,10 +114,10 @@ F = TypeVar("F", bound=Printable)
 def print_facts(
     facts: F, as_json: bool, tables: Callable[[F], Iterable[Any]] | None = None
 ) -> None:
-    """Print JSON, or tables on a terminal that is wide enough for them, or else plain text.
+    """Print ``facts`` as JSON, as tables if the terminal is wide enough, or as plain text.
 
     Args:
-        tables: returns what rich prints; None where the facts are too many for the cells of tables.
+        tables: converts ``facts`` to objects for rich; None if tables would not fit the content.
     """
     if as_json:
         print(facts.to_json())
@@ -121,10 +130,10 @@ def print_facts(
 
 
 def wide_terminal() -> Console | None:
-    """Return what prints tables, or None where standard output is no place for any."""
+    """Return a console for tables, or None if standard output is no terminal or too narrow."""
     if not sys.stdout.isatty():
         return None
     from rich.console import Console
 
     console = Console()
-    return console if console.width >= _LEAST_COLUMNS else None
+    return console if console.width >= _MIN_TABLE_COLUMNS else None

@@ -1,6 +1,6 @@
 """The subcommand ``interposer serve``.
 
-What is heavy is imported inside the command, so that ``--help`` answers at once.
+Slow modules are imported inside the command, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from interposer_tools.options import (
 )
 
 _BACKLOG = 2048
-_OTHER_FILES = 128  # that the process opens besides connections
+_OTHER_FILES = 128  # open files of the process that are not connections
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -35,55 +35,64 @@ def serve(
     model_dir: Annotated[
         Path,
         typer.Argument(
-            help="A model directory, a name as Qwen/Qwen3-0.6B, or a file that a plugin reads."
+            help="Model directory, name such as Qwen/Qwen3-0.6B, or file that a plugin can read."
         ),
     ],
-    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 selects a free port.")
+    ] = 8000,
     name: Annotated[
-        str | None, typer.Option(help="By which clients ask for the model; else its folder's.")
+        str | None,
+        typer.Option(help="Name of the model for clients; the default is the name of its folder."),
     ] = None,
     embed: Annotated[
-        bool, typer.Option("--embed", help="Serve vectors of texts, by an encoder.")
+        bool, typer.Option("--embed", help="Load an encoder and serve embeddings.")
     ] = False,
     api_keys: Annotated[
         Path | None,
         typer.Option(
-            exists=True, dir_okay=False, help="A file with a key on each line; # is a comment."
+            exists=True, dir_okay=False, help="File with one API key per line; # starts a comment."
         ),
     ] = None,
     without_keys: Annotated[
-        bool, typer.Option("--without-keys", help="Let other machines ask without a key.")
+        bool,
+        typer.Option("--without-keys", help="Allow requests from other machines without a key."),
     ] = False,
     queue: Annotated[
-        int, typer.Option(min=0, help="How many answers may wait; further requests get 429.")
+        int, typer.Option(min=0, help="Answers that may wait; further requests get status 429.")
     ] = 256,
-    deadline: Annotated[float, typer.Option(min=1, help="Seconds that an answer may take.")] = 600,
+    deadline: Annotated[
+        float, typer.Option(min=1, help="Time limit of a request in seconds.")
+    ] = 600,
     drain: Annotated[
-        int, typer.Option(min=0, help="Seconds that answers may still take at the end.")
+        int,
+        typer.Option(min=0, help="Seconds for running answers to finish after Ctrl-C or SIGTERM."),
     ] = 30,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 4 * 2**20,
+    max_body: Annotated[int, typer.Option(min=1, help="Largest request body in bytes.")] = 4
+    * 2**20,
     max_prompt: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a prompt; else the model's context.")
+        int | None,
+        typer.Option(min=1, help="Largest prompt in tokens; the default is the model's context."),
     ] = None,
-    max_connections: Annotated[
-        int, typer.Option(min=1, help="Connections that are open at once.")
-    ] = 1024,
+    max_connections: Annotated[int, typer.Option(min=1, help="Open connections.")] = 1024,
     connections_per_address: Annotated[
-        int, typer.Option(min=1, help="Of these, from one address, as that of a proxy.")
+        int, typer.Option(min=1, help="Open connections from one address, such as a proxy.")
     ] = 256,
     max_sequences: Annotated[int, typer.Option(min=1, help="Answers that run at once.")] = 64,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=FOLDER", help="A LoRA adapter, which clients ask for by NAME; repeatable."
+            metavar="NAME=FOLDER",
+            help="LoRA adapter that clients request as the model NAME. Repeatable.",
         ),
     ] = None,
     cache_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that the cache holds; else what fits.")
+        int | None,
+        typer.Option(min=1, help="Size of the KV cache in tokens; the default uses free memory."),
     ] = None,
     prefix_cache: Annotated[
-        bool, typer.Option(help="Compute the common beginning of prompts once.")
+        bool, typer.Option(help="Compute shared prefixes of prompts only once.")
     ] = False,
     dtype: Dtype = "auto",
     quantization: Quantization = None,
@@ -94,33 +103,35 @@ def serve(
     kernel: Kernels = None,
     locked: Locked = False,
 ) -> None:
-    """Serve the model over HTTP, with OpenAI's endpoints and a page to chat."""
+    """Serve a model over HTTP with OpenAI's API and a chat page."""
     from interposer.errors import ConfigError
 
     keys = _keys(api_keys)
     is_local = host in _LOOPBACK or _is_loopback(host)
     if not (is_local or keys or without_keys):
         raise ConfigError(
-            f"Other machines could ask at {host} without a key. "
-            "Try: --api-keys FILE, or --without-keys where that is meant"
+            f"Other machines could send requests to {host} without a key. "
+            "Try: --api-keys FILE, or --without-keys if you want that"
         )
 
     adapters = _adapters(adapter or (), embed)
     if speculate is not None and embed:
         raise ConfigError(f"--speculate {speculate!r} is given with --embed. Try: one of them")
     if (tensor_parallel > 1 or expert_parallel) and embed:
-        given = "--expert-parallel" if expert_parallel else f"--tensor-parallel {tensor_parallel}"
-        raise ConfigError(f"{given} is given with --embed. Try: without")
-    listening = _bound(host, port)  # before minutes are spent on loading
+        option = "--expert-parallel" if expert_parallel else f"--tensor-parallel {tensor_parallel}"
+        raise ConfigError(f"{option} is given with --embed. Try: without")
+    listening = _listen(host, port)  # first, because loading the model can take minutes
 
     from interposer_models import Encoder, LanguageModel, launched, load_encoder
     from interposer_serve import ConnectionLimits, Limits, application
     from interposer_serve._server import Server
 
     limits = Limits(queue, deadline, max_body, max_prompt)
-    bounds = ConnectionLimits(_most_connections(max_connections), connections_per_address)
+    connection_limits = ConnectionLimits(
+        _allowed_connections(max_connections), connections_per_address
+    )
     config = policy(kernel, platform, locked)
-    _say(f"loading {model_dir}")
+    _print_error(f"loading {model_dir}")
     with launched(tensor_parallel, config) as load:
         model: LanguageModel | Encoder
         if embed:
@@ -138,37 +149,43 @@ def serve(
                 adapters=adapters,
                 speculation=speculate,
             )
-        named = name or model_dir.resolve().name
+        model_name = name or model_dir.resolve().name
+        # Without keys on a loopback address, check the Host header against DNS rebinding.
         hosts = {*_LOOPBACK, host} if is_local and not keys else None
-        app = application(model, named, limits=limits, keys=keys, hosts=hosts)
+        app = application(model, model_name, limits=limits, keys=keys, hosts=hosts)
 
-        server = Server(app, listening, bounds, drain_seconds=drain, name=named, print_line=_say)
+        server = Server(
+            app,
+            listening,
+            connection_limits,
+            drain_seconds=drain,
+            name=model_name,
+            print_line=_print_error,
+        )
         server.serve_until_stopped()
     if server.is_forced:
-        raise typer.Exit(130)  # as a shell tells of a program that Ctrl-C ended
+        raise typer.Exit(130)  # the exit code of a program that Ctrl-C ended
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _most_connections(wanted: int) -> int:
-    """Return how many connections the process may have open, up to ``wanted``.
+def _allowed_connections(requested: int) -> int:
+    """Raise the process's limit of open files, and return the possible number of connections.
 
-    The limit of its file descriptors is raised as far as that is allowed.
-
-    Raises: ConfigError: there are too few for any.
+    Raises: ConfigError: the limit allows no connections.
     """
     import resource
 
     from interposer.errors import ConfigError
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + _OTHER_FILES
+    needed = requested + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    allowed = wanted if soft == resource.RLIM_INFINITY else min(wanted, soft - _OTHER_FILES)
+    allowed = requested if soft == resource.RLIM_INFINITY else min(requested, soft - _OTHER_FILES)
     if allowed < 1:
         raise ConfigError(
             f"The process may open {soft} files, too few to serve. Try: ulimit -n {needed}"
@@ -176,32 +193,32 @@ def _most_connections(wanted: int) -> int:
     return allowed
 
 
-def _bound(host: str, port: int) -> socket:
-    """Return a socket with the address, at which nobody listens yet.
+def _listen(host: str, port: int) -> socket:
+    """Open a socket that listens on the address.
 
-    Raises: ConfigError: there is no such address, or somebody else has it.
+    Raises: ConfigError: the address is invalid or in use.
     """
     from interposer.errors import ConfigError
 
     try:
         family, kind, number, _, address = getaddrinfo(host, port, type=SOCK_STREAM)[0]
-        found = socket(family, kind, number)
-        found.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
-        found.bind(address)
-        # Another server would be let have the same address until one of them listens.
-        found.listen(_BACKLOG)
+        listening = socket(family, kind, number)
+        listening.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
+        listening.bind(address)
+        # With SO_REUSEADDR, another server could bind the same address until this one listens.
+        listening.listen(_BACKLOG)
     except OSError as error:
         raise ConfigError(
             f"The server cannot listen at {host} port {port}: {error.strerror}. "
-            "Try: --port 0, which takes a free one"
+            "Try: --port 0, which selects a free port"
         ) from None
-    return found
+    return listening
 
 
 def _adapters(options: Iterable[str], embed: bool) -> dict[str, str]:
-    """Return the folders of adapters by name.
+    """Parse ``NAME=FOLDER`` options to folders by name.
 
-    Raises: ConfigError: an option is malformed, names an adapter again, or is given to an encoder.
+    Raises: ConfigError: an option is malformed, a name is repeated, or the model is an encoder.
     """
     from interposer.errors import ConfigError
 
@@ -219,9 +236,9 @@ def _adapters(options: Iterable[str], embed: bool) -> dict[str, str]:
 
 
 def _keys(file: Path | None) -> frozenset[str]:
-    """Return the keys in a file.
+    """Read the API keys from a file; empty without a file.
 
-    Raises: ConfigError: there are none in it.
+    Raises: ConfigError: the file contains no key.
     """
     from interposer.errors import ConfigError
 

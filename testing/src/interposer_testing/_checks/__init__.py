@@ -1,1 +1,1 @@
-"""Checks of one kernel, backend, layer or scheme against its definition."""
+"""Checks of one kernel, backend, layer or scheme against the reference."""

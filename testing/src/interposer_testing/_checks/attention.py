@@ -14,18 +14,18 @@ import torch
 
 from interposer import AttentionBackend, AttentionBatch, AttentionSpec, Case, CustomOp, Site
 from interposer.records import load_target
+from interposer_testing._checks.attention_steps import (
+    chunked_steps,
+    cross_attention_steps,
+    full_cache_step,
+    num_pages_needed,
+    without_old_pages,
+    write_batch,
+)
 from interposer_testing._checks.comparison import compare_form, compare_value
 from interposer_testing._checks.fault import Fault
-from interposer_testing._checks.naming import naming_faults
 from interposer_testing._checks.operand import Operand, poisoned_memory
-from interposer_testing._checks.scenario import (
-    chunked_steps,
-    occupying_step,
-    pages_needed,
-    source_steps,
-    trimmed,
-    writing,
-)
+from interposer_testing._checks.top_k_selection import selection_faults
 from interposer_testing.workload import moved_batch, random_projections, random_scales, random_sinks
 
 _NUM_LAYERS = 2
@@ -34,18 +34,19 @@ _NUM_LAYERS = 2
 def check_attention(
     backend: type[AttentionBackend], spec: AttentionSpec, site: Site, seed: int = 0
 ) -> list[Fault]:
-    """Return the departures of ``backend`` from the ops that define paged attention.
+    """Compare ``backend`` with the reference ops of paged attention, over several steps.
 
-    Several steps run over the same cache: chunked prefill and decoding mixed, pages scattered and
-    occupied before by NaN, and those that a window has left replaced by one of zeros. A source is
-    written before the step that reads it first. The cache belongs to the backend, so only results
-    are compared. One plan serves two layers, as in a model.
-    What the backend raises is passed on.
+    The steps share one cache and mix chunked prefill with decoding. Pages are scattered and filled
+    with NaN first; pages that left the attention window are replaced by a page of zeros. Encoder
+    inputs are written before the first step that reads them. The cache layout belongs to the
+    backend, so only outputs are compared. Two layers share each plan, as in a model. Exceptions of
+    the backend are passed on.
 
     Args:
-        site: of the layer; its registry must have ``paged_attention``, or for latent vectors
-            ``latent_attention_decode`` and ``sparse_latent_attention``, for indexers
-            ``indexer_scores``, and what writes caches.
+        site: site of the layer. The registry must have the ops that write the cache, and
+            ``paged_attention``; for latent attention ``latent_attention_decode`` and
+            ``sparse_latent_attention`` instead, and for indexers ``indexer_scores``.
+    Returns: the faults of the first wrong step; empty if all steps are correct.
     """
     generator = torch.Generator().manual_seed(seed)
     with poisoned_memory():
@@ -55,58 +56,65 @@ def check_attention(
 def _run_steps(
     backend: AttentionBackend, spec: AttentionSpec, site: Site, generator: torch.Generator
 ) -> list[Fault]:
-    """Run all steps on all layers; the first that is wrong ends it, as the rest would follow."""
+    """Run all steps on all layers until the first wrong result, which would affect later steps."""
     device = site.resolver.device.torch_device
-    layout, num_pages = backend.kv_layout(), pages_needed(spec.page_size)
+    layout, num_pages = backend.kv_layout(), num_pages_needed(spec.page_size)
     caches = layout.allocate(_NUM_LAYERS, num_pages + 1, device)
+    # The extra last page is the page of zeros.
     for cache in caches:
         cache.select(layout.page_axis, num_pages).zero_()
     layers = [_Layer(spec, cache, site, generator) for cache in caches]
-    _occupy(backend, layers)
+    _fill_with_nan(backend, layers)
     if spec.type == "encoder_decoder":
-        return _run_sources(backend, layers, generator)
+        return _run_encoder_inputs(backend, layers, generator)
     for step, batch in enumerate(chunked_steps(spec, generator)):
-        plan = backend.plan(moved_batch(trimmed(batch, spec, num_pages), device))
-        for number, layer in enumerate(layers):
-            faults = list(layer.step(backend, batch, plan, generator, fused=number == 1))
+        plan = backend.plan(moved_batch(without_old_pages(batch, spec, num_pages), device))
+        for index, layer in enumerate(layers):
+            faults = list(layer.step(backend, batch, plan, generator, fused=index == 1))
             if faults:
-                at = f"step {step}, layer {number}"
-                return [replace(fault, where=f"{at}, {fault.where}") for fault in faults]
+                prefix = f"step {step}, layer {index}"
+                return [replace(fault, where=f"{prefix}, {fault.where}") for fault in faults]
     return []
 
 
-def _run_sources(
+def _run_encoder_inputs(
     backend: AttentionBackend, layers: list[_Layer], generator: torch.Generator
 ) -> list[Fault]:
-    """Do the same where what is stored is of other tokens, and read alone."""
+    """Run all steps of cross-attention: keys and values come from encoder inputs."""
     spec, device = layers[0].spec, layers[0].device
-    for step, (written, read) in enumerate(source_steps(spec.page_size, generator)):
-        plans = [backend.plan(moved_batch(each, device)) for each in (written, read)]
-        for number, layer in enumerate(layers):
-            batches, fused = (written, read), number == 1
+    for step, batches in enumerate(cross_attention_steps(spec.page_size, generator)):
+        plans = [backend.plan(moved_batch(batch, device)) for batch in batches]
+        for index, layer in enumerate(layers):
+            fused = index == 1
             faults = list(layer.source_step(backend, batches, plans, generator, fused=fused))
             if faults:
-                at = f"step {step}, layer {number}"
-                return [replace(fault, where=f"{at}, {fault.where}") for fault in faults]
+                prefix = f"step {step}, layer {index}"
+                return [replace(fault, where=f"{prefix}, {fault.where}") for fault in faults]
     return []
 
 
 class _Layer:
-    """One layer: the backend's cache and, beside it, the reference's in float64."""
+    """One layer, with the cache of the backend and a float64 cache for the reference ops."""
 
     def __init__(
         self, spec: AttentionSpec, cache: torch.Tensor, site: Site, generator: torch.Generator
     ) -> None:
         registry, self.device = site.resolver.registry, site.resolver.device.torch_device
-        written = _writer(spec)
-        self.write: CustomOp[..., Any] = load_target(registry.ops[written].target)
-        self.attend: CustomOp[..., Any] = load_target(registry.ops[_reader(spec)].target)
-        self.attend_to_named: CustomOp[..., Any] | None = None
+        self.write: CustomOp[..., Any] = load_target(registry.ops[_write_op(spec)].target)
+        self.attend: CustomOp[..., Any] = load_target(registry.ops[_attention_op(spec)].target)
+        # The op for steps in which an indexer has selected tokens.
+        self.attend_sparsely: CustomOp[..., Any] | None = None
         if spec.sparse:
-            self.attend_to_named = load_target(registry.ops["sparse_latent_attention"].target)
+            self.attend_sparsely = load_target(registry.ops["sparse_latent_attention"].target)
         self.spec = spec
         self.cache = cache
-        shape = (pages_needed(spec.page_size), spec.page_size, spec.num_kv_heads, spec.head_size)
+        # The reference's own cache; NaN shows reads of unwritten slots.
+        shape = (
+            num_pages_needed(spec.page_size),
+            spec.page_size,
+            spec.num_kv_heads,
+            spec.head_size,
+        )
         self.keys = torch.full(shape, torch.nan, dtype=torch.float64)
         self.values = self.keys.clone()
         self.scales = tuple(random_scales(spec, generator)) if spec.is_quantized else ()
@@ -122,7 +130,7 @@ class _Layer:
         plan: Any,
         **out: torch.Tensor,
     ) -> torch.Tensor:
-        """Return what the backend does for this layer, perhaps in the memory ``out``."""
+        """Call the ``forward`` method of the backend that fits the spec of this layer."""
         call: Callable[..., torch.Tensor]
         step = (query, key, value, self.cache, plan)
         sinks = () if self.sinks is None else (self.sinks.to(self.device),)
@@ -142,29 +150,30 @@ class _Layer:
         *,
         fused: bool,
     ) -> Iterator[Fault]:
-        """Run one step on both and yield where they differ.
+        """Run one step with the backend and the reference, and yield the differences.
 
-        ``fused`` gives query, key and value as slices of one product, and memory for the output
-        where the backend takes it.
+        Args:
+            fused: pass query, key and value as slices of one tensor, as a fused QKV projection
+                does, and a buffer for the output if the backend accepts one.
         """
-        given = tuple(
+        projections = tuple(
             random_projections(self.spec, len(batch.slots), generator, fused=fused, batch=batch)
         )
-        operands = [Operand(tensor, self.device) for tensor in given]
+        operands = [Operand(tensor, self.device) for tensor in projections]
         query, key, value = (operand.tensor for operand in operands)
-        expected = self._expected(batch, *given)
-        asked = {}
+        expected = self._expected(batch, *projections)
+        buffers = {}
         if fused and backend.takes_out:
-            asked["out"] = query.new_empty(expected.shape)
-        output = self.forward(backend, query, key, value, plan, **asked)
-        if asked and output is not asked["out"]:
-            yield Fault("structure", "output", "it is other memory than 'out'")
+            buffers["out"] = query.new_empty(expected.shape)
+        output = self.forward(backend, query, key, value, plan, **buffers)
+        if buffers and output is not buffers["out"]:
+            yield Fault("structure", "output", "the result is not the tensor passed as 'out'")
         if self.spec.type == "indexer":
-            yield from naming_faults(output, expected, _score_error(self.spec), self.spec.top_k)
+            yield from selection_faults(output, expected, _score_error(self.spec), self.spec.top_k)
         else:
-            yield from self._compared("output", output, query, expected, batch)
+            yield from self._compare("output", output, query, expected, batch)
         if self.spec.shared:
-            yield from self._stored(backend, batch, plan, query, given)
+            yield from self._check_stored(backend, batch, plan, query, projections)
         for name, operand in zip(("query", "key", "value"), operands, strict=True):
             if operand.is_changed():
                 yield Fault("mutation", f"argument {name!r}", "it is written")
@@ -178,10 +187,10 @@ class _Layer:
         *,
         fused: bool,
     ) -> Iterator[Fault]:
-        """Store what is new of sources, perhaps nothing, then attend; yield what is wrong."""
-        written, read = batches
-        given = random_projections(self.spec, len(written.slots), generator, fused=fused)
-        operands = [Operand(tensor, self.device) for tensor in given]
+        """Write new encoder inputs (possibly none), then attend, and yield the differences."""
+        store_batch, query_batch = batches
+        projections = random_projections(self.spec, len(store_batch.slots), generator, fused=fused)
+        operands = [Operand(tensor, self.device) for tensor in projections]
         query, key, value = (operand.tensor for operand in operands)
         output = self.forward(backend, query[:0], key, value, plans[0])
         if output.numel():
@@ -189,36 +198,39 @@ class _Layer:
         for name, operand in zip(("query", "key", "value"), operands, strict=True):
             if operand.is_changed():
                 yield Fault("mutation", f"argument {name!r}", "it is written")
-        keys, values = given[1].double(), given[2].double()
-        self.write.reference(keys, values, self.keys, self.values, written.slots)
-        count = int(read.query_starts[-1])
-        query, *others = random_projections(self.spec, count, generator, fused=False)
-        unwritten = replace(read, slots=read.slots[:0])
-        none = tuple(tensor[:0] for tensor in others)
-        yield from self._stored(backend, unwritten, plans[1], query.to(self.device), (query, *none))
+        keys, values = projections[1].double(), projections[2].double()
+        self.write.reference(keys, values, self.keys, self.values, store_batch.slots)
+        num_queries = int(query_batch.query_starts[-1])
+        query, key, value = random_projections(self.spec, num_queries, generator, fused=False)
+        # Only queries: this step stores no keys and values.
+        reads_only = replace(query_batch, slots=query_batch.slots[:0])
+        yield from self._check_stored(
+            backend, reads_only, plans[1], query.to(self.device), (query, key[:0], value[:0])
+        )
 
-    def _stored(
+    def _check_stored(
         self,
         backend: AttentionBackend,
         batch: AttentionBatch,
         plan: Any,
         query: torch.Tensor,
-        given: tuple[torch.Tensor, ...],
+        projections: tuple[torch.Tensor, ...],
     ) -> Iterator[Fault]:
-        """Attend to what the step stored by a query of another layer; yield what is wrong."""
+        """Check ``forward_stored``: another layer's query attends to the keys of this step."""
+        # ``-query`` stands for the query of another layer that shares this layer's keys.
         before = self.cache.clone()
         sinks = None if self.sinks is None else self.sinks.to(self.device)
         scales = None
         if self.scales:
             scales = backend.prepare_scales(*(scale.to(self.device) for scale in self.scales))
         output = backend.forward_stored(-query, self.cache, plan, scales, sinks)
-        expected = self._expected(batch, -given[0], *given[1:])
-        yield from self._compared("output of stored", output, query, expected, batch)
+        expected = self._expected(batch, -projections[0], *projections[1:])
+        yield from self._compare("output of stored", output, query, expected, batch)
         bits = [cache.contiguous().view(torch.uint8) for cache in (before, self.cache)]
         if not torch.equal(*bits):
             yield Fault("mutation", "forward_stored", "it writes the cache")
 
-    def _compared(
+    def _compare(
         self,
         where: str,
         output: torch.Tensor,
@@ -226,7 +238,7 @@ class _Layer:
         expected: torch.Tensor,
         batch: AttentionBatch,
     ) -> Iterator[Fault]:
-        """Yield where an output has another form than the query, or other numbers."""
+        """Yield a fault if the form or a value of the output is wrong."""
         # The contract leaves the stride of the output to the backend.
         form = torch.empty_like(query)[..., : expected.shape[-1]]
         faults = [f for f in compare_form(output, form) if f.check != "stride"]
@@ -237,32 +249,34 @@ class _Layer:
     def _expected(
         self, batch: AttentionBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Return the references' result; stored values are exact in either way of storing.
+        """Compute the expected output with the reference ops, in float64.
 
-        Of an indexer it is the scores ``[T, L]``, of which the largest are to be named.
+        For an indexer, return the scores ``[T, L]``; the backend must select the largest.
         """
-        places = batch.page_table, batch.query_starts, batch.seq_lens, batch.max_query_tokens
+        locations = batch.page_table, batch.query_starts, batch.seq_lens, batch.max_query_tokens
         if self.spec.type == "indexer":
+            # The op that writes latent vectors takes them in two parts, here two halves.
             part, cache = self.spec.head_size // 2, self.keys[:, :, 0]
             vectors = key[:, 0].double()
             self.write.reference(vectors[:, :part], vectors[:, part:], cache, batch.slots)
             scored: torch.Tensor = self.attend.reference(
-                query.double(), cache, value.double(), *places[:3], batch.max_seq_tokens
+                query.double(), cache, value.double(), *locations[:3], batch.max_seq_tokens
             )
             return scored
         if self.spec.latent:
-            return self._expected_of_latent(batch, places, query.double(), key.double(), value)
-        rounding: tuple[Any, ...] = self.scales
-        if not rounding:
+            return self._expected_latent(batch, locations, query.double(), key.double(), value)
+        quantization: tuple[Any, ...] = self.scales
+        if not quantization:
             key, value = key.double(), value.double()
         elif self.spec.cache_dtype.is_floating_point:
-            rounding = (*rounding, self.spec.cache_dtype)
-        self.write.reference(key, value, self.keys, self.values, batch.slots, *rounding)
+            quantization = (*quantization, self.spec.cache_dtype)
+        # A float64 cache holds quantized values exactly, so the reference rounds like the backend.
+        self.write.reference(key, value, self.keys, self.values, batch.slots, *quantization)
         expected: torch.Tensor = self.attend.reference(
             query.double(),
             self.keys,
             self.values,
-            *places,
+            *locations,
             self.spec.scale,
             self.spec.type != "encoder_decoder",
             self.spec.window_tokens,
@@ -274,30 +288,33 @@ class _Layer:
         )
         return expected
 
-    def _expected_of_latent(
+    def _expected_latent(
         self,
         batch: AttentionBatch,
-        places: tuple[Any, ...],
+        locations: tuple[Any, ...],
         query: torch.Tensor,
         vectors: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """Return ``[T, N, C]``: the reference's cache of keys holds the vectors ``[T, 1, D]``."""
+        """Compute the expected output ``[T, N, C]`` of latent attention.
+
+        The key cache of the reference holds the latent vectors ``[T, 1, D]``.
+        """
         size, cache = self.spec.latent_size, self.keys[:, :, 0]
         self.write.reference(vectors[:, 0, :size], vectors[:, 0, size:], cache, batch.slots)
-        if self.attend_to_named is not None and value.shape[1]:
+        if self.attend_sparsely is not None and value.shape[1]:
             sequences = torch.repeat_interleave(batch.query_starts.diff())
-            named: torch.Tensor = self.attend_to_named.reference(
+            output: torch.Tensor = self.attend_sparsely.reference(
                 query, cache, batch.page_table, sequences, value, size, self.spec.scale
             )
-            return named
-        return self.attend.reference(query, cache, *places, size, self.spec.scale)  # type: ignore[no-any-return]
+            return output
+        return self.attend.reference(query, cache, *locations, size, self.spec.scale)  # type: ignore[no-any-return]
 
     def _bound(self, expected: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """Return the op's bound, for numbers that all lie between -1 and 1.
+        """Return the error bound of the op for inputs between -1 and 1.
 
-        A score is a sum of D terms that are scaled afterwards; its error is one of the weights,
-        which act on values of at most 1.
+        A score is a scaled sum of D terms. The error of a score is a relative error of the softmax
+        weights, which multiply values of at most 1.
         """
         spec = self.spec
         case = Case(
@@ -311,25 +328,26 @@ class _Layer:
 
 
 def _slopes(num_heads: int, bias_max: float) -> torch.Tensor:
-    """Return the slopes of ALiBi (arXiv:2108.12409), ``[N]`` float64."""
+    """Return the ALiBi slopes ``[N]`` in float64 (arXiv:2108.12409)."""
     power = 2 ** math.floor(math.log2(num_heads))
-    usual = [2 ** (-bias_max * (i + 1) / power) for i in range(power)]
-    between = [2 ** (-bias_max * (i + 1) / (2 * power)) for i in range(0, 2 * power, 2)]
-    return torch.tensor(usual + between[: num_heads - power], dtype=torch.float64)
+    slopes = [2 ** (-bias_max * (i + 1) / power) for i in range(power)]
+    # Heads beyond a power of two take every second slope of twice as many heads.
+    extra_slopes = [2 ** (-bias_max * (i + 1) / (2 * power)) for i in range(0, 2 * power, 2)]
+    return torch.tensor(slopes + extra_slopes[: num_heads - power], dtype=torch.float64)
 
 
 def _score_error(spec: AttentionSpec) -> float:
-    """Return how far a score in float32 may be off, of numbers between -1 and 1.
+    """Return the error bound of an indexer score in float32, for inputs between -1 and 1.
 
-    It is a sum over heads of weighted sums over their elements: of N D products of at most 1, each
-    of which goes through D + N additions and two further roundings.
+    A score sums N D products of at most 1. Each product goes through D + N additions and two more
+    roundings.
     """
     products, steps = spec.num_heads * spec.head_size, spec.num_heads + spec.head_size + 2
     return products * steps * torch.finfo(torch.float32).eps
 
 
-def _writer(spec: AttentionSpec) -> str:
-    """Return the name of the op that stores keys and values."""
+def _write_op(spec: AttentionSpec) -> str:
+    """Return the name of the op that writes keys and values to the cache."""
     if spec.latent or spec.type == "indexer":
         return "write_latent_cache"
     if not spec.is_quantized:
@@ -338,25 +356,27 @@ def _writer(spec: AttentionSpec) -> str:
     return f"reshape_and_cache_{kind}"
 
 
-def _reader(spec: AttentionSpec) -> str:
-    """Return the name of the op that attends to all of a sequence, or scores it."""
+def _attention_op(spec: AttentionSpec) -> str:
+    """Return the name of the op that attends to a sequence, or computes indexer scores."""
     if spec.type == "indexer":
         return "indexer_scores"
     return "latent_attention_decode" if spec.latent else "paged_attention"
 
 
-def _occupy(backend: AttentionBackend, layers: list[_Layer]) -> None:
-    """Let a step of NaN go through every page, so that reading a stale slot shows."""
+def _fill_with_nan(backend: AttentionBackend, layers: list[_Layer]) -> None:
+    """Write NaN to every slot of the cache, so that reading a stale slot changes the result."""
     spec, device = layers[0].spec, layers[0].device
-    batch = occupying_step(spec.page_size)
+    batch = full_cache_step(spec.page_size)
     if spec.type == "encoder_decoder":
-        batch = writing(batch.slots)
+        batch = write_batch(batch.slots)
     plan = backend.plan(moved_batch(batch, device))
-    given = random_projections(spec, len(batch.slots), torch.Generator(), fused=False, batch=batch)
+    projections = random_projections(
+        spec, len(batch.slots), torch.Generator(), fused=False, batch=batch
+    )
     for layer in layers:
         query, key, value = (
             torch.full_like(x, torch.nan if x.is_floating_point() else -1, device=device)
-            for x in given
+            for x in projections
         )
         if spec.type == "encoder_decoder":
             query = query[:0]

@@ -1,4 +1,4 @@
-"""The specs by which attention backends are checked.
+"""The attention specs on which backends are tested.
 
 Dimensions: N heads, K kv heads, D head size, C latent size.
 """
@@ -40,10 +40,11 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "int8 with sinks, shared": {"cache_dtype": torch.int8, "sinks": True, "shared": True},
     "source": {"type": "encoder_decoder"},
 }
-# Heads, latent and rotary size; the second is that of DeepSeek's models.
+# Number of heads, latent size, rotary size. DeepSeek's models use 512 and 64.
 _LATENT = {"latent 32+16": (4, 32, 16), "latent 512+64": (2, 512, 64), "latent 20+12": (3, 20, 12)}
 _INDEXERS = {"indexer 4x32": (4, 32, 5), "indexer 3x20": (3, 20, 1), "indexer 8x64": (8, 64, 12)}
-_NAMED_TOKENS = 6
+# The top k of sparse attention.
+_SELECTED_TOKENS = 6
 _PAGE_SIZES = (4, 16)
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -51,28 +52,31 @@ _DTYPES = (torch.float32, torch.bfloat16)
 def attention_specs(
     *, quick: bool = False, page_sizes: Sequence[int] = ()
 ) -> Iterator[tuple[str, AttentionSpec]]:
-    """Yield labelled specs: heads, masks, head sizes, page sizes and dtypes in all combinations.
+    """Yield (label, spec) for all combinations of heads, masks, head sizes, page sizes and dtypes.
 
-    A quantized cache, sinks, ALiBi, prefixes or sources are combined with heads and masks only;
-    latent vectors, all of them or those that an indexer names, and indexers are in pages of all
+    Extras (quantized cache, sinks, ALiBi, prefix-LM, encoder inputs) are combined with heads and
+    masks only. Latent attention, sparse latent attention and indexers are combined with all page
     sizes.
-    Only those that differ from the first of their dtype in one axis are there if ``quick``.
 
     Args:
-        page_sizes: of the backend's record, which go before the usual ones.
+        quick: yield only specs that differ from the first spec of their dtype in at most one axis.
+        page_sizes: page sizes of the backend's record, which come before the usual ones.
     """
     pages = tuple(dict.fromkeys((*page_sizes, *_PAGE_SIZES)))
     axes = (tuple(_HEADS), tuple(_MASKS), (32, 64, 80, 128), pages, tuple(_EXTRAS))
+    # Build the specs of usual attention first, then those of latent attention and indexers.
     for heads, mask, head_size, page_size, extra, dtype in product(*axes, _DTYPES):
         point = (heads, mask, head_size, page_size, extra)
         is_other = [value != axis[0] for value, axis in zip(point, axes, strict=True)]
         is_crossed = is_other[4] and (is_other[2] or is_other[3])
         if not is_crossed and not (quick and sum(is_other) > 1):
             yield _spec(heads, mask, head_size, page_size, extra, dtype)
-    for make, named in ((_latent, _LATENT), (_sparse, _LATENT), (_indexer, _INDEXERS)):
-        for (label, sizes), page_size, dtype in product(named.items(), pages, _DTYPES):
-            if not (quick and label != next(iter(named)) and page_size != pages[0]):
-                label, facts = make(label, *sizes)
+    kinds = ((_latent, _LATENT), (_sparse, _LATENT), (_indexer, _INDEXERS))
+    for fields_of, sizes_by_label in kinds:
+        first_label = next(iter(sizes_by_label))
+        for (label, sizes), page_size, dtype in product(sizes_by_label.items(), pages, _DTYPES):
+            if not (quick and label != first_label and page_size != pages[0]):
+                label, facts = fields_of(label, *sizes)
                 facts |= {"dtype": dtype, "cache_dtype": dtype, "page_size": page_size}
                 yield f"{label} page {page_size}", AttentionSpec(num_kv_heads=1, **facts)
 
@@ -87,7 +91,7 @@ def _latent(
 
 def _sparse(label: str, *sizes: int) -> tuple[str, dict[str, Any]]:
     label, facts = _latent(label, *sizes)
-    return f"sparse {label}", {**facts, "sparse": True, "top_k": _NAMED_TOKENS}
+    return f"sparse {label}", {**facts, "sparse": True, "top_k": _SELECTED_TOKENS}
 
 
 def _indexer(label: str, num_heads: int, head_size: int, top_k: int) -> tuple[str, dict[str, Any]]:
@@ -106,7 +110,7 @@ def _spec(
         "dtype": dtype,
         "cache_dtype": dtype,
         "page_size": page_size,
-        # Three times the usual, so that random scores differ enough to matter.
+        # Three times the usual scale: with small scores, softmax would be nearly uniform.
         "scale": 3 * head_size**-0.5,
     }
     spec = AttentionSpec(**{**facts, **_MASKS[mask], **_EXTRAS[extra]})

@@ -1,4 +1,4 @@
-"""The check that a row's result does not depend on the rest of the batch."""
+"""The check of ``batch_invariant``: the result of a row does not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -14,80 +14,84 @@ from interposer_testing._checks.call import Subject, differences, tensors_of
 from interposer_testing._checks.exemplar import Exemplar, num_rows, rows_of
 from interposer_testing._checks.fault import Fault
 
-# More rows than go into one vector or one thread's share, and no multiple of either.
+# More rows than one SIMD vector or one thread's shard has, and a multiple of neither.
 _NUM_TOKENS = 101
-_MOST_ELEMENTS = 1 << 20
+_MAX_ELEMENTS = 1 << 20
 
 
 def check_batch_invariance(subject: Subject, exemplar: Exemplar) -> list[Fault]:
-    """Return where rows alone, in pairs or elsewhere give other bits than in the whole batch.
+    """Check that rows give the same bits alone, in pairs, shifted, and in the full batch.
 
-    Tried are the case, and a batch of a hundred rows where the op draws samples.
+    The check runs on the exemplar, and on about a hundred rows if the op has a sample.
     """
     op = subject.op
     cases = [exemplar.build()]
-    if op.sample is not None and exemplar.num_elements <= _MOST_ELEMENTS:
+    if op.sample is not None and exemplar.num_elements <= _MAX_ELEMENTS:
         cases.append(op.sample(exemplar.planned.dtype, exemplar.dims, _NUM_TOKENS, exemplar.seed))
     return next(filter(None, (list(_faults(subject, case)) for case in cases)), [])
 
 
 def _faults(subject: Subject, case: Case) -> Iterator[Fault]:
     rows = num_rows(subject.op, case)
-    whole = _values(subject, case, rows, rows)
-    for size, name in ((1, "by itself"), (2, "in a pair")):
+    # Every comparison is with one call on all rows.
+    full_batch = _values(subject, case, rows, rows)
+    for size, name in ((1, "one row"), (2, "two rows")):
         if size < rows:
-            for where, how in differences(whole, _values(subject, case, rows, size)):
-                yield Fault("batch", where, f"among {rows} rows and {name} it is {how}")
-    moved = _values(subject, _rolled(subject, case), rows, rows)
+            for where, difference in differences(full_batch, _values(subject, case, rows, size)):
+                yield Fault("batch", where, f"calls with {rows} rows and {name}: {difference}")
+    shifted = _values(subject, _rolled(subject, case), rows, rows)
     shared = _shared(subject)
-    by = _last(subject.op, case)
-    back = {where: v if where in shared else _roll(v, -by) for where, v in moved.items()}
-    for where, how in differences(whole, back):
-        yield Fault("batch", where, f"one row further on it is {how}")
+    length = _last_length(subject.op, case)
+    unshifted = {where: v if where in shared else _roll(v, -length) for where, v in shifted.items()}
+    for where, difference in differences(full_batch, unshifted):
+        yield Fault("batch", where, f"the batch and the batch shifted by one row: {difference}")
 
 
 def _values(subject: Subject, case: Case, rows: int, size: int) -> dict[str, torch.Tensor]:
-    """Return the outputs and mutated arguments after all rows went through, ``size`` at a time.
+    """Return outputs and mutated arguments of calls with ``size`` rows each, concatenated.
 
-    What is mutated and no row of the batch, such as a cache, is handed from call to call.
+    Mutated arguments that are no rows of the batch, such as a cache, are shared by all calls.
     """
-    op, given = subject.op, subject.given(case)
-    arguments: Mapping[str, Any] = {**given.arguments, **given.prepared}
+    op, call_arguments = subject.op, subject.given(case)
+    arguments: Mapping[str, Any] = {**call_arguments.arguments, **call_arguments.prepared}
     parts: list[list[torch.Tensor]] = []
     for start in range(0, rows, size):
-        own = rows_of(op, arguments, slice(start, start + size))
-        parts.append(tensors_of(subject.function(*subject.positional({**arguments, **own}))))
+        rows_of_call = rows_of(op, arguments, slice(start, start + size))
+        positional = subject.positional({**arguments, **rows_of_call})
+        parts.append(tensors_of(subject.function(*positional)))
     outputs = [torch.cat(column) for column in zip(*parts, strict=True)]
     values = {f"output {number}": tensor for number, tensor in enumerate(outputs)}
-    return values | {f"argument {n!r}": given.operands[n].tensor for n in op.mutates}
+    return values | {f"argument {n!r}": call_arguments.operands[n].tensor for n in op.mutates}
 
 
 def _rolled(subject: Subject, case: Case) -> Case:
-    """Return the case with every row one further on, in memory of the same strides."""
-    op, given, arguments = subject.op, subject.given(case), case.arguments
-    rolled = {name: _roll(arguments[name], 1) for name in op.batched if name in given.operands}
+    """Return the case with all rows shifted by one, in memory with the same strides."""
+    op, operands, arguments = subject.op, subject.given(case).operands, case.arguments
+    rolled = {name: _roll(arguments[name], 1) for name in op.batched if name in operands}
     for name, starts in op.ragged.items():
+        # The last sequence becomes the first: rotate tokens by its length, and all offsets.
         lengths = arguments[starts].diff()
         rolled[name] = _roll(arguments[name], int(lengths[-1]))
         rolled[starts] = functional.pad(lengths.roll(1).cumsum(0), (1, 0))
-    moved = {name: given.operands[name].tensor.copy_(value) for name, value in rolled.items()}
-    return replace(case, arguments={**arguments, **moved})
+    shifted = {name: operands[name].tensor.copy_(value) for name, value in rolled.items()}
+    return replace(case, arguments={**arguments, **shifted})
 
 
-def _roll(tensor: torch.Tensor, by: int) -> torch.Tensor:
-    """Return the rows ``by`` further on; CUDA rolls no floats of 8 bits, so bits are rolled."""
+def _roll(tensor: torch.Tensor, shift: int) -> torch.Tensor:
+    # CUDA cannot roll 8-bit floats, so roll their bits.
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
-        return tensor.view(torch.uint8).roll(by, 0).view(tensor.dtype)
-    return tensor.roll(by, 0)
+        return tensor.view(torch.uint8).roll(shift, 0).view(tensor.dtype)
+    return tensor.roll(shift, 0)
 
 
-def _last(op: CustomOp[..., Any], case: Case) -> int:
-    """Return how much of every output is of the last row."""
+def _last_length(op: CustomOp[..., Any], case: Case) -> int:
+    """Return the number of output rows that belong to the last row or sequence of the case."""
     for starts in op.ragged.values():
         return int(case.arguments[starts].diff()[-1])
     return 1
 
 
 def _shared(subject: Subject) -> set[str]:
+    """Return the mutated arguments that are no rows of the batch, such as a cache."""
     op = subject.op
     return {f"argument {name!r}" for name in op.mutates if name not in op.batched}

@@ -1,4 +1,4 @@
-"""One call of a function under test, with arguments in memory of their own."""
+"""One call of a function under test, with arguments copied to guarded memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A function under test with what is known of it.
+    """A function under test, with its op and properties.
 
     Attributes:
-        function: takes the op's arguments by position; constants as ``prepare`` returned them.
+        function: takes the op's arguments by position, with constants as ``prepare`` returns them.
         prepare: takes the op's constants by name and returns their replacements by the same names.
-        properties: what it promises.
-        device: where it runs.
+        properties: the declared properties, such as "deterministic".
+        device: torch device on which the function runs.
     """
 
     op: CustomOp[..., Any]
@@ -34,47 +34,47 @@ class Subject:
     properties: frozenset[str] = frozenset()
     device: str = "cpu"
 
-    def given(self, case: Case, fence: Fence = "") -> Given:
-        """Return copies of the arguments of ``case`` with the constants prepared."""
+    def given(self, case: Case, fence: Fence = "") -> CallArguments:
+        """Copy the arguments of ``case`` to guarded memory and prepare the constants."""
         operands = {
             name: Operand(value, self.device, fence)
             for name, value in case.arguments.items()
             if isinstance(value, torch.Tensor)
         }
         arguments = {**case.arguments, **{name: o.tensor for name, o in operands.items()}}
-        return Given(operands, arguments, self.prepared(arguments))
+        return CallArguments(operands, arguments, self.prepared(arguments))
 
     def prepared(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the replacements of the constants among ``arguments``, nothing without a change.
+        """Return the prepared constants by name; empty if the function has no ``prepare``.
 
         Raises: ValueError: ``prepare`` returned other names than those of the constants.
         """
         if self.prepare is None:
             return {}
         constants = self.op.constants
-        found = self.prepare(**{name: arguments[name] for name in constants})
-        if set(found) != set(constants):
-            raise ValueError(f"prepare returned {sorted(found)}, not {sorted(constants)}")
-        return found
+        replacements = self.prepare(**{name: arguments[name] for name in constants})
+        if set(replacements) != set(constants):
+            raise ValueError(f"prepare returned {sorted(replacements)}, not {sorted(constants)}")
+        return replacements
 
     def positional(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return ``arguments`` in the op's order."""
+        """Return the values of ``arguments`` in the order of the op's signature."""
         return self.op.signature.bind(**arguments).args
 
-    def call(self, given: Given, function: Callable[..., Any] | None = None) -> Call:
-        """Return the finished call of the function, or of another one in its place."""
-        called = function or self.function
-        return Call(given, called(*self.positional({**given.arguments, **given.prepared})))
+    def call(self, given: CallArguments, function: Callable[..., Any] | None = None) -> Call:
+        """Call the function under test, or ``function`` instead; return the finished call."""
+        callee = function or self.function
+        return Call(given, callee(*self.positional({**given.arguments, **given.prepared})))
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class CallArguments:
     """The arguments of one call.
 
     Attributes:
-        operands: the tensors among the arguments, in memory that is watched.
-        arguments: all of them as in the case.
-        prepared: what is passed for the constants instead, where they are prepared.
+        operands: the tensor arguments, in guarded memory.
+        arguments: all arguments by name, as in the case.
+        prepared: prepared constants by name, which are passed instead of the originals.
     """
 
     operands: Mapping[str, Operand]
@@ -84,9 +84,9 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A finished call with the memory that it had been given."""
+    """A finished call: arguments and result."""
 
-    given: Given
+    given: CallArguments
     result: Any
 
     @property
@@ -95,48 +95,50 @@ class Call:
         return tensors_of(self.result)
 
     def values(self, mutates: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Return the outputs and the mutated arguments by where they are found."""
+        """Return the outputs and the mutated arguments by label, such as "output 0"."""
         values = {f"output {number}": tensor for number, tensor in enumerate(self.outputs)}
+        # Mutated arguments are compared like outputs.
         return values | {f"argument {n!r}": self.given.operands[n].tensor for n in mutates}
 
     def aliases(self) -> set[tuple[str, str]]:
-        """Return the pairs of an output and an argument or later output that share memory."""
+        """Return the pairs (output, argument or later output) that share memory."""
         outputs = [(f"output {number}", [tensor]) for number, tensor in enumerate(self.outputs)]
         operands, prepared = self.given.operands.items(), self.given.prepared.items()
         arguments = [(f"argument {name!r}", [o.tensor]) for name, o in operands]
-        replaced = [(f"prepared {name!r}", tensors_of(value)) for name, value in prepared]
+        constants = [(f"prepared {name!r}", tensors_of(value)) for name, value in prepared]
         return {
-            (output, other)
-            for number, (output, tensors) in enumerate(outputs)
-            for other, rivals in [*outputs[number + 1 :], *arguments, *replaced]
-            if storages(tensors) & storages(rivals)
+            (output, alias)
+            for index, (output, tensors) in enumerate(outputs)
+            for alias, alias_tensors in [*outputs[index + 1 :], *arguments, *constants]
+            if storages(tensors) & storages(alias_tensors)
         }
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of a result, or of a prepared constant."""
+    """Return the tensors in a nested result or prepared constant, in order."""
     return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def storages(tensors: list[torch.Tensor]) -> set[int]:
-    """Return the addresses of memory behind ``tensors``; packed layouts have none that is known."""
+    """Return the storage addresses of strided tensors; other layouts expose no address."""
     strided = [t for t in tensors if t.numel() and t.layout == torch.strided]
     return {tensor.untyped_storage().data_ptr() for tensor in strided}
 
 
 def differences(
-    ones: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]
+    first_values: Mapping[str, torch.Tensor], second_values: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each difference of two sets of values, bit by bit; any NaN equals any other."""
-    for where, one in ones.items():
-        other = others[where]
-        if one.shape != other.shape or one.dtype != other.dtype:
-            yield where, f"its form is {list(other.shape)} {other.dtype}, not {list(one.shape)}"
+    """Yield (label, description) for values whose bits differ; any NaN equals any other NaN."""
+    for where, first in first_values.items():
+        second = second_values[where]
+        if first.shape != second.shape or first.dtype != second.dtype:
+            yield where, f"its form is {list(second.shape)} {second.dtype}, not {list(first.shape)}"
             continue
-        bits = _BITS[one.dtype.itemsize]
-        wrong = one.contiguous().view(bits) != other.contiguous().view(bits)
-        wrong &= ~(one.isnan() & other.isnan())
-        if wrong.any():
-            place = tuple(int(index) for index in wrong.nonzero()[0])
-            found = f"{one[place].item()!r} and {other[place].item()!r} at {list(place)}"
-            yield where, f"{found}; {int(wrong.sum())} of {wrong.numel()} differ"
+        bits = _BITS[first.dtype.itemsize]
+        # Comparing bits distinguishes 0.0 from -0.0, unlike ``==``.
+        is_wrong = first.contiguous().view(bits) != second.contiguous().view(bits)
+        is_wrong &= ~(first.isnan() & second.isnan())
+        if is_wrong.any():
+            index = tuple(int(position) for position in is_wrong.nonzero()[0])
+            values = f"{first[index].item()!r} and {second[index].item()!r} at {list(index)}"
+            yield where, f"{values}; {int(is_wrong.sum())} of {is_wrong.numel()} differ"

@@ -1,4 +1,4 @@
-"""Cases of collectives, with what each rank gives and what it must get.
+"""Test cases of collectives: input and expected result of each rank.
 
 Dimensions: N ranks, T rows, H hidden.
 """
@@ -19,14 +19,16 @@ from interposer import Communicator
 from interposer_testing._checks.fault import Fault
 
 DTYPES = ("float32", "bfloat16", "float16", "int64")
-"""The dtypes that a communicator is tried in whose record names none."""
+"""The dtypes for a communicator whose record names no dtypes."""
 SUMS = ("all_reduce", "reduce_scatter")
 FUSED = "all_reduce_add_rms_norm"
 EPS = 1e-5
 _LENGTHS = (0, 1, 3, 1001, 4096, 40_000)
 _UNEVEN = ((3, 3, 3, 3), (0, 5, 1, 2), (4, 0, 0, 0), (0, 0, 0, 0), (33, 129, 7, 64))
-_ROWS = ((0, 64), (1, 96), (3, 1000), (70, 128))  # of a sum that is normalised
-_LARGEST = 8  # sums of four whole numbers up to it are exact in every float of 16 bits
+# T and H of fused all-reduce + RMSNorm.
+_NORM_SHAPES = ((0, 64), (1, 96), (3, 1000), (70, 128))
+# Sums of four integers up to 8 are exact in every 16-bit float.
+_MAX_INTEGER = 8
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,11 @@ class CollectiveCase:
     """One call of a collective by every rank.
 
     Attributes:
-        sizes: rows of each rank; the first is that of all where they are equal by definition.
-        tail: shape of a row.
+        sizes: number of rows of each rank; equal for collectives that require equal sizes.
+        tail: shape of one row.
         source: the rank that broadcasts.
-        exact: the values are small whole numbers, whose sums are not rounded.
-        strided: only every second element of some memory is given.
+        exact: the values are small integers, so their sums are exact.
+        strided: the input is every second element of a buffer.
     """
 
     collective: str
@@ -50,18 +52,19 @@ class CollectiveCase:
     strided: bool = False
 
     def __str__(self) -> str:
-        what = "whole numbers" if self.exact else "any numbers"
-        more = ", strided" if self.strided else ""
+        values = "whole numbers" if self.exact else "any numbers"
+        layout = ", strided" if self.strided else ""
         rows = f"rows {[*self.sizes]} of {[*self.tail]}"
-        return f"{self.collective} of {self.dtype}, {rows}, {what}{more}"
+        return f"{self.collective} of {self.dtype}, {rows}, {values}{layout}"
 
     def sent(self, rank: int) -> list[int]:
-        """Return how many rows ``rank`` has for each in ``all_to_all``."""
+        """Return the numbers of rows that ``rank`` sends to each rank in ``all_to_all``."""
+        # Rank 1 receives nothing from anybody, so that empty messages are tested too.
         num = len(self.sizes)
         return [self.sizes[(rank + to) % num] * (to != 1) for to in range(num)]
 
     def rows(self, rank: int) -> int:
-        """Return how many rows ``rank`` gives."""
+        """Return the number of input rows of ``rank``."""
         match self.collective:
             case "all_gather":
                 return self.sizes[rank]
@@ -72,65 +75,67 @@ class CollectiveCase:
         return self.sizes[0]
 
     def num_bytes(self, rank: int) -> int:
-        """Return the bytes that ``rank`` gives."""
+        """Return the size of the input of ``rank`` in bytes."""
         return self.rows(rank) * torch.Size(self.tail).numel() * self._dtype.itemsize
 
     @cached_property
-    def given(self) -> list[Tensor]:
-        """The tensors of all ranks; each draws the same, so that none is sent to compare."""
+    def inputs(self) -> list[Tensor]:
+        """The inputs of all ranks. Every rank draws all of them, so none has to be sent."""
         return [self.fresh(rank) for rank in range(len(self.sizes))]
 
     def fresh(self, rank: int, device: str = "cpu") -> Tensor:
-        """Return a copy of what ``rank`` gives, which may be written."""
+        """Return a new copy of the input of ``rank``, which the caller may write to."""
+        # Python's ``hash`` differs between processes, so use a checksum as seed.
         seed = zlib.crc32(f"{self} of {rank}".encode())
         generator = torch.Generator().manual_seed(seed)
         shape = (self.rows(rank), *self.tail)
         if self.exact:
-            values = torch.randint(-_LARGEST, _LARGEST + 1, shape, generator=generator)
+            values = torch.randint(-_MAX_INTEGER, _MAX_INTEGER + 1, shape, generator=generator)
         else:
             values = torch.randn(shape, generator=generator) * 3
         values = values.to(self._dtype)
         if not self.strided:
             return values.to(device)
-        twice = values.new_zeros(*shape[:-1], 2 * shape[-1])
-        twice[..., ::2] = values
-        return twice.to(device)[..., ::2]
+        buffer = values.new_zeros(*shape[:-1], 2 * shape[-1])
+        buffer[..., ::2] = values
+        return buffer.to(device)[..., ::2]
 
     def call(self, communicator: Communicator, rank: int, x: Tensor) -> Tensor:
-        """Return what ``rank`` gets for ``x``; of a norm, the residual stream behind it.
+        """Call the collective on ``rank`` and return the result.
 
-        Both are in float32 then, ``[2, T, H]``.
+        For fused all-reduce + RMSNorm, return normed output and residual stream as float32
+        ``[2, T, H]``.
         """
         if self.collective == FUSED:
             residual, weight = (t.to(x.device) for t in self.stream)
-            both = communicator.all_reduce_add_rms_norm(x, residual, weight, EPS)
-            return torch.stack([part.to(torch.float32) for part in both])
-        given: tuple[Any, ...] = (self.sizes,)
+            results = communicator.all_reduce_add_rms_norm(x, residual, weight, EPS)
+            return torch.stack([result.to(torch.float32) for result in results])
+        arguments: tuple[Any, ...] = (self.sizes,)
         match self.collective:
             case "all_reduce":
-                given = ()
+                arguments = ()
             case "broadcast":
-                given = (self.source,)
+                arguments = (self.source,)
             case "all_to_all":
-                given = (self.sent(rank), self.received(rank))
+                arguments = (self.sent(rank), self.received(rank))
         method = getattr(communicator, self.collective)
-        return method(x, *given)  # type: ignore[no-any-return]
+        return method(x, *arguments)  # type: ignore[no-any-return]
 
     def received(self, rank: int) -> list[int]:
-        """Return how many rows each has for ``rank`` in ``all_to_all``."""
-        return [self.sent(other)[rank] for other in range(len(self.sizes))]
+        """Return the numbers of rows that ``rank`` receives from each rank in ``all_to_all``."""
+        return [self.sent(sender)[rank] for sender in range(len(self.sizes))]
 
     def faults(self, rank: int, found: Any) -> Iterator[Fault]:
-        """Yield what is wrong with the result of ``rank``.
+        """Compare the result of ``rank`` with the expected result.
 
-        Sums of whole numbers, and what is moved, are exact. Else a sum s of N values x differs by
-        at most ((1 + u)^(N - 1) - 1) * sum(|x|), if each of N - 1 additions rounds by a share u of
-        its result, which sum(|x|) bounds; u is half the distance from 1 to the next number of the
-        dtype. A sum in float32 that is rounded once differs by no more than one addition in the
-        dtype and N - 1 in float32. The bound is the sum of both, and the smallest subnormal.
+        Sums of integers and moved rows must be exact. For other sums of N values x, the error bound
+        is ((1 + u)^(N - 1) - 1) * sum(|x|): each of N - 1 additions rounds by at most u times its
+        result, which sum(|x|) bounds. u is half the distance from 1 to the next number of the
+        dtype. A communicator may also sum in float32 and round once; so the bound is the sum of the
+        bounds for the dtype and for float32, plus the smallest normal number.
         """
         if self.collective == FUSED:
-            yield from self._faults_of_norm(found)
+            yield from self._norm_faults(found)
             return
         expected, magnitude = self._expected(rank)
         where = str(self)
@@ -144,59 +149,61 @@ class CollectiveCase:
         bound = torch.zeros_like(expected)
         if magnitude is not None:
             bound = self._bound_of_sum(magnitude)
-        yield from self._beyond(found, expected, bound)
+        yield from self._compare(found, expected, bound)
 
     def _bound_of_sum(self, magnitude: Tensor) -> Tensor:
         num, tiny = len(self.sizes), torch.finfo(self._dtype).smallest_normal
         roundings = [torch.finfo(d).eps / 2 for d in (self._dtype, torch.float32)]
         return sum((1 + u) ** (num - 1) - 1 for u in roundings) * magnitude + tiny
 
-    def _faults_of_norm(self, found: Tensor) -> Iterator[Fault]:
-        """Yield what is wrong with a normalised sum and the stream.
+    def _norm_faults(self, found: Tensor) -> Iterator[Fault]:
+        """Compare normed output y and residual stream t of fused all-reduce + RMSNorm.
 
-        A stream t that is off by at most d has a row norm r that is off by the root mean square e
-        of d, as norms of vectors differ by no more than the norm of their difference. So y = w t/r
-        is off by at most w (d / (r - e) + |t| e / (r (r - e))). Behind that, t is rounded to the
-        stream's dtype, r to float32 from a sum of H squares, and y at most four times.
+        Let the error of t be at most d, and e the root mean square of d. The root mean square r of
+        a row is then off by at most e, because norms of vectors differ by at most the norm of the
+        difference. So the error of y = w t / r is at most w (d / (r - e) + |t| e / (r (r - e))).
+        In addition, t is rounded once, r is a float32 sum of H squares, and y is rounded at most
+        four times.
         """
         residual, weight = (t.to(torch.float64) for t in self.stream)
-        given = torch.stack([x.to(torch.float64) for x in self.given])
-        stream = given.sum(0) + residual
-        small = torch.finfo(torch.float32).eps
-        off = self._bound_of_sum(given.abs().sum(0)) + small * stream.abs()
-        row = (stream.square().mean(-1, keepdim=True) + EPS).sqrt()
-        row_off = off.square().mean(-1, keepdim=True).sqrt() + self.tail[0] * small * row
-        least = row - row_off
-        normed = stream / row * weight
-        bound = weight.abs() * (off / least + stream.abs() * row_off / (row * least))
+        inputs = torch.stack([x.to(torch.float64) for x in self.inputs])
+        stream = inputs.sum(0) + residual
+        eps = torch.finfo(torch.float32).eps
+        stream_error = self._bound_of_sum(inputs.abs().sum(0)) + eps * stream.abs()
+        rms = (stream.square().mean(-1, keepdim=True) + EPS).sqrt()
+        rms_error = stream_error.square().mean(-1, keepdim=True).sqrt() + self.tail[0] * eps * rms
+        min_rms = rms - rms_error
+        normed = stream / rms * weight
+        bound = weight.abs() * (stream_error / min_rms + stream.abs() * rms_error / (rms * min_rms))
         bound = bound + 4 * torch.finfo(self._dtype).eps * normed.abs()
         bound = bound + torch.finfo(self._dtype).smallest_normal
         if found.shape != (2, *stream.shape):
             form = f"twice {[*stream.shape]} expected"
             yield Fault("shape", str(self), f"{form}, got {[*found.shape]}")
             return
-        yield from self._beyond(found, torch.stack([normed, stream]), torch.stack([bound, off]))
+        bounds = torch.stack([bound, stream_error])
+        yield from self._compare(found, torch.stack([normed, stream]), bounds)
 
-    def _beyond(self, found: Tensor, expected: Tensor, bound: Tensor) -> Iterator[Fault]:
-        """Yield a fault if an element is further from what is expected than the bound."""
+    def _compare(self, actual: Tensor, expected: Tensor, bound: Tensor) -> Iterator[Fault]:
+        """Yield a fault if the error of an element is above the bound."""
         where = str(self)
-        error = (found.cpu().to(expected.dtype) - expected).abs()
-        wrong = ~(error <= bound)  # a NaN is wrong
-        if bool(wrong.any()):
-            at = int(wrong.reshape(-1).nonzero()[0])
-            got, want = found.reshape(-1)[at].item(), expected.reshape(-1)[at].item()
+        error = (actual.cpu().to(expected.dtype) - expected).abs()
+        is_wrong = ~(error <= bound)  # also true for NaN
+        if bool(is_wrong.any()):
+            index = int(is_wrong.reshape(-1).nonzero()[0])
+            value, expected_value = (t.reshape(-1)[index].item() for t in (actual, expected))
             yield Fault(
                 "value",
                 where,
-                f"{int(wrong.sum())} of {wrong.numel()} elements are wrong; element {at} is "
-                f"{got:.6g}, expected {want:.6g}",
-                float(error.reshape(-1)[at]),
-                float(bound.reshape(-1)[at]),
+                f"{int(is_wrong.sum())} of {is_wrong.numel()} elements are wrong; element {index} "
+                f"is {value:.6g}, expected {expected_value:.6g}",
+                float(error.reshape(-1)[index]),
+                float(bound.reshape(-1)[index]),
             )
 
     @cached_property
     def stream(self) -> tuple[Tensor, Tensor]:
-        """The residual ``[T, H]`` in float32, as models keep it, and the weight ``[H]``."""
+        """The residual ``[T, H]`` in float32, as in models, and the norm weight ``[H]``."""
         generator = torch.Generator().manual_seed(zlib.crc32(f"stream of {self}".encode()))
         residual = torch.randn((self.sizes[0], *self.tail), generator=generator)
         weight = torch.rand(self.tail, generator=generator) + 0.5
@@ -207,18 +214,18 @@ class CollectiveCase:
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
     def _expected(self, rank: int) -> tuple[Tensor, Tensor | None]:
-        """Return what ``rank`` must get, and the sum of magnitudes where it may be rounded."""
+        """Return the expected result of ``rank``, and sum(|x|) if the sum may be rounded."""
         wide = torch.float64 if self._dtype.is_floating_point else torch.int64
-        given = [x.to(wide) for x in self.given]
+        inputs = [x.to(wide) for x in self.inputs]
         match self.collective:
             case "all_gather":
-                return torch.cat(given), None
+                return torch.cat(inputs), None
             case "broadcast":
-                return given[self.source], None
+                return inputs[self.source], None
             case "all_to_all":
-                parts = [x.split(self.sent(other)) for other, x in enumerate(given)]
+                parts = [x.split(self.sent(sender)) for sender, x in enumerate(inputs)]
                 return torch.cat([part[rank] for part in parts]), None
-        total, magnitude = torch.stack(given).sum(0), torch.stack(given).abs().sum(0)
+        total, magnitude = torch.stack(inputs).sum(0), torch.stack(inputs).abs().sum(0)
         if self.collective == "reduce_scatter":
             total, magnitude = (t.split(self.sizes)[rank] for t in (total, magnitude))
         return total, None if self.exact else magnitude
@@ -227,7 +234,7 @@ class CollectiveCase:
 def collective_cases(
     collective: str, num: int, dtypes: Sequence[str] = DTYPES
 ) -> list[CollectiveCase]:
-    """Return the cases of a collective on ``num`` ranks, at most four."""
+    """Return the cases of a collective for ``num`` ranks; at most four ranks."""
     cases = []
     for dtype in dtypes or DTYPES:
         floats = getattr(torch, dtype).is_floating_point
@@ -252,6 +259,6 @@ def collective_cases(
 def _norm_cases(dtype: str, num: int) -> list[CollectiveCase]:
     cases = [
         CollectiveCase(FUSED, dtype, (count,) * num, (hidden,), exact=False)
-        for count, hidden in _ROWS
+        for count, hidden in _NORM_SHAPES
     ]
     return [*cases, replace(cases[-1], strided=True)]

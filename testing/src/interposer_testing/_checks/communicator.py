@@ -1,8 +1,8 @@
-"""The checks of a communicator as one rank of several runs them.
+"""The checks of a communicator, as one of several ranks runs them.
 
-The ranks run the same checks in the same order. After each call they tell each other, over a group
-of the kit's own, whether it went well. After a wrong result they go on with the next collective,
-and where the call raised in one of them they all leave the stage.
+All ranks run the same checks in the same order. After each call, the ranks exchange outcomes
+over a process group of the kit. After a wrong result, all ranks continue with the next collective.
+If the call raised on any rank, all ranks stop.
 """
 
 from __future__ import annotations
@@ -27,69 +27,76 @@ from interposer_testing._checks.fault import Fault
 
 Make = Callable[[Ranks, str], Communicator]
 Cases = dict[str, list[CollectiveCase]]
-"""The cases by collective."""
+"""Test cases by name of the collective."""
 
 REPEATED = 1000
-_PATIENCE_SECONDS = 20.0  # of a communicator whose ranks are all there
-LIMIT_SECONDS = 2.0  # of one that loses a rank
-_SLACK_SECONDS = 6.0  # in which a rank whose machine is busy raises
+_TIMEOUT_SECONDS = 20.0  # of the communicator while all ranks are alive
+LIMIT_SECONDS = 2.0  # of the communicator that loses a rank
+_SLACK_SECONDS = 6.0  # more time for the timeout, because the machine may be busy
 _SHARED = Path("/dev/shm")
-_ALIKE = ("all_reduce", FUSED, "all_gather", "broadcast")  # of which every rank gets the same
+# Collectives whose result is the same on every rank.
+_SAME_RESULT = ("all_reduce", FUSED, "all_gather", "broadcast")
 _MAPS = Path("/proc/self/maps")
 
 
-class StageLeft(Exception):
-    """A call raised in some rank, so all leave the stage."""
+class RanksStopped(Exception):
+    """A call raised on at least one rank, so all ranks stop."""
 
 
-class Rehearsal:
-    """One rank's part in the checks of a communicator.
+class CommunicatorChecks:
+    """The checks of a communicator on one rank.
 
     Attributes:
-        faults: those of this rank, by the label of what is checked; what is not in it was not.
-        shared: files of shared memory that this process had in use.
+        faults: the faults of this rank by label of the check; a check without entry did not run.
+        shared: files of shared memory that this process had mapped.
     """
 
     def __init__(
         self, make: Make, ranks: Ranks, device: str, platform: Platform, properties: set[str]
     ) -> None:
         self._make = make
-        self._ranks = replace(ranks, timeout_seconds=_PATIENCE_SECONDS)
+        self._ranks = replace(ranks, timeout_seconds=_TIMEOUT_SECONDS)
         self._device = device
         self._platform = platform
         self._properties = properties
         self.faults: dict[str, list[Fault]] = {}
         self.shared: set[str] = set()
-        self._here: list[Fault] = []
+        self._current_faults: list[Fault] = []
 
     def run(self, cases: Cases) -> None:
-        """Check all collectives, together, and what the record promises; then close."""
-        on = f"on {self._ranks.size} ranks"
+        """Check each collective, all together, and the declared properties; then close."""
+        suffix = f"on {self._ranks.size} ranks"
         before = _children()
-        with suppress(StageLeft), self._label(f"all collectives {on}"):
-            communicator = self._made(self._ranks)
+        with suppress(RanksStopped), self._label(f"all collectives {suffix}"):
+            communicator = self._create(self._ranks)
             try:
-                for collective, some in cases.items():
-                    with self._label(f"{collective} {on}"):
-                        all(self._check(communicator, case) is not None for case in some)
+                for collective, cases_of_collective in cases.items():
+                    with self._label(f"{collective} {suffix}"):
+                        # ``all`` stops at the first wrong result.
+                        all(
+                            self._check(communicator, case) is not None
+                            for case in cases_of_collective
+                        )
                 self._check_together(communicator, cases)
-                self._check_promises(communicator, cases, on)
+                self._check_properties(communicator, cases, suffix)
             finally:
                 self._close(communicator)
             if extra := _children() - before:
-                self._here.append(Fault("ranks", "close", f"processes {sorted(extra)} are left"))
+                self._current_faults.append(
+                    Fault("ranks", "close", f"processes {sorted(extra)} still run")
+                )
 
     def lose(self, case: CollectiveCase, *, leaves: bool, tell: Callable[[], None]) -> None:
-        """Check that the last rank, which hangs or leaves, is missed by all others in time.
+        """Check that all other ranks raise in time when the last rank hangs or exits.
 
         Args:
-            leaves: it ends its process, and tells before.
-            tell: sends what was found to whoever started the processes.
+            leaves: the last rank exits; otherwise it hangs.
+            tell: sends the results of this rank to the parent process, before the exit.
         """
         ranks = replace(self._ranks, timeout_seconds=LIMIT_SECONDS)
         label = "a rank that exits" if leaves else "a rank that hangs"
-        with suppress(StageLeft), self._label(label):
-            communicator = self._made(ranks)
+        with suppress(RanksStopped), self._label(label):
+            communicator = self._create(ranks)
             try:
                 self._check(communicator, case)
                 if ranks.rank == ranks.size - 1:
@@ -97,18 +104,22 @@ class Rehearsal:
                         tell()
                         os._exit(0)
                 else:
-                    for again in ("", "again, "):
-                        self._check_missed(communicator, case, again)
+                    # The second call must raise too: a lost rank does not come back.
+                    for prefix in ("", "again, "):
+                        self._check_rank_error(communicator, case, prefix)
             finally:
                 if leaves:
                     self._close(communicator)
                 else:
+                    # Wait until all ranks have timed out, so that the last rank only "hangs" here.
                     dist.monitored_barrier(ranks.group, timedelta(seconds=60))
                     self._close(communicator)
 
-    def _check_missed(self, communicator: Communicator, case: CollectiveCase, again: str) -> None:
+    def _check_rank_error(
+        self, communicator: Communicator, case: CollectiveCase, prefix: str
+    ) -> None:
         rank, start = self._ranks.rank, time.monotonic()
-        reason = "returned, though a rank did not come"
+        reason = "returned, although one rank did not take part"
         try:
             case.call(communicator, rank, case.fresh(rank, self._device))
             self._platform.synchronize(self._device)
@@ -118,110 +129,116 @@ class Rehearsal:
             reason = f"raised {described(error)}, not RankError"
         seconds = time.monotonic() - start
         if not reason and seconds > LIMIT_SECONDS + _SLACK_SECONDS:
-            reason = f"raised after {seconds:.1f} s, though the limit is {LIMIT_SECONDS:g} s"
+            reason = f"raised after {seconds:.1f} s, although the limit is {LIMIT_SECONDS:g} s"
         if reason:
-            self._here.append(Fault("ranks", f"{again}{case.collective}", reason))
+            self._current_faults.append(Fault("ranks", f"{prefix}{case.collective}", reason))
 
-    def _made(self, ranks: Ranks) -> Communicator:
-        return self._agreed("construction", lambda: self._make(ranks, self._device))  # type: ignore[no-any-return]
+    def _create(self, ranks: Ranks) -> Communicator:
+        return self._call_together("construction", lambda: self._make(ranks, self._device))  # type: ignore[no-any-return]
 
     def _close(self, communicator: Communicator) -> None:
         self.shared |= _shared_files()
-        for which in ("close", "close again"):
+        for where in ("close", "close again"):
             try:
                 communicator.close()
             except foreign_errors() as error:
-                self._here.append(Fault.raised("ranks", which, error))
+                self._current_faults.append(Fault.raised("ranks", where, error))
 
     def _check(self, communicator: Communicator, case: CollectiveCase) -> Tensor | None:
-        """Check one call, and that all ranks have the same bits where they must.
+        """Check one call, and that ranks get the same bits if the collective requires it.
 
-        Returns: what this rank got; None where a rank got something wrong.
+        Returns: the result on this rank; None if the result of any rank is wrong.
         """
         rank = self._ranks.rank
         x = case.fresh(rank, self._device)
         if case.collective == "broadcast" and rank != case.source:
-            x.fill_(-1)
-        before, faults, found, raised = x.clone(), list[Fault](), None, False
+            x.fill_(-1)  # the source's values must replace these
+        before, faults, result, has_raised = x.clone(), list[Fault](), None, False
         try:
-            found = case.call(communicator, rank, x)
+            result = case.call(communicator, rank, x)
             self._platform.synchronize(self._device)
         except foreign_errors() as error:
-            faults, raised = [Fault.raised("call", str(case), error)], True
+            faults, has_raised = [Fault.raised("call", str(case), error)], True
         else:
-            faults = list(_departures(communicator, case, rank, found, x, before))
-        digest = (0, 0) if faults or found is None else _digest(found)
-        everyone = self._tell(raised, bool(faults), *digest)
-        bits = {(first, second) for _, wrong, first, second in everyone if not wrong}
-        if differ := case.collective in _ALIKE and len(bits) > 1:
+            faults = list(_faults_of_call(communicator, case, rank, result, x, before))
+        digest = (0, 0) if faults or result is None else _digest(result)
+        outcomes = self._exchange(has_raised, bool(faults), *digest)
+        digests = {(first, second) for _, is_wrong, first, second in outcomes if not is_wrong}
+        if ranks_differ := case.collective in _SAME_RESULT and len(digests) > 1:
             faults.append(Fault("determinism", str(case), "the ranks got different bits"))
-        self._here += faults
-        if any(raised for raised, *_ in everyone):
-            raise StageLeft
-        return None if differ or any(wrong for _, wrong, *_ in everyone) else found
+        self._current_faults += faults
+        if any(has_raised for has_raised, *_ in outcomes):
+            raise RanksStopped
+        return None if ranks_differ or any(is_wrong for _, is_wrong, *_ in outcomes) else result
 
     def _check_together(self, communicator: Communicator, cases: Cases) -> None:
-        """Check many small calls, and collectives in turns; results stay as they were."""
+        """Check many calls of alternating collectives, which must not change earlier results."""
         rank = self._ranks.rank
-        firsts = [some[min(2, len(some) - 1)] for some in cases.values()]
-        results = [(case, self._check(communicator, case)) for case in firsts]
-        kept = [(case, found, found.clone()) for case, found in results if found is not None]
-        inputs = [case.fresh(rank, self._device) for case in firsts]
+        small_cases = [listed[min(2, len(listed) - 1)] for listed in cases.values()]
+        results = [(case, self._check(communicator, case)) for case in small_cases]
+        copies = [(case, result, result.clone()) for case, result in results if result is not None]
+        inputs = [case.fresh(rank, self._device) for case in small_cases]
 
         def repeat() -> list[Fault]:
             faults = list[Fault]()
-            for count in range(REPEATED // len(firsts) // 2 * 2):
-                for case, x in zip(firsts, inputs, strict=True):
+            # Every second call has zeros as input: values that an earlier call left in a buffer
+            # then show in the result.
+            for count in range(REPEATED // len(small_cases) // 2 * 2):
+                for case, x in zip(small_cases, inputs, strict=True):
                     x.zero_()
                     if count % 2 == 0:
-                        x.copy_(case.given[rank])
-                    found = case.call(communicator, rank, x)
+                        x.copy_(case.inputs[rank])
+                    result = case.call(communicator, rank, x)
                     if count % 2 == 0 and len(faults) < 3:
-                        faults += case.faults(rank, found)
-                    elif count % 2 and case.collective != FUSED and bool(found.count_nonzero()):
+                        faults += case.faults(rank, result)
+                    elif count % 2 and case.collective != FUSED and bool(result.count_nonzero()):
                         faults.append(Fault("value", str(case), "zeros gave something else"))
             return faults[:3]
 
-        faults = self._agreed("repeated calls", repeat)
-        for case, found, copy in kept:
-            if not torch.equal(found, copy):
-                reason = "a result that was kept was overwritten by later calls"
+        faults = self._call_together("repeated calls", repeat)
+        for case, result, copy in copies:
+            if not torch.equal(result, copy):
+                reason = "later calls overwrote an earlier result"
                 faults.append(Fault("mutation", str(case), reason))
-        self._here += [replace(fault, where=f"repeated: {fault.where}") for fault in faults]
+        self._current_faults += [
+            replace(fault, where=f"repeated: {fault.where}") for fault in faults
+        ]
 
-    def _check_promises(self, communicator: Communicator, cases: Cases, on: str) -> None:
+    def _check_properties(self, communicator: Communicator, cases: Cases, suffix: str) -> None:
+        # Only sums that are rounded can differ from call to call.
         sums = [case for case in cases.get("all_reduce", ()) if not (case.exact or case.strided)]
         for case in sums:
             rows = range(0, case.sizes[0], max(1, case.sizes[0] // 3))
             if "deterministic" in self._properties:
-                with self._label(f"repeated sums {on}"):
+                with self._label(f"repeated sums {suffix}"):
                     self._compare(communicator, case, slice(None))
             if "batch_invariant" in self._properties:
-                with self._label(f"sums of parts {on}"):
+                with self._label(f"sums of parts {suffix}"):
+                    # A sum of some elements must equal the same elements of the full sum.
                     for begin in rows:
                         self._compare(communicator, case, slice(begin, begin + rows.step - 1))
         if "graph_safe" in self._properties and self._platform.provides("capture_graph"):
-            for some in cases.values():
-                with self._label(f"replays {on}"):
-                    self._check_replay(communicator, some[-2])
+            for listed in cases.values():
+                with self._label(f"replays {suffix}"):
+                    self._check_replay(communicator, listed[-2])
 
     def _compare(self, communicator: Communicator, case: CollectiveCase, part: slice) -> None:
         rank = self._ranks.rank
 
-        def twice() -> list[Fault]:
-            whole, some = case.fresh(rank, self._device), case.fresh(rank, self._device)[part]
-            expected = communicator.all_reduce(whole)[part].clone()
-            if torch.equal(communicator.all_reduce(some.clone()), expected):
+        def sum_twice() -> list[Fault]:
+            x, x_part = case.fresh(rank, self._device), case.fresh(rank, self._device)[part]
+            expected = communicator.all_reduce(x)[part].clone()
+            if torch.equal(communicator.all_reduce(x_part.clone()), expected):
                 return []
             check = "determinism" if part == slice(None) else "batch"
-            return [Fault(check, str(case), "the same elements were added up to other bits")]  # type: ignore[arg-type]
+            return [Fault(check, str(case), "two sums of the same elements have different bits")]  # type: ignore[arg-type]
 
-        self._here += self._agreed(str(case), twice)
+        self._current_faults += self._call_together(str(case), sum_twice)
 
     def _check_replay(self, communicator: Communicator, case: CollectiveCase) -> None:
         rank, results = self._ranks.rank, list[Tensor]()
 
-        def replayed() -> list[Fault]:
+        def capture_and_replay() -> list[Fault]:
             x = case.fresh(rank, self._device).zero_()
 
             def step() -> Tensor:
@@ -231,72 +248,72 @@ class Rehearsal:
             replay = self._platform.capture_graph(step)
             faults = list[Fault]()
             for _ in range(3):
-                x.copy_(case.given[rank])
+                x.copy_(case.inputs[rank])
                 replay()
                 self._platform.synchronize(self._device)
                 faults += case.faults(rank, results[0])
             return [replace(fault, check="graph") for fault in faults]
 
-        self._here += self._agreed(f"replay of {case}", replayed)
+        self._current_faults += self._call_together(f"replay of {case}", capture_and_replay)
 
-    def _agreed(self, where: str, call: Callable[[], Any]) -> Any:
-        """Return what ``call`` does; all ranks leave if it raises in one of them."""
-        result, raised = None, False
+    def _call_together(self, where: str, call: Callable[[], Any]) -> Any:
+        """Run ``call`` on all ranks and return the result; all ranks stop if one rank raises."""
+        result, has_raised = None, False
         try:
             result = call()
             self._platform.synchronize(self._device)
         except foreign_errors() as error:
-            raised = True
-            self._here.append(Fault.raised("call", where, error))
-        if any(raised for (raised,) in self._tell(raised)):
-            raise StageLeft
+            has_raised = True
+            self._current_faults.append(Fault.raised("call", where, error))
+        if any(has_raised for (has_raised,) in self._exchange(has_raised)):
+            raise RanksStopped
         return result
 
-    def _tell(self, *numbers: int) -> list[list[int]]:
-        """Return the numbers of all ranks."""
-        own = torch.tensor(numbers, dtype=torch.int64)
-        everyone = [torch.empty_like(own) for _ in range(self._ranks.size)]
-        dist.all_gather(everyone, own, group=self._ranks.group)
-        return [numbers.tolist() for numbers in everyone]
+    def _exchange(self, *numbers: int) -> list[list[int]]:
+        """Send ``numbers`` to all ranks and return the numbers of all ranks."""
+        sent = torch.tensor(numbers, dtype=torch.int64)
+        received = [torch.empty_like(sent) for _ in range(self._ranks.size)]
+        dist.all_gather(received, sent, group=self._ranks.group)
+        return [tensor.tolist() for tensor in received]
 
     @contextmanager
     def _label(self, label: str) -> Iterator[None]:
-        """Put the faults of a ``with`` block under ``label``."""
-        outer, self._here = self._here, self.faults.setdefault(label, [])
+        """Record the faults of a ``with`` block under ``label``."""
+        outer, self._current_faults = self._current_faults, self.faults.setdefault(label, [])
         try:
             yield
         finally:
-            self._here = outer
+            self._current_faults = outer
 
 
-def _departures(
+def _faults_of_call(
     communicator: Communicator,
     case: CollectiveCase,
     rank: int,
-    found: Any,
+    result: Any,
     x: Tensor,
     before: Tensor,
 ) -> Iterator[Fault]:
-    """Yield what is wrong with a result, and with what was done to ``x``."""
-    yield from case.faults(rank, found)
-    declared = case.collective == "all_reduce" and communicator.in_place
-    if (declared or case.collective == "broadcast") and found is not x:
-        yield Fault("alias", str(case), "another tensor than x was returned")
+    """Check the result of a call, and that the input ``x`` was written only if allowed."""
+    yield from case.faults(rank, result)
+    is_in_place = case.collective == "all_reduce" and communicator.in_place
+    if (is_in_place or case.collective == "broadcast") and result is not x:
+        yield Fault("alias", str(case), "the result must be the tensor x, but is another one")
     if case.collective not in ("all_reduce", FUSED, "broadcast") and not torch.equal(x, before):
         yield Fault("mutation", str(case), "x was written")
 
 
 def _digest(x: Tensor) -> tuple[int, int]:
-    """Return numbers that differ where bits do."""
+    """Return two checksums of the bytes of ``x``; the second one depends on the order of bytes."""
     flat = x.detach().cpu().contiguous().view(-1).view(torch.uint8).to(torch.int64)
-    places = torch.arange(1, len(flat) + 1)
-    return int(flat.sum()), int((flat * places).sum())
+    weights = torch.arange(1, len(flat) + 1)
+    return int(flat.sum()), int((flat * weights).sum())
 
 
 def _children() -> set[str]:
-    """Return the processes that this one has started, where the system says so."""
-    found = Path("/proc/self/task").glob("*/children")
-    return {pid for path in found for pid in path.read_text().split()}
+    """Return the ids of child processes; empty on systems without /proc."""
+    paths = Path("/proc/self/task").glob("*/children")
+    return {pid for path in paths for pid in path.read_text().split()}
 
 
 def _shared_files() -> set[str]:

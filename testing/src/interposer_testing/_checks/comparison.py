@@ -1,4 +1,4 @@
-"""Comparison of a result with what was expected of it: its values, and its form."""
+"""Comparison of the values and the form of a result with the expected ones."""
 
 from __future__ import annotations
 
@@ -19,91 +19,85 @@ def compare_value(
     *,
     exact: bool = False,
 ) -> Iterator[Fault]:
-    """Yield a fault if an element is farther from ``expected`` than ``bound``.
+    """Yield a fault if the error of an element is above ``bound``.
 
-    NaN and infinities must stand exactly where they are expected, and so must the signs of zeros
-    if ``exact``.
+    NaN and infinities must be equal to the expected ones.
 
     Args:
+        exact: the signs of zeros must be equal too.
         actual: any shape and dtype.
         expected: shape of ``actual``, float64 or an integer dtype.
         bound: shape of ``actual``.
     """
     if not expected.dtype.is_floating_point:
         actual, expected = actual.cpu(), expected.cpu()
-        wrong = actual != expected
-        if wrong.any():
-            place = _index(wrong)
-            found, wanted = actual[place].item(), expected[place].item()
-            yield Fault(
-                "value", where, f"{wanted} expected at {list(place)}, got {found}; {_share(wrong)}"
-            )
+        is_wrong = actual != expected
+        if is_wrong.any():
+            yield Fault("value", where, _first_difference(actual, expected, is_wrong))
         return
-    found64 = actual.cpu().double()
-    error = (found64 - expected).abs()
-    same = (found64 == expected) | (found64.isnan() & expected.isnan())
-    wrong = ~same & ~((error <= bound) & expected.isfinite())
-    if not wrong.any():
-        flipped = same & (found64.signbit() != expected.signbit()) & ~expected.isnan()
-        if exact and flipped.any():
-            place = _index(flipped)
-            found, wanted = float(found64[place]), float(expected[place])
-            reason = f"{wanted} expected at {list(place)}, got {found}; {_share(flipped)}"
-            yield Fault("value", where, reason)
+    actual64 = actual.cpu().double()
+    error = (actual64 - expected).abs()
+    is_equal = (actual64 == expected) | (actual64.isnan() & expected.isnan())
+    is_wrong = ~is_equal & ~((error <= bound) & expected.isfinite())
+    if not is_wrong.any():
+        # ``==`` treats 0.0 and -0.0 as equal, so compare signs separately.
+        is_flipped = is_equal & (actual64.signbit() != expected.signbit()) & ~expected.isnan()
+        if exact and is_flipped.any():
+            yield Fault("value", where, _first_difference(actual64, expected, is_flipped))
         return
-    not_finite = wrong & ~(found64.isfinite() & expected.isfinite())
-    if not_finite.any():
-        place = _index(not_finite)
-        found, wanted = float(found64[place]), float(expected[place])
-        reason = f"{wanted} expected at {list(place)}, got {found}; {_share(not_finite)}"
-        yield Fault("value", where, reason)
+    # For NaN and infinities, an error and a bound would say nothing.
+    is_not_finite = is_wrong & ~(actual64.isfinite() & expected.isfinite())
+    if is_not_finite.any():
+        yield Fault("value", where, _first_difference(actual64, expected, is_not_finite))
         return
-    place = _index((error - bound) == (error - bound).nan_to_num(-torch.inf).max())
+    # Report the element that exceeds its bound most.
+    index = _first_index((error - bound) == (error - bound).nan_to_num(-torch.inf).max())
+    value, expected_value = float(actual64[index]), float(expected[index])
     yield Fault(
         "value",
         where,
-        f"{float(expected[place]):.6g} expected at {list(place)}, got {float(found64[place]):.6g}; "
-        f"the error {float(error[place]):.2e} is above the bound {float(bound[place]):.2e}; "
-        f"{_share(wrong)}",
-        float(error[place]),
-        float(bound[place]),
+        f"{expected_value:.6g} expected at {list(index)}, got {value:.6g}; "
+        f"the error {float(error[index]):.2e} is above the bound {float(bound[index]):.2e}; "
+        f"{_num_wrong(is_wrong)}",
+        float(error[index]),
+        float(bound[index]),
     )
 
 
 def compare_form(actual: Any, fake: Any, device_type: str = "") -> Iterator[Fault]:
-    """Yield a fault wherever a result differs from the fake one in structure or form.
+    """Yield a fault for each difference of structure or form between ``actual`` and ``fake``.
 
-    The form of a tensor is its shape, dtype, device and stride; a stride counts only along
-    dimensions of more than one element.
+    The form of a tensor means shape, dtype, device and strides. Strides are compared only for
+    dimensions with more than one element.
 
     Args:
-        device_type: where tensors have to be, if not where the fake ones are.
+        device_type: the expected device type of tensors; empty for the device of ``fake``.
     """
-    found, found_tree = _pytree.tree_flatten(actual)
-    wanted, wanted_tree = _pytree.tree_flatten(fake)
-    if found_tree != wanted_tree or [type(v) for v in found if not _is_tensor(v)] != [
-        type(v) for v in wanted if not _is_tensor(v)
+    leaves, tree = _pytree.tree_flatten(actual)
+    fake_leaves, fake_tree = _pytree.tree_flatten(fake)
+    if tree != fake_tree or [type(v) for v in leaves if not _is_tensor(v)] != [
+        type(v) for v in fake_leaves if not _is_tensor(v)
     ]:
         yield Fault("structure", "result", f"{_outline(fake)} expected, got {_outline(actual)}")
         return
-    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        if _is_tensor(one) and _is_tensor(other):
-            wanted_type = device_type or other.device.type
-            yield from _compare_tensor_form(f"output {number}", one, other, wanted_type)
+    for number, (leaf, fake_leaf) in enumerate(zip(leaves, fake_leaves, strict=True)):
+        if _is_tensor(leaf) and _is_tensor(fake_leaf):
+            expected_type = device_type or fake_leaf.device.type
+            yield from _compare_tensor_form(f"output {number}", leaf, fake_leaf, expected_type)
 
 
 def _compare_tensor_form(
-    where: str, found: torch.Tensor, fake: torch.Tensor, device_type: str
+    where: str, actual: torch.Tensor, fake: torch.Tensor, device_type: str
 ) -> Iterator[Fault]:
-    if found.shape != fake.shape:
-        yield Fault("shape", where, f"{list(fake.shape)} expected, got {list(found.shape)}")
+    if actual.shape != fake.shape:
+        yield Fault("shape", where, f"{list(fake.shape)} expected, got {list(actual.shape)}")
         return
-    if found.dtype != fake.dtype:
-        yield Fault("dtype", where, f"{fake.dtype} expected, got {found.dtype}")
-    if found.device.type != device_type:
-        yield Fault("structure", where, f"on {device_type} expected, got one on {found.device}")
-    if found.numel() and _strides(found) != _strides(fake):
-        yield Fault("stride", where, f"{fake.stride()} expected, got {found.stride()}")
+    if actual.dtype != fake.dtype:
+        yield Fault("dtype", where, f"{fake.dtype} expected, got {actual.dtype}")
+    if actual.device.type != device_type:
+        yield Fault("structure", where, f"on {device_type} expected, got one on {actual.device}")
+    if actual.numel() and _strides(actual) != _strides(fake):
+        yield Fault("stride", where, f"{fake.stride()} expected, got {actual.stride()}")
 
 
 def _is_tensor(value: object) -> bool:
@@ -117,13 +111,21 @@ def _outline(value: Any) -> Any:
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
+    # The stride of a dimension with one element has no effect, and torch sets it arbitrarily.
     return [s for size, s in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
-def _index(mask: torch.Tensor) -> tuple[int, ...]:
-    """Return the place of the first true element."""
+def _first_index(mask: torch.Tensor) -> tuple[int, ...]:
+    """Return the index of the first true element."""
     return tuple(int(i) for i in mask.nonzero()[0])
 
 
-def _share(wrong: torch.Tensor) -> str:
-    return f"{int(wrong.sum())} of {wrong.numel()} wrong"
+def _first_difference(actual: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor) -> str:
+    """Describe the first element in ``mask`` and the number of elements in ``mask``."""
+    index = _first_index(mask)
+    value, expected_value = actual[index].item(), expected[index].item()
+    return f"{expected_value} expected at {list(index)}, got {value}; {_num_wrong(mask)}"
+
+
+def _num_wrong(mask: torch.Tensor) -> str:
+    return f"{int(mask.sum())} of {mask.numel()} wrong"

@@ -1,4 +1,4 @@
-"""The checks of a kernel's properties under ``torch.compile``."""
+"""The checks of a kernel under ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.registered_op import registered
 
 MIN_DYNAMIC_ROWS = 3
-"""Sizes of 0 and 1 are never dynamic, and the second size must differ from the first."""
+"""Fewest rows for ``check_dynamic``, which needs two sizes: torch never makes 0 and 1 dynamic."""
 
 
 def check_static(subject: Subject, exemplar: Exemplar, backend: str) -> list[Fault]:
-    """Return what goes wrong when the kernel is compiled as one graph for the case's own shapes.
+    """Check the kernel compiled as one graph with static shapes.
 
-    A ``traceable`` kernel is traced through; an ``opaque`` one is an op of the graph.
+    torch traces into a ``traceable`` kernel; an ``opaque`` kernel becomes an op of the graph.
     """
     with _compiled(subject, backend) as compiled:
         return _faults(subject, exemplar.build(), compiled)
 
 
 def check_dynamic(subject: Subject, exemplar: Exemplar, backend: str) -> list[Fault]:
-    """Return what goes wrong when the number of rows is dynamic.
+    """Check the kernel compiled with a dynamic number of rows.
 
-    The second size must be served by what was compiled for the first.
+    A second call with fewer rows must reuse the compiled code.
     """
     op, case = subject.op, exemplar.build()
     rows, varying = num_rows(op, case), tuple(rows_of(op, case.arguments, slice(None)))
@@ -42,14 +42,15 @@ def check_dynamic(subject: Subject, exemplar: Exemplar, backend: str) -> list[Fa
     with _compiled(subject, backend) as compiled:
 
         def dynamic(*arguments: Any) -> Any:
-            # An argument that is left out at the end has its default, which is no tensor.
-            given = dict.fromkeys(op.batched) | dict(
+            # Omitted arguments at the end have their defaults, which are no tensors.
+            arguments_by_name = dict.fromkeys(op.batched) | dict(
                 zip(op.signature.parameters, arguments, strict=False)
             )
             for name in varying:
-                torch._dynamo.mark_dynamic(given[name], 0)
+                torch._dynamo.mark_dynamic(arguments_by_name[name], 0)
             return compiled(*arguments)
 
+        # The first call compiles with dynamic rows; the second one must not compile again.
         faults = _faults(subject, first, dynamic, f"with {rows} rows")
         if faults:
             return faults
@@ -58,11 +59,11 @@ def check_dynamic(subject: Subject, exemplar: Exemplar, backend: str) -> list[Fa
 
 
 def why_no_compiler(device: str) -> str:
-    """Return why torch's compiler cannot build code for ``device``, empty where it can."""
+    """Return the reason why torch cannot compile code for ``device``, or "" if it can."""
     if torch.device(device).type != "cpu":
         return "" if find_spec("triton") else "triton is not installed, which inductor needs"
     try:
-        # Imported here, as few need it.
+        # Slow to import, and only needed here.
         from torch._inductor.cpp_builder import get_cpp_compiler
 
         get_cpp_compiler()
@@ -73,10 +74,10 @@ def why_no_compiler(device: str) -> str:
 
 @contextmanager
 def _compiled(subject: Subject, backend: str) -> Iterator[Callable[..., Any]]:
-    # What was compiled for other cases counts against the number of recompilations.
+    # Forget compiled code of other cases, which counts towards torch's limit of recompilations.
     torch.compiler.reset()
     with warnings.catch_warnings():
-        # Of compilers, about what they import.
+        # Ignore warnings about modules that the compiler imports.
         warnings.simplefilter("ignore")
         try:
             if "traceable" in subject.properties:
@@ -91,15 +92,16 @@ def _compiled(subject: Subject, backend: str) -> Iterator[Callable[..., Any]]:
 def _faults(
     subject: Subject, case: Case, compiled: Callable[..., Any], where: str = "compiled"
 ) -> list[Fault]:
-    given = subject.given(case)
+    call_arguments = subject.given(case)
     if "traceable" not in subject.properties:
-        # The registered op takes the constants as they are and prepares them itself.
-        given = Subject(subject.op, subject.function, device=subject.device).given(case)
+        # The registered op takes the original constants and prepares them itself.
+        unprepared = Subject(subject.op, subject.function, device=subject.device)
+        call_arguments = unprepared.given(case)
     try:
-        call = subject.call(given, compiled)
+        call = subject.call(call_arguments, compiled)
     except foreign_errors() as error:
         return [Fault.raised("compile", where, error)]
-    expectation = Expectation.of(subject.op, case, given)
+    expectation = Expectation.of(subject.op, case, call_arguments)
     return [
         Fault("compile", where, f"{fault.where}: {fault.reason}", fault.error, fault.bound)
         for fault in expectation.departures(call)

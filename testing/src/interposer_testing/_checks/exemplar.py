@@ -1,4 +1,4 @@
-"""Few small cases of an op, for checks that are too expensive for all."""
+"""Exemplars: a few small cases of an op, for checks that are too slow for all cases."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from interposer import Case, CustomOp, Dims
 from interposer_testing.cases._axis import ORDINARY
 from interposer_testing.cases._space import CaseSpace, PlannedCase, planned_cases
 
-# In a batch of three there is a first row, a last one, and one that is neither.
+# A batch of three has a first row, a last row and one between them.
 _ENOUGH_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Exemplar:
-    """A case that is not empty, has no special values, and can be built with other numbers.
+    """A case without empty tensors or special values, which can be rebuilt with other numbers.
 
     Attributes:
-        num_rows: how many tokens or sequences the op treats one by one; 0 where it has none.
+        num_rows: number of tokens or sequences that the op treats independently, or 0.
     """
 
     op: CustomOp[..., Any]
@@ -33,9 +33,9 @@ class Exemplar:
     dense: bool
 
     def build(self, number: int = 0) -> Case:
-        """Return the case, or another of its form whose numbers differ for every ``number``.
+        """Build the case; every other ``number`` gives the same form with other numbers.
 
-        A generator that does not depend on the seed yields the same numbers.
+        If the op's generator ignores the seed, all numbers give the same case.
         """
         space, planned = self.op.cases, self.planned
         if not number:
@@ -47,7 +47,7 @@ class Exemplar:
 
 
 def exemplars(op: CustomOp[..., Any], seed: int) -> Iterator[Exemplar]:
-    """Yield the covering cases of ``op`` that are fit to stand for others."""
+    """Yield the covering cases of ``op`` that are suitable as exemplars."""
     for planned in planned_cases(op, seed, quick=True):
         exemplar = exemplar_of(op, planned, planned.build(), seed)
         if exemplar is not None:
@@ -57,65 +57,69 @@ def exemplars(op: CustomOp[..., Any], seed: int) -> Iterator[Exemplar]:
 def exemplar_of(
     op: CustomOp[..., Any], planned: PlannedCase, case: Case, seed: int
 ) -> Exemplar | None:
-    """Return ``case``, built as ``planned``, as an exemplar; None where it is not fit."""
+    """Make ``case``, built from ``planned``, an exemplar; None for an unsuitable case."""
     tensors = [v for v in case.arguments.values() if isinstance(v, torch.Tensor)]
     is_special = planned.point is not None and planned.point.special != ORDINARY
     if is_special or not tensors or not all(tensor.numel() for tensor in tensors):
         return None
-    dense = all(tensor.is_contiguous() for tensor in tensors)
-    size = sum(tensor.numel() for tensor in tensors)
-    return Exemplar(op, planned, seed, case.dims, num_rows(op, case), size, dense)
+    is_dense = all(tensor.is_contiguous() for tensor in tensors)
+    num_elements = sum(tensor.numel() for tensor in tensors)
+    return Exemplar(op, planned, seed, case.dims, num_rows(op, case), num_elements, is_dense)
 
 
-def chosen(found: list[Exemplar], accepts: Callable[[Exemplar], bool]) -> list[list[Exemplar]]:
-    """Return for each dtype the smallest strided and the smallest dense one, the fitter first.
+def best_exemplars(
+    candidates: list[Exemplar], accepts: Callable[[Exemplar], bool]
+) -> list[list[Exemplar]]:
+    """Return for each dtype the smallest strided and the smallest dense exemplar, the better first.
 
-    Those with several rows are fitter than others, then strided ones, then small ones.
+    Exemplars with at least three rows are better than others, then strided ones.
     """
+    # Sorted by size, so ``setdefault`` keeps the smallest exemplar of each kind.
     best: dict[torch.dtype, dict[bool, Exemplar]] = {}
-    for exemplar in sorted(found, key=lambda e: (_lacks_rows(e), e.num_elements)):
+    for exemplar in sorted(candidates, key=lambda e: (_lacks_rows(e), e.num_elements)):
         if accepts(exemplar):
             best.setdefault(exemplar.planned.dtype, {}).setdefault(exemplar.dense, exemplar)
-    order = list(dict.fromkeys(exemplar.planned.dtype for exemplar in found))
+    dtypes = dict.fromkeys(exemplar.planned.dtype for exemplar in candidates)
     return [
         sorted(best[dtype].values(), key=lambda e: (_lacks_rows(e), e.dense))
-        for dtype in order
+        for dtype in dtypes
         if dtype in best
     ]
 
 
 def has_rows(op: CustomOp[..., Any]) -> bool:
-    """Return True if the op declares that it treats tokens or sequences one by one."""
+    """Return whether the op declares batched or ragged arguments."""
     return bool(op.batched or op.ragged)
 
 
 def num_rows(op: CustomOp[..., Any], case: Case) -> int:
-    """Return the number of tokens or sequences that are treated one by one, or 0."""
+    """Return the number of tokens or sequences that the op treats independently, or 0."""
+    # Every list of start offsets has one entry per sequence, so use the first.
     for starts in op.ragged.values():
         return len(case.arguments[starts]) - 1
     return max(map(len, rows_of(op, case.arguments, slice(None)).values()), default=0)
 
 
 def with_rows(op: CustomOp[..., Any], case: Case, num: int) -> Case:
-    """Return the case with the first ``num`` of its tokens or sequences."""
+    """Return the case cut to its first ``num`` tokens or sequences."""
     rows = rows_of(op, case.arguments, slice(num))
     return replace(case, arguments={**case.arguments, **rows})
 
 
 def rows_of(
-    op: CustomOp[..., Any], arguments: Mapping[str, Any], chosen_rows: slice
+    op: CustomOp[..., Any], arguments: Mapping[str, Any], selection: slice
 ) -> dict[str, torch.Tensor]:
-    """Return the arguments that these rows have of their own.
+    """Slice the arguments that have one entry per token or sequence.
 
-    One row among many is there for all of them. Sequences that lie one after the other come with
-    the places where they then start.
+    An argument with a single row is broadcast to all rows, and therefore not sliced. Ragged
+    sequences are sliced together with their start offsets.
     """
     tensors = {n: v for n in op.batched if isinstance(v := arguments[n], torch.Tensor) and v.ndim}
-    most = max(map(len, tensors.values()), default=0)
-    rows = {name: value[chosen_rows] for name, value in tensors.items() if len(value) == most}
+    batch_size = max(map(len, tensors.values()), default=0)
+    rows = {name: value[selection] for name, value in tensors.items() if len(value) == batch_size}
     for name, starts_name in op.ragged.items():
         starts = arguments[starts_name]
-        first, last, _ = chosen_rows.indices(len(starts) - 1)
+        first, last, _ = selection.indices(len(starts) - 1)
         rows[starts_name] = starts[first : last + 1] - starts[first]
         rows[name] = arguments[name][starts[first] : starts[last]]
     return rows

@@ -1,4 +1,4 @@
-"""The reference's result of a case, and the comparison of a call with it."""
+"""The expected result of a case from the reference, and the comparison of a call with it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from weakref import WeakKeyDictionary
 import torch
 
 from interposer import Case, CustomOp
-from interposer_testing._checks.call import Call, Given, Subject, tensors_of
+from interposer_testing._checks.call import Call, CallArguments, Subject, tensors_of
 from interposer_testing._checks.comparison import compare_form, compare_value
 from interposer_testing._checks.fault import Fault
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """The reference's result of a case.
+    """The expected result of a case.
 
     Attributes:
-        fake: the result's form, on the meta device.
-        device_type: where the result has to be.
-        values: outputs and mutated arguments by name, float64 where they are floats.
+        fake: tensors on the meta device with the expected structure, shapes, strides and dtypes.
+        device_type: the expected device type.
+        values: outputs and mutated arguments by label; floats are float64.
     """
 
     op: CustomOp[..., Any]
@@ -32,9 +32,14 @@ class Expectation:
     values: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, op: CustomOp[..., Any], case: Case, given: Given) -> Expectation:
-        """Run the reference in float64; ``given`` is what a call got, for the form alone."""
+    def of(cls, op: CustomOp[..., Any], case: Case, given: CallArguments) -> Expectation:
+        """Run the reference in float64.
+
+        Args:
+            given: the arguments of the call under test, which determine the form of the result.
+        """
         reference = Subject(op, op.reference)
+        # Mutated arguments are changed in these copies, not in ``case``.
         wide = {name: _widened(value) for name, value in case.arguments.items()}
         outputs = tensors_of(op.reference(*reference.positional(wide)))
         values = {f"output {number}": _widened(tensor) for number, tensor in enumerate(outputs)}
@@ -44,7 +49,7 @@ class Expectation:
         return cls(op, case, fake, next(devices, "cpu"), values)
 
     def faults(self, call: Call) -> Iterator[Fault]:
-        """Yield everything in which ``call`` departs from the reference and its declarations."""
+        """Yield the faults of ``call``: wrong form or values, undeclared writes and aliases."""
         yield from self.departures(call)
         for name, operand in call.given.operands.items():
             where = f"argument {name!r}"
@@ -53,18 +58,21 @@ class Expectation:
             if name not in self.op.mutates and operand.is_written():
                 yield Fault("mutation", where, "it is written, but not declared in mutates")
             if operand.strays():
-                yield Fault("guard", where, f"{operand.strays()} elements beside it are written")
+                yield Fault(
+                    "guard", where, f"{operand.strays()} elements outside of it are written"
+                )
         if shared := call.aliases():
-            for one, other in sorted(shared - self._allowed()):
-                yield Fault("alias", one, f"it shares memory with {other}")
+            for output, alias in sorted(shared - self._allowed()):
+                yield Fault("alias", output, f"it shares memory with {alias}")
 
     def departures(self, call: Call) -> Iterator[Fault]:
-        """Yield where the form or the values of the result are not those of the reference."""
+        """Yield the differences of form and values between the result and the reference."""
         op, case = self.op, self.case
-        misshapen = list(compare_form(call.result, self.fake, self.device_type))
-        yield from misshapen
-        if any(fault.check in ("structure", "shape") for fault in misshapen):
-            return
+        form_faults = list(compare_form(call.result, self.fake, self.device_type))
+        yield from form_faults
+        if any(fault.check in ("structure", "shape") for fault in form_faults):
+            return  # values of other shapes cannot be compared
+        # An op without rounding and without sums must be exact, including the sign of zero.
         exact = op.tolerance.roundings == 0 and case.reduction == 0
         actual = call.values(op.mutates)
         for where, expected in self.values.items():
@@ -72,41 +80,38 @@ class Expectation:
             yield from compare_value(where, actual[where], expected, bound, exact=exact)
 
     def _allowed(self) -> set[tuple[str, str]]:
-        """Return the aliases of results in a call of the reference with the case's own dtypes."""
+        """Return the aliases in a call of the reference, which are allowed for kernels too."""
         reference = Subject(self.op, self.op.reference)
         return reference.call(reference.given(self.case)).aliases()
 
 
-# Results without numbers; the same form comes again with other numbers, and for other candidates.
+# Fake results by op and form of the arguments: many cases and candidates share a form.
 _fakes: MutableMapping[CustomOp[..., Any], dict[Hashable, Any]] = WeakKeyDictionary()
-_MOST_FAKES = 256
+_MAX_FAKES = 256
 
 
 def _fake(op: CustomOp[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Return the form of the result, derived by the ops of the reference in milliseconds.
-
-    What is returned is for reading.
-    """
+    """Run the reference on meta tensors. Do not change the result, which may be cached."""
     form: Hashable = tuple(
         (name, type(v), (v.shape, v.stride(), v.dtype) if isinstance(v, torch.Tensor) else v)
         for name, v in arguments.items()
     )
-    found = _fakes.setdefault(op, {})
+    fakes = _fakes.setdefault(op, {})
     try:
-        if form in found:
-            return found[form]
-    except TypeError:  # an argument is a list
+        if form in fakes:
+            return fakes[form]
+    except TypeError:  # an argument is a list, which is not hashable
         form = None
     fake = op.reference(*Subject(op, op.reference).positional(_on_meta(arguments)))
-    if form is not None and len(found) < _MOST_FAKES:
-        found[form] = fake
+    if form is not None and len(fakes) < _MAX_FAKES:
+        fakes[form] = fake
     return fake
 
 
 def _on_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments without their numbers.
+    """Replace tensors by meta tensors of the same form.
 
-    Fake tensors would say the same, and take five times as long; ``opcheck`` tries those.
+    Fake tensors would give the same result but take five times as long.
     """
     return {
         name: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta")
@@ -117,7 +122,7 @@ def _on_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _widened(value: Any) -> Any:
-    """Return a copy of float64 where the value is a float tensor."""
+    """Copy a tensor, floats as float64; return other values unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.to(torch.float64 if value.dtype.is_floating_point else value.dtype, copy=True)

@@ -1,4 +1,4 @@
-"""One fault: a departure of something under test from its contract."""
+"""One fault: a violation of the contract by the code under test."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ Check = Literal[
     "value",
     "wheel",
 ]
-"""The violated rule; ``guard``: memory beside an argument was written."""
+"""The violated rule, such as ``guard``: memory outside an argument was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is wrong.
+    """One violation that a check found.
 
     Attributes:
-        check: the kind of check that found it.
-        where: the output, argument or call that it was found in.
-        reason: what is wrong, with the offending value.
-        error: largest absolute error, where values were compared.
-        bound: the error allowed at the place of the largest.
-        traceback: set where code under test raised.
-        cause: what a failed import raised, and the line that raised it; empty for any other fault.
-            Faults that share one have one thing to mend.
+        check: the violated rule.
+        where: the output, argument or call with the fault.
+        reason: description of the fault with the wrong value.
+        error: largest absolute error, if values were compared.
+        bound: error bound of the element with the largest error.
+        traceback: traceback, if the code under test raised.
+        cause: exception and source line of a failed import; empty for all other faults. Faults with
+            the same cause need only one fix.
     """
 
     check: Check
@@ -60,7 +60,7 @@ class Fault:
 
     @classmethod
     def raised(cls, check: Check, where: str, error: BaseException) -> Fault:
-        """Return the fault of code that raised; call it while the exception is handled."""
+        """Create the fault of code that raised. Call this while the exception is being handled."""
         reason, trace = f"raised {described(error)}", traceback.format_exc()
         return cls(check, where, reason, traceback=trace, cause=_cause(error))
 
@@ -69,9 +69,10 @@ class Fault:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the error and the line that raised it, if a module could not be imported for it."""
+    """Return the error and the line that raised it if a module could not be imported, or ""."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")]
-    if not own or (len(own) == len(frames) and not isinstance(error, ImportError)):
+    code = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")]
+    # Without frames of importlib, the error came from a call and not from an import.
+    if not code or (len(code) == len(frames) and not isinstance(error, ImportError)):
         return ""
-    return f"{described(error)} ({own[-1].filename}:{own[-1].lineno})"
+    return f"{described(error)} ({code[-1].filename}:{code[-1].lineno})"

@@ -1,4 +1,4 @@
-"""The checks that a kernel can be captured into a graph and replayed on other numbers."""
+"""The checks that a kernel can be captured into a graph and replayed with other values."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from interposer_testing._checks.fault import Fault
 
 
 def check_no_waiting(subject: Subject, exemplar: Exemplar) -> list[Fault]:
-    """Return a fault if the reference asks for a value, for which the host waits.
+    """Check that the reference reads no tensor value on the host, which would wait for the device.
 
-    Fake tensors have none, so that whatever asks for one raises.
+    The reference runs on fake tensors, which have no values, so every read raises.
     """
     arguments = exemplar.build().arguments
     try:
@@ -28,45 +28,46 @@ def check_no_waiting(subject: Subject, exemplar: Exemplar) -> list[Fault]:
 
 
 def check_capture(subject: Subject, exemplar: Exemplar, platform: Platform) -> list[Fault]:
-    """Return what goes wrong when the kernel is captured on some numbers and replayed on others.
+    """Capture the kernel with some values, replay the graph with others, and check the result.
 
-    Fresh arguments are copied into the captured ones before the replay; what was prepared of the
-    constants stays, as it does in a layer.
+    New values are copied into the captured arguments before the replay. Prepared constants do not
+    change, as in a layer.
     """
     case = exemplar.build()
-    before = _captured_on(subject, exemplar, case)
-    given = subject.given(before)
+    call_arguments = subject.given(_case_for_capture(subject, exemplar, case))
     results: list[Any] = []
 
+    # The capture may run the function several times; only the last result is replayed.
     def step() -> Any:
-        results[:] = [subject.call(given).result]
+        results[:] = [subject.call(call_arguments).result]
         return results[0]
 
     try:
         replay = platform.capture_graph(step)
-        for name, operand in given.operands.items():
+        for name, operand in call_arguments.operands.items():
             if name not in subject.op.constants:
                 operand.tensor.copy_(case.arguments[name])
         replay()
         platform.synchronize(subject.device)
     except foreign_errors() as error:
         return [Fault.raised("graph", "capture", error)]
-    expectation = Expectation.of(subject.op, case, given)
+    expectation = Expectation.of(subject.op, case, call_arguments)
     return [
         Fault("graph", "replay", f"{fault.where}: {fault.reason}", fault.error, fault.bound)
-        for fault in expectation.departures(Call(given, results[0]))
+        for fault in expectation.departures(Call(call_arguments, results[0]))
     ]
 
 
-def _captured_on(subject: Subject, exemplar: Exemplar, case: Case) -> Case:
-    """Return a case of the same form with other numbers, but the same constants."""
-    other = exemplar.build(1)
+def _case_for_capture(subject: Subject, exemplar: Exemplar, case: Case) -> Case:
+    """Return a case of the same form and with the same constants, but with other values."""
+    variant = exemplar.build(1)
     tensors = {
-        name: other.arguments[name]
+        name: variant.arguments[name]
         for name, value in case.arguments.items()
         if isinstance(value, torch.Tensor) and name not in subject.op.constants
     }
-    if not all(_same_form(value, other.arguments[name]) for name, value in case.arguments.items()):
+    if not all(_same_form(v, variant.arguments[name]) for name, v in case.arguments.items()):
+        # Another seed gave other shapes: halve the values of this case instead.
         tensors = {
             name: case.arguments[name] / 2
             for name in tensors
@@ -75,7 +76,7 @@ def _captured_on(subject: Subject, exemplar: Exemplar, case: Case) -> Case:
     return Case("captured", {**case.arguments, **tensors}, case.dims)
 
 
-def _same_form(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor):
-        return type(one) is type(other) and bool(one == other)
-    return isinstance(other, torch.Tensor) and other.shape == one.shape
+def _same_form(first: Any, second: Any) -> bool:
+    if not isinstance(first, torch.Tensor):
+        return type(first) is type(second) and bool(first == second)
+    return isinstance(second, torch.Tensor) and second.shape == first.shape

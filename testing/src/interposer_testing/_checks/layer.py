@@ -1,4 +1,4 @@
-"""The check of a layer against the standard one, built from references in float64."""
+"""The check of a layer against the standard layer, which runs in float64 with references."""
 
 from __future__ import annotations
 
@@ -24,21 +24,25 @@ def check_layer(
     case: LayerCase,
     dtype: torch.dtype,
 ) -> list[Fault]:
-    """Return everything in which a layer departs from the standard one on ``case``.
+    """Compare a layer with the standard layer on ``case``; both load the same parameters.
 
-    Both load the same parameters. The values of the standard layer in float64 and the form of its
-    result in ``dtype`` are what is expected, both from references only, with the parts and the
-    attention of those who offer the standard one. The layer under test binds the kernels that are
-    chosen without measurements, a replacement those of its own provider first, which it may compute
-    at once. It must leave its inputs alone.
+    Expected are the values of the standard layer in float64 and the form of the result in
+    ``dtype``. The standard layer uses references for all ops, and sublayers and attention of the
+    same provider. The layer under test uses the kernels that are selected without measurements; a
+    replacement prefers kernels of the same provider. The layer must not change its inputs.
     """
     fixed: dict[str, Any] = {"canary": "off", "tables": False}
-    theirs = _prefer(standard)
-    own = {} if candidate is standard else _prefer(candidate)
-    parts = {} if candidate is standard else _prefer(candidate, standard)
-    config = Config(layers=parts | _pin(candidate), kernels=own, attention=own, **fixed)
-    plain = Config(
-        layers=theirs | _pin(standard), kernels={"*": "reference"}, attention=theirs, **fixed
+    standard_rules = _prefer(standard)
+    own_rules = {} if candidate is standard else _prefer(candidate)
+    layer_rules = {} if candidate is standard else _prefer(candidate, standard)
+    config = Config(
+        layers=layer_rules | _pin(candidate), kernels=own_rules, attention=own_rules, **fixed
+    )
+    reference_config = Config(
+        layers=standard_rules | _pin(standard),
+        kernels={"*": "reference"},
+        attention=standard_rules,
+        **fixed,
     )
     build = _Builder(registry, standard, case)
     layer = build.layer(device, config, dtype)
@@ -46,13 +50,15 @@ def check_layer(
         Operand(value, device.torch_device) if isinstance(value, torch.Tensor) else value
         for value in case.inputs
     ]
-    given = [o.tensor if isinstance(o, Operand) else o for o in operands]
-    found = _call(layer, case, given, device.torch_device)
+    inputs = [o.tensor if isinstance(o, Operand) else o for o in operands]
+    result = _call(layer, case, inputs, device.torch_device)
+    # The standard layer runs on the CPU, which always supports float64.
     host = Device(device.platform, "cpu", device.name, device.capability)
     wide = [_widened(value) for value in case.inputs]
-    expected = tensors_of(_call(build.layer(host, plain, torch.float64), case, wide, "cpu"))
-    form = _call(build.layer(host, plain, dtype), case, list(case.inputs), "cpu")
-    faults = list(_compare(found, form, expected, case))
+    expected_layer = build.layer(host, reference_config, torch.float64)
+    expected = tensors_of(_call(expected_layer, case, wide, "cpu"))
+    form = _call(build.layer(host, reference_config, dtype), case, list(case.inputs), "cpu")
+    faults = list(_compare(result, form, expected, case))
     for number, operand in enumerate(operands):
         if isinstance(operand, Operand) and operand.is_changed():
             faults.append(Fault("mutation", f"input {number}", "it is written"))
@@ -63,7 +69,7 @@ def check_layer(
 
 
 class _Builder:
-    """Builds the layer of a case as whichever class a configuration pins."""
+    """Builds the layer of a case; the configuration selects the class."""
 
     def __init__(self, registry: Registry, standard: Candidate, case: LayerCase) -> None:
         self.registry = registry
@@ -83,7 +89,7 @@ class _Builder:
             for name, value in self.case.parameters.items()
         }
         nn.Module.load_state_dict(layer, state, strict=True)
-        # Its parts are layers too, where it has any, and so may be what it was given.
+        # Sublayers need finalization too, and arguments of the layer may be layers.
         for part in (*layer.modules(), *arguments.values()):
             if isinstance(part, PluggableLayer):
                 part.finalize()
@@ -92,22 +98,22 @@ class _Builder:
 
 def _call(layer: PluggableLayer, case: LayerCase, inputs: list[Any], device: str) -> Any:
     with torch.no_grad():
-        built = [v.build(layer, device) if isinstance(v, OfLayer) else v for v in inputs]
-        return getattr(layer, case.method)(*built)
+        values = [v.build(layer, device) if isinstance(v, OfLayer) else v for v in inputs]
+        return getattr(layer, case.method)(*values)
 
 
 def _compare(
-    found: Any, form: Any, expected: list[torch.Tensor], case: LayerCase
+    result: Any, form: Any, expected: list[torch.Tensor], case: LayerCase
 ) -> Iterator[Fault]:
-    on_device = [tensor.cpu() for tensor in tensors_of(found)]
-    # A layer may return views of one product, so that its strides are its own affair.
-    misshapen = [fault for fault in compare_form(_on_host(found), form) if fault.check != "stride"]
-    yield from misshapen
-    if any(fault.check in ("structure", "shape") for fault in misshapen):
+    outputs = [tensor.cpu() for tensor in tensors_of(result)]
+    # A layer may return views of one fused matmul, so any strides are allowed.
+    form_faults = [f for f in compare_form(_on_host(result), form) if f.check != "stride"]
+    yield from form_faults
+    if any(fault.check in ("structure", "shape") for fault in form_faults):
         return
-    for number, (one, other) in enumerate(zip(on_device, expected, strict=True)):
-        bound = case.tolerance.bound(other, one.dtype, case.facts)
-        yield from compare_value(f"output {number}", one, other, bound)
+    for number, (output, expected_output) in enumerate(zip(outputs, expected, strict=True)):
+        bound = case.tolerance.bound(expected_output, output.dtype, case.facts)
+        yield from compare_value(f"output {number}", output, expected_output, bound)
 
 
 def _on_host(tree: Any) -> Any:

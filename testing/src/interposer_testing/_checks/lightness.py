@@ -1,4 +1,4 @@
-"""The check that a plugin module is light: importing it must not import torch."""
+"""The check that a plugin module is light: importing it must not import torch or numpy."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ print(*sorted({"torch", "numpy", "transformers"} & set(sys.modules)))
 
 
 def check_lightness(module: str) -> list[Fault]:
-    """Return a fault if importing the plugin module in a clean process fails or is heavy."""
+    """Import the plugin module in a new process, and report a failed or heavy import."""
     command = [sys.executable, "-c", _PROGRAM, module]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     where = f"module {module!r}"
-    if done.returncode:
-        return [Fault("import", where, "its import fails", traceback=done.stderr)]
-    heavy = done.stdout.split()
-    if heavy:
-        reason = f"its import loads {', '.join(heavy)}; name what needs them by import string"
+    if process.returncode:
+        return [Fault("import", where, "its import fails", traceback=process.stderr)]
+    packages = process.stdout.split()
+    if packages:
+        reason = (
+            f"its import loads {', '.join(packages)}; move the code that needs them to another "
+            "module and name it by import string"
+        )
         return [Fault("import", where, reason)]
     return []

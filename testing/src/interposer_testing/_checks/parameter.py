@@ -1,4 +1,4 @@
-"""Random numbers that may stand in the parameters of a quantized layer."""
+"""Random values for the parameters of a quantized layer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 def random_parameter(parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return what ``sample`` of a parameter draws, else numbers by its dtype.
+    """Draw values with the ``sample`` method of the parameter, or by dtype without one.
 
-    Integers over their whole range; floats between 0.5 and 1.5, so that they may be scales.
+    Integers are drawn from their full range; floats from 0.5 to 1.5, so that they can be scales.
     """
     sample = getattr(parameter, "sample", None)
     if sample is not None:
@@ -19,6 +19,7 @@ def random_parameter(parameter: torch.Tensor, generator: torch.Generator) -> tor
     if dtype.is_floating_point:
         return (0.5 + torch.rand(shape, generator=generator)).to(dtype)
     limits = torch.iinfo(dtype)
+    # Draw bytes, because ``randint`` cannot cover the full range of int64.
     bits = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
     assert limits.bits == 8 * dtype.itemsize
     return bits.view(dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""The check of a record's names: everything can be loaded and has the right form."""
+"""The check of a record: every named object can be imported and has the right form."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TARGETS = ("target", "predicate", "prepare", "restore", "confirm", "cases", "ex
 
 
 def check_record(record: Record, registry: Registry) -> list[Fault]:
-    """Return the faults of a record: of the objects that it names, and of their form."""
+    """Import the objects that a record names and check their signatures and classes."""
     if isinstance(record, DeviceEntry | TuningEntry):
         return _check_resource(record)
     loaded: dict[str, Any] = {}
@@ -67,12 +67,13 @@ def _check_form(record: Record, loaded: dict[str, Any], registry: Registry) -> I
         case SchemeEntry():
             yield from _check_constructor(loaded["target"], "parse", "the settings of a checkpoint")
         case ModelEntry():
-            yield from _check_constructor(loaded["target"], "parse", "what config.json holds")
+            yield from _check_constructor(loaded["target"], "parse", "the content of config.json")
         case CheckpointEntry():
             yield from _check_constructor(loaded["target"], "open", "the path of a file")
     if "predicate" in loaded:
-        asked = 2 if isinstance(record, AttentionEntry) else 1
-        yield from _check_call("predicate", loaded["predicate"], *[None] * asked)
+        # An attention predicate takes spec and capability, all others take a request.
+        num_arguments = 2 if isinstance(record, AttentionEntry) else 1
+        yield from _check_call("predicate", loaded["predicate"], *[None] * num_arguments)
 
 
 def _check_kernel(record: Kernel, loaded: dict[str, Any], registry: Registry) -> Iterator[Fault]:
@@ -83,12 +84,12 @@ def _check_kernel(record: Kernel, loaded: dict[str, Any], registry: Registry) ->
     yield from _check_call("target", loaded["target"], *op.signature.parameters)
     if "prepare" in loaded:
         if not op.constants:
-            reason = f"the op {record.op!r} declares no constants, so that it is never called"
+            reason = f"the op {record.op!r} declares no constants, so it is never called"
             yield Fault("record", "prepare", reason)
-        named = dict.fromkeys(op.constants)
-        yield from _check_call("prepare", loaded["prepare"], **named)
+        constants = dict.fromkeys(op.constants)
+        yield from _check_call("prepare", loaded["prepare"], **constants)
         if "restore" in loaded:
-            yield from _check_call("restore", loaded["restore"], **named, into={})
+            yield from _check_call("restore", loaded["restore"], **constants, into={})
     if "confirm" in loaded:
         yield from _check_call("confirm", loaded["confirm"], None)
 
@@ -97,13 +98,13 @@ def _check_op(op: CustomOp[..., Any]) -> Iterator[Fault]:
     default = inspect.Parameter.POSITIONAL_OR_KEYWORD
     for parameter in op.signature.parameters.values():
         if parameter.kind is not default:
-            reason = f"the parameter {parameter.name!r} must be one by position or keyword"
+            reason = f"the parameter {parameter.name!r} must be allowed by position and by keyword"
             yield Fault("record", "signature", reason)
 
 
-def _check_constructor(found: Any, name: str, takes: str) -> Iterator[Fault]:
-    if not isinstance(inspect.getattr_static(found, name, None), classmethod | staticmethod):
-        yield Fault("record", name, f"it must be a classmethod that takes {takes}")
+def _check_constructor(target: Any, name: str, argument: str) -> Iterator[Fault]:
+    if not isinstance(inspect.getattr_static(target, name, None), classmethod | staticmethod):
+        yield Fault("record", name, f"it must be a classmethod that takes {argument}")
 
 
 def _check_platform(platform: Any) -> Iterator[Fault]:
@@ -118,7 +119,7 @@ def _check_platform(platform: Any) -> Iterator[Fault]:
 
 
 def _check_call(label: str, function: Any, *args: Any, **kwargs: Any) -> Iterator[Fault]:
-    """Yield a fault if a function does not take the arguments, as far as it can be told."""
+    """Yield a fault if the signature of ``function`` does not accept the arguments."""
     if not callable(function):
         yield Fault("record", label, f"{function!r:.100} is not callable")
         return
@@ -128,13 +129,14 @@ def _check_call(label: str, function: Any, *args: Any, **kwargs: Any) -> Iterato
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        given = ", ".join([*map(str, filter(None, args)), *(f"{name}=" for name in kwargs)])
-        reason = f"it takes {signature}, and is called with ({given}): {described(error)}"
+        # ``None`` stands for an argument without a name.
+        arguments = ", ".join([*map(str, filter(None, args)), *(f"{name}=" for name in kwargs)])
+        reason = f"it takes {signature}, but is called with ({arguments}): {described(error)}"
         yield Fault("record", label, reason)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature, or None of what is compiled and tells none."""
+    """Return the signature, or None for compiled code without one."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""A kernel as an op of torch's own registry, and torch's checks of that."""
+"""A kernel registered as a torch op, and the checks of ``torch.library.opcheck``."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from interposer_testing._checks.fault import Fault
 
 _TRACED = "test_aot_dispatch_dynamic"
 _TESTS = {
-    "test_schema": "what it writes or returns is not what the schema declares",
+    "test_schema": "it writes or returns other tensors than the schema declares",
     "test_faketensor": "its results differ in form from those of the derived fake kernel",
-    _TRACED: "traced with dynamic shapes it computes something else",
+    _TRACED: "traced with dynamic shapes, it computes a different result",
 }
 _numbers = count()
 
 
 def check_opcheck(subject: Subject, exemplar: Exemplar, *, traced: bool = True) -> list[Fault]:
-    """Return what ``torch.library.opcheck`` finds in the kernel, registered with the op's schema.
+    """Run ``torch.library.opcheck`` on the kernel, registered with the op's schema.
 
-    Whether gradients are registered is left out: kernels are for inference.
+    The test of gradient registration is omitted, because kernels are for inference.
 
     Args:
-        traced: try tracing too, which takes ten times as long as the rest.
+        traced: also run the tracing test, which takes ten times as long as all others.
     """
     case = _without_nan(exemplar.build())
     arguments = subject.given(case).arguments
     tests = [name for name in _TESTS if traced or name != _TRACED]
-    given = (value for value in case.arguments.values() if isinstance(value, torch.Tensor))
-    # torch's own check of the schema multiplies what it was given, which it cannot do in 8 bits.
-    if any(t.dtype.is_floating_point and t.dtype.itemsize == 1 for t in given):
+    tensors = (value for value in case.arguments.values() if isinstance(value, torch.Tensor))
+    # torch's schema test multiplies the arguments, which torch cannot do with 8-bit floats.
+    if any(t.dtype.is_floating_point and t.dtype.itemsize == 1 for t in tensors):
         tests.remove("test_schema")
     with registered(subject) as op:
         outcome = torch.library.opcheck(
             op, subject.positional(arguments), test_utils=tests, raise_exception=False
         )
-        # What is NaN anyway is not equal to itself where both runs are compared.
+        # The tracing test compares two runs, in which NaN would differ from NaN.
         if any(t.isnan().any() for t in tensors_of(op(*subject.positional(arguments)))):
             outcome.pop(_TRACED, None)
     return [
@@ -55,18 +55,18 @@ def check_opcheck(subject: Subject, exemplar: Exemplar, *, traced: bool = True) 
 
 @contextmanager
 def registered(subject: Subject) -> Iterator[Any]:
-    """Register the kernel under a name of its own, with the op's schema and derived fake."""
+    """Register the kernel as a torch op within a block, under a new name with the op's schema."""
     op = subject.op
 
     def implementation(*args: Any, **kwargs: Any) -> Any:
-        bound = op.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        prepared = subject.prepared(bound.arguments)
-        return subject.function(*subject.positional({**bound.arguments, **prepared}))
+        call = op.signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        prepared = subject.prepared(call.arguments)
+        return subject.function(*subject.positional({**call.arguments, **prepared}))
 
     namespace = f"interposer_verify_{next(_numbers)}"
     name = f"{namespace}::{op.name}"
-    # The only way of torch's to take a registration back.
+    # torch has no public way to undo a registration.
     with torch.library._scoped_library(namespace, "DEF") as library:
         library.define(op.schema)
         device_type = torch.device(subject.device).type
@@ -76,7 +76,7 @@ def registered(subject: Subject) -> Iterator[Any]:
 
 
 def _without_nan(case: Case) -> Case:
-    """Return the case with zeros for NaN, as in memory that a cache has not written yet."""
+    """Replace NaN in arguments, such as unwritten slots of a cache, by zeros."""
     arguments = {
         name: torch.where(value.isnan(), 0, value) if _has_nan(value) else value
         for name, value in case.arguments.items()
@@ -91,6 +91,6 @@ def _has_nan(value: Any) -> bool:
 
 
 def _first_lines(error: object) -> str:
-    """Return the beginning of torch's message, without its advice."""
+    """Return the first lines of torch's message, without the advice that follows."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])[:400]

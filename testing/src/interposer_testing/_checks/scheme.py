@@ -1,4 +1,4 @@
-"""The check of a quantization scheme: a layer that it builds, on random weights.
+"""The check of a quantization scheme: a layer with random weights.
 
 Dimensions: T tokens, I input features, O output features.
 """
@@ -32,7 +32,7 @@ _PREFIX = "model.layers.0.self_attn.q_proj"
 _IN_FEATURES = 512
 _OUT_FEATURES = 96
 _SHAPES = ((1,), (5,), (2, 3), (0,))
-# One for the dequantized weight, one for the result.
+# One rounding of the dequantized weight, one of the result.
 _TOLERANCE = Tolerance(roundings=2)
 
 
@@ -44,20 +44,20 @@ def check_scheme(
     dtype: torch.dtype,
     seed: int,
 ) -> list[Fault]:
-    """Return the faults of a linear layer that the scheme builds from ``settings``.
+    """Check a linear layer that the scheme builds from ``settings``, with random parameters.
 
-    Where that is plain, experts are built instead. Parameters are filled with random numbers:
-    integers over their whole range, floats between 0.5 and 1.5, so that they may be scales. Results
-    must have the shape and dtype of a projection and be finite. Where the method states the weight
-    that its parameters stand for, they must be the product with it in float64 besides, of the input
-    that the method rounds to where it does, within the bound of a product that holds weights and
-    sums in float32; where it states none, values are not checked. Where the method says that it is
-    ``dequantizable``, the product with that weight, rounded to ``dtype``, is compared in the same
-    way. What the scheme raises is passed on.
+    If the scheme leaves the linear layer unquantized, the experts are checked instead. Integer
+    parameters are drawn from the full range, floats from 0.5 to 1.5, the usual range of scales.
+    Results must be finite and have the shape and dtype of a linear layer.
+
+    If the method can dequantize the weight, results are compared with the float64 matmul of that
+    weight and the input, rounded as in the method. The error bound is that of a kernel with
+    weights and sums in float32. If the method is ``dequantizable``, the matmul with the dequantized
+    weight in ``dtype`` must satisfy the same bound. Exceptions of the scheme are passed on.
     """
     scheme = scheme_class.parse(settings)
     resolver = Resolver(
-        registry, device, Config(canary="off", tables=False), scheme if _is_one(scheme) else None
+        registry, device, Config(canary="off", tables=False), scheme if _is_scheme(scheme) else None
     )
     if resolver.scheme is None:
         return [Fault("scheme", "parse", f"it returned {scheme!r:.100}, not a QuantizationScheme")]
@@ -68,8 +68,8 @@ def check_scheme(
         if experts is not None:
             return list(check_experts(experts, replace(site, prefix=EXPERTS_PREFIX), seed))
         reason = (
-            f"the example leaves the linear layer {_PREFIX} plain, and the experts "
-            f"{EXPERTS_PREFIX} too, so that nothing is tried"
+            f"the example quantizes neither the linear layer {_PREFIX} nor the experts "
+            f"{EXPERTS_PREFIX}, so nothing can be checked"
         )
         return [Fault("scheme", "linear_method", reason)]
     for bias in (False, True):
@@ -79,7 +79,7 @@ def check_scheme(
     return []
 
 
-def _is_one(scheme: object) -> bool:
+def _is_scheme(scheme: object) -> bool:
     return isinstance(scheme, QuantizationScheme)
 
 
@@ -92,74 +92,80 @@ def _check_method(method: LinearMethod, site: Site, bias: bool, seed: int) -> It
     for parameter in layer.parameters():
         parameter.data.copy_(random_parameter(parameter, generator))
     weight = method.dequantized(layer)
-    offset = layer._parameters.get("bias")
-    offsets = None if offset is None else offset.detach().double().cpu()
+    bias_parameter = layer._parameters.get("bias")
+    offsets = None if bias_parameter is None else bias_parameter.detach().double().cpu()
     if bias and offsets is None:
-        yield Fault("scheme", "create_weights", "no parameter 'bias' was registered, though asked")
+        yield Fault(
+            "scheme",
+            "create_weights",
+            "the layer has a bias, but no parameter 'bias' was registered",
+        )
         return
     weight = None if weight is None else weight.detach().cpu()
     if weight is not None and weight.shape != (_OUT_FEATURES, _IN_FEATURES):
-        wanted = [_OUT_FEATURES, _IN_FEATURES]
-        yield Fault("scheme", "dequantized", f"{wanted} expected, got {list(weight.shape)}")
+        shape = [_OUT_FEATURES, _IN_FEATURES]
+        yield Fault("scheme", "dequantized", f"{shape} expected, got {list(weight.shape)}")
         return
     inputs = [
         torch.randn(*shape, _IN_FEATURES, generator=generator).to(torch_device, site.dtype)
         for shape in _SHAPES
     ]
-    multiplied = [method.dequantized_input(layer, x).detach().double().cpu() for x in inputs]
-    shapes = [[list(x.shape) for x in listed] for listed in (inputs, multiplied)]
+    rounded_inputs = [method.dequantized_input(layer, x).detach().double().cpu() for x in inputs]
+    shapes = [[list(x.shape) for x in tensors] for tensors in (inputs, rounded_inputs)]
     if shapes[0] != shapes[1]:
         reason = f"{shapes[0]} expected, got {shapes[1]}"
         yield Fault("scheme", "dequantized_input", reason)
         return
-    dequantizable = method.dequantizable()
+    is_dequantizable = method.dequantizable()
     kernel, operands = method.finalize(layer)
-    for x, factors in zip(inputs, multiplied, strict=True):
-        yield from _check_result("", kernel(x, *operands), x, factors, weight, offsets)
-        if dequantizable and weight is not None:
-            plain = _plain_product(x, weight, offsets)
-            yield from _check_result("dequantized, ", plain, x, factors, weight, offsets, 1.0)
+    for x, rounded_input in zip(inputs, rounded_inputs, strict=True):
+        yield from _check_result("", kernel(x, *operands), x, rounded_input, weight, offsets)
+        if is_dequantizable and weight is not None:
+            result = _dequantized_matmul(x, weight, offsets)
+            yield from _check_result(
+                "dequantized, ", result, x, rounded_input, weight, offsets, rounded=1.0
+            )
 
 
-def _plain_product(x: torch.Tensor, weight: torch.Tensor, offsets: Any) -> torch.Tensor:
-    """Return the product with the weight as a layer in the dtype of ``x`` holds it."""
-    product = x.double().cpu() @ weight.to(x.dtype).double().T
-    return (product if offsets is None else product + offsets).to(x.device, x.dtype)
+def _dequantized_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: Any) -> torch.Tensor:
+    """Apply an unquantized layer whose weight has the dtype of ``x``."""
+    result = x.double().cpu() @ weight.to(x.dtype).double().T
+    return (result if offsets is None else result + offsets).to(x.device, x.dtype)
 
 
 def _check_result(
-    how: str,
-    found: Any,
+    prefix: str,
+    result: Any,
     x: torch.Tensor,
-    factors: torch.Tensor,
+    rounded_input: torch.Tensor,
     weight: torch.Tensor | None,
     offsets: torch.Tensor | None,
     rounded: float = 0.0,
 ) -> Iterator[Fault]:
-    """Yield what is wrong with the projection of ``x`` ``[..., I]``, or with its form.
-
-    Its values are those of the product of ``factors``, which ``x`` is rounded to.
+    """Check form and values of the linear layer's result for ``x`` ``[..., I]``.
 
     Args:
-        rounded: the share of what is added that was rounded to the dtype of ``x`` before.
+        rounded_input: ``x`` as the method rounds it, in float64.
+        rounded: fraction of the terms of the sum that were rounded to the dtype of ``x``.
     """
-    where, shape = f"{how}input {list(x.shape)}", (*x.shape[:-1], _OUT_FEATURES)
-    if not isinstance(found, torch.Tensor) or found.shape != shape or found.dtype != x.dtype:
-        form = [*found.shape, found.dtype] if isinstance(found, torch.Tensor) else type(found)
+    where, shape = f"{prefix}input {list(x.shape)}", (*x.shape[:-1], _OUT_FEATURES)
+    if not isinstance(result, torch.Tensor) or result.shape != shape or result.dtype != x.dtype:
+        form = [*result.shape, result.dtype] if isinstance(result, torch.Tensor) else type(result)
         yield Fault("scheme", where, f"{[*shape, x.dtype]} expected, got {form}")
         return
-    if not found.isfinite().all():
+    if not result.isfinite().all():
         yield Fault("scheme", where, "the result of finite weights and inputs is not finite")
     elif weight is not None and x.numel():
-        added = torch.zeros(_OUT_FEATURES) if offsets is None else offsets
-        expected = factors @ weight.double().T + added
-        terms = factors.abs() @ weight.double().abs().T + added.abs()
-        largest = float(terms.max())
-        case = Case("", {}, {}, _IN_FEATURES + 1, largest, rounded * largest)
+        bias = torch.zeros(_OUT_FEATURES) if offsets is None else offsets
+        expected = rounded_input @ weight.double().T + bias
+        # The sum of absolute terms bounds the rounding error of the sum.
+        magnitude = float((rounded_input.abs() @ weight.double().abs().T + bias.abs()).max())
+        case = Case("", {}, {}, _IN_FEATURES + 1, magnitude, rounded * magnitude)
         bound = _TOLERANCE.bound(expected, x.dtype, case)
-        for fault in compare_value(where, found, expected, bound):
+        for fault in compare_value(where, result, expected, bound):
             yield Fault("scheme", where, fault.reason, fault.error, fault.bound)
 
 
 Examples = Callable[[], Mapping[str, Mapping[str, Any]]]
-"""Settings of checkpoints by label, as ``SchemeEntry.examples`` names them."""
+"""A function that returns settings of checkpoints by label: the target of
+``SchemeEntry.examples``."""

@@ -1,4 +1,4 @@
-"""The check of an installed wheel: native code must be tagged for the machines that it runs on."""
+"""The check of an installed wheel: a wheel with native code must have the tag of a platform."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ import importlib_metadata
 from interposer_testing._checks.fault import Fault
 
 _NATIVE = re.compile(r"\.(so(\.\d+)*|pyd|dylib|dll)$", re.IGNORECASE)
-_MEND = (
-    "Try: build it with a backend that tags it, such as scikit-build-core with "
-    'wheel.py-api = "py3", as `interposer new plugin NAME --kind kernel --native` writes it; '
-    "or, with hatchling, a build hook that sets pure_python and tag of the build data"
+_REMEDY = (
+    "Try: use a build backend that sets the platform tag, such as scikit-build-core with "
+    'wheel.py-api = "py3", as in `interposer new plugin NAME --kind kernel --native`; '
+    "or add a hatchling build hook that sets pure_python and tag of the build data"
 )
 
 
 def wheel_metadata(name: str, location: str) -> str:
-    """Return the text of WHEEL of a distribution in a folder, empty without a readable one."""
+    """Read the file WHEEL of a distribution in a folder; "" without a readable file."""
     try:
-        for found in importlib_metadata.distributions(name=name, path=[location]):
-            return found.read_text("WHEEL") or ""
-    except (OSError, ValueError):  # not readable, or not UTF-8
+        for distribution in importlib_metadata.distributions(name=name, path=[location]):
+            return distribution.read_text("WHEEL") or ""
+    except (OSError, ValueError):  # ValueError: not UTF-8
         pass
     return ""
 
 
 def check_wheel(wheel: str, record: str) -> list[Fault]:
-    """Return a fault if native code is in a wheel that says it runs on any machine.
+    """Report native code in a wheel with the tag for any machine.
 
     Args:
-        wheel: text of its WHEEL.
-        record: text of its RECORD.
+        wheel: text of the file WHEEL.
+        record: text of the file RECORD.
     """
     paths = [row[0] for row in csv.reader(StringIO(record)) if row]
     native = sorted(path for path in paths if _NATIVE.search(path))
-    wrong = [line.strip() for line in wheel.splitlines() if _is_for_any_machine(line)]
-    if not native or not wrong:
+    wrong_lines = [line.strip() for line in wheel.splitlines() if _is_for_any_machine(line)]
+    if not native or not wrong_lines:
         return []
     more = f", and so are {len(native) - 1} more" if len(native) > 1 else ""
-    said = " and ".join(map(repr, wrong))
+    lines = " and ".join(map(repr, wrong_lines))
     reason = (
-        f"it is native code{more}, but WHEEL says {said}, so that any machine would install it. "
-        f"{_MEND}"
+        f"it is native code{more}, but WHEEL says {lines}, so that any machine would install it. "
+        f"{_REMEDY}"
     )
     return [Fault("wheel", f"file {native[0]!r}", reason)]
 

@@ -1,1 +1,1 @@
-"""The plan: a check of records on described devices that runs no kernel."""
+"""The plan: checks of records for described devices, without running a kernel."""

@@ -1,7 +1,7 @@
-"""The check of records on devices that are only described, without running a kernel.
+"""The check of records for devices that are only described; runs no kernel.
 
-Everything that a record names is imported and looked at. What it needs is judged on every device
-that any plugin describes, on the dims of its op's own cases.
+Every object that a record names is imported and checked. The requirements of the record are then
+judged for every described device, with the dims of the op's own test cases.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from interposer.tooling import Plugin, acceptance_of
 from interposer_testing._checks.attention_specs import attention_specs
 from interposer_testing._checks.record import check_record
 from interposer_testing._plan.plan_report import PlannedRecord, PlanReport
-from interposer_testing._plan.vocabulary import Asked, Vocabulary, watched
+from interposer_testing._plan.vocabulary import Lookups, Vocabulary, watched
 from interposer_testing._trials.outcome import Scope
 from interposer_testing._trials.verification import known_scope
 from interposer_testing.cases._space import planned_cases
@@ -37,17 +37,17 @@ from interposer_testing.described import DeviceDescription
 Devices = dict[str, DeviceDescription]
 Judged = Kernel | LayerEntry | AttentionEntry
 
-# So many cases of each dtype tell which dims are stated, and have values that most kernels take.
-_MOST_CASES = 8
+# Enough cases per dtype to contain every dim, with values that most kernels accept.
+_MAX_CASES = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def plan(distribution: str, registry: Registry, op: str = "") -> PlanReport:
-    """Return what is to be said of the records of a distribution; no kernel runs.
+    """Check the records of a distribution without running a kernel.
 
     Args:
-        op: look only at what is declared for this op.
-    Raises: see ``verify``.
+        op: check only records for this op.
+    Raises: the exceptions of ``verify``.
     """
     scope = known_scope(registry, Scope(distribution, op))
     devices = _devices(registry)
@@ -55,7 +55,7 @@ def plan(distribution: str, registry: Registry, op: str = "") -> PlanReport:
     plugins = [p for p in registry.plugins.loaded if p.distribution == scope.distribution]
     planner = _Planner(registry, devices, vocabulary)
     records = [
-        planner.planned(plugin, record)
+        planner.plan(plugin, record)
         for plugin in plugins
         for record in plugin.records
         if not op or (isinstance(record, Kernel) and record.op == op)
@@ -64,26 +64,26 @@ def plan(distribution: str, registry: Registry, op: str = "") -> PlanReport:
 
 
 def _devices(registry: Registry) -> Devices:
-    """Return the readable described devices; an unreadable file is its record's fault."""
-    found: Devices = {}
+    """Read all device descriptions that are readable."""
+    devices: Devices = {}
     for _, entry in registry.records(DeviceEntry):
         try:
-            found[entry.name] = DeviceDescription.read(resource_path(entry.resource))
+            devices[entry.name] = DeviceDescription.read(resource_path(entry.resource))
         except InterposerError:
-            continue
-    return found
+            continue  # reported as a fault of the record
+    return devices
 
 
 class _Planner:
-    """Looks at records one by one."""
+    """Checks records one by one."""
 
     def __init__(self, registry: Registry, devices: Devices, vocabulary: Vocabulary) -> None:
         self._registry = registry
         self._devices = devices
         self._vocabulary = vocabulary
-        self._facts: dict[str, list[Request] | str] = {}
+        self._requests_by_op: dict[str, list[Request] | str] = {}
 
-    def planned(self, plugin: Plugin, record: Record) -> PlannedRecord:
+    def plan(self, plugin: Plugin, record: Record) -> PlannedRecord:
         subject = next(
             (
                 str(getattr(record, label))
@@ -93,63 +93,63 @@ class _Planner:
             "",
         )
         platform = getattr(record, "platform", "")
-        plain = PlannedRecord(type(record).__name__, subject, record.name, platform)
+        result = PlannedRecord(type(record).__name__, subject, record.name, platform)
         missing = _missing_module(plugin, record)
         if missing:
-            return replace(plain, unresolved=missing)
+            return replace(result, unresolved=missing)
         if isinstance(record, PlatformEntry):
-            # To look further would probe the machine.
-            return plain
+            return result  # further checks would probe this machine
         faults = [
             f"{fault.where}: {fault.reason}" for fault in check_record(record, self._registry)
         ]
         if not isinstance(record, Judged):
-            return replace(plain, faults=tuple(faults))
+            return replace(result, faults=tuple(faults))
         if faults:
-            return replace(plain, faults=tuple(faults))
+            return replace(result, faults=tuple(faults))
         undescribed = [*self._vocabulary.undescribed(record.requires)]
-        found = self._fitted(plain, record)
-        if not undescribed or found.faults:
-            return found
-        # It may be for hardware that nobody describes: what else it needs can still be judged.
-        rest = replace(record, requires=self._vocabulary.described_part(record.requires))
-        judged = self._fitted(plain, rest)
+        planned = self._judge(result, record)
+        if not undescribed or planned.faults:
+            return planned
+        # The record may be for hardware without a description: judge its other requirements.
+        described = replace(record, requires=self._vocabulary.described_part(record.requires))
+        judged = self._judge(result, described)
         note = f"not coherent with any description: needs {', '.join(undescribed)}"
-        if judged.fits and judged.fits != found.fits:
-            note += f"; by all else that it needs it fits {', '.join(judged.fits)}"
-        return replace(found, notes=(note,), faults=judged.faults)
+        if judged.fits and judged.fits != planned.fits:
+            note += f"; its other requirements fit {', '.join(judged.fits)}"
+        return replace(planned, notes=(note,), faults=judged.faults)
 
-    def _fitted(self, plain: PlannedRecord, record: Judged) -> PlannedRecord:
+    def _judge(self, result: PlannedRecord, record: Judged) -> PlannedRecord:
+        """Judge the requirements of a record for every described device."""
         requests = self._requests(record)
         if isinstance(requests, str):
-            return replace(plain, faults=(requests,))
+            return replace(result, faults=(requests,))
         faults = [*_unknown_dims(record, requests)]
         fits, refusals = [], []
-        asked = Asked()
+        lookups = Lookups()
         for name, device in self._devices.items():
             if record.platform not in self._registry.runs(device.platform):
                 continue
-            capability = watched(device.device().capability, asked)
+            capability = watched(device.device().capability, lookups)
             judge = acceptance_of(record, runs=self._registry.runs)
             verdict = _judge(record, judge, requests, device, capability)
             if verdict.traceback:
-                last = verdict.traceback.strip().splitlines()[-1]
-                faults.append(f"on {name}: {verdict.reason}: {last}")
+                error = verdict.traceback.strip().splitlines()[-1]
+                faults.append(f"on {name}: {verdict.reason}: {error}")
             elif verdict:
                 fits.append(name)
             else:
                 refusals.append((name, verdict.reason))
         if refusals and not fits:
-            # A name that is one of several alternatives may be of no device that is described.
+            # If some device fits, an unknown name may be one of several alternatives.
             faults += self._vocabulary.misspelt(
-                asked.features - record.requires.features, asked.formats
+                lookups.features - record.requires.features, lookups.formats
             )
         return replace(
-            plain, faults=tuple(dict.fromkeys(faults)), fits=tuple(fits), refusals=tuple(refusals)
+            result, faults=tuple(dict.fromkeys(faults)), fits=tuple(fits), refusals=tuple(refusals)
         )
 
     def _requests(self, record: Judged) -> list[Request] | str:
-        """Return the requests for the record on a device without abilities, or a fault."""
+        """Return requests for the record, still without a device, or the text of a fault."""
         if isinstance(record, LayerEntry):
             return [_request("layer", record.layer_id, dtype) for dtype in _DTYPES]
         if isinstance(record, AttentionEntry):
@@ -157,30 +157,31 @@ class _Planner:
                 replace(_request("attention", spec.type, spec.dtype), dims=spec.dims(), detail=spec)
                 for _, spec in attention_specs(page_sizes=record.page_sizes)
             ]
-        if record.op not in self._facts:
-            self._facts[record.op] = self._cases(record.op)
-        return self._facts[record.op]
+        if record.op not in self._requests_by_op:
+            self._requests_by_op[record.op] = self._requests_of_op(record.op)
+        return self._requests_by_op[record.op]
 
-    def _cases(self, name: str) -> list[Request] | str:
+    def _requests_of_op(self, name: str) -> list[Request] | str:
+        """Return the distinct requests of the op's test cases."""
         op = load_target(self._registry.ops[name].target)
-        found: dict[tuple[object, ...], Request] = {}
+        requests: dict[tuple[object, ...], Request] = {}
         try:
             counts: Counter[torch.dtype] = Counter()
             for planned in planned_cases(op, 0, quick=True):
                 counts[planned.dtype] += 1
-                if counts[planned.dtype] <= _MOST_CASES:
+                if counts[planned.dtype] <= _MAX_CASES:
                     dims = dict(planned.build().dims)
                     request = replace(_request("kernel", name, planned.dtype), dims=dims)
-                    found[(planned.dtype, *sorted(map(str, dims.items())))] = request
+                    requests[(planned.dtype, *sorted(map(str, dims.items())))] = request
         except foreign_errors() as error:
             return f"the cases of the op {name!r} raised {described(error)}"
-        return [*found.values()] or f"the op {name!r} has no cases"
+        return [*requests.values()] or f"the op {name!r} has no cases"
 
 
 def _request(kind: str, name: str, dtype: torch.dtype) -> Request:
-    # What stands for the device is replaced before anybody is asked.
-    nothing = Capability("")
-    return Request(kind, name, "", nothing, str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
+    # ``_judge`` replaces the empty capability by that of a device.
+    no_capability = Capability("")
+    return Request(kind, name, "", no_capability, str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
 
 
 def _judge(
@@ -190,36 +191,35 @@ def _judge(
     device: DeviceDescription,
     capability: Capability,
 ) -> Verdict:
-    """Accept if any request is; else return a refusal, one by the device before one by dims."""
+    """Accept if the record accepts any request; otherwise return the most telling refusal."""
     refusals = []
     for request in requests:
-        asked = replace(request, platform=device.platform, capability=capability)
-        verdict = judge(asked)
+        verdict = judge(replace(request, platform=device.platform, capability=capability))
         if verdict or verdict.traceback:
             return verdict
         refusals.append(verdict)
-    own = [name for name in record.requires.dtypes if name in device.dtypes]
-    if record.requires.dtypes and not own:
+    if record.requires.dtypes and not set(record.requires.dtypes) & set(device.dtypes):
         needed, offered = " or ".join(record.requires.dtypes), " or ".join(device.dtypes)
         return Verdict.refuse(f"needs dtype {needed}, the device runs models in {offered}")
+    # Reasons about dtypes come last, because another dtype may be accepted; then prefer short ones.
     return min(refusals, key=lambda verdict: ("dtype" in verdict.reason, len(verdict.reason)))
 
 
 def _unknown_dims(record: Judged, requests: list[Request]) -> Iterator[str]:
-    """Yield the faults of dims that no request states, so that everything is refused."""
+    """Yield a fault for every required dim that no request has: the record refuses everything."""
     if isinstance(record, LayerEntry):
         return
-    known = {name for request in requests for name in request.dims}
-    what = f"the op {record.op!r}" if isinstance(record, Kernel) else "an attention spec"
+    dims = {name for request in requests for name in request.dims}
+    subject = f"the op {record.op!r}" if isinstance(record, Kernel) else "an attention spec"
     for name in record.requires.dims:
-        if name not in known:
-            nearest = ", ".join(map(repr, nearest_first(name, known)[:3])) or "none is stated"
-            yield f"requires the dim {name!r}, which {what} never states; nearest: {nearest}"
+        if name not in dims:
+            nearest = ", ".join(map(repr, nearest_first(name, dims)[:3])) or "it has no dims"
+            yield f"requires the dim {name!r}, which {subject} does not have; nearest: {nearest}"
 
 
 def _missing_module(plugin: Plugin, record: Record) -> str:
-    """Return the missing foreign package without which a record cannot be imported."""
-    own = plugin.source.value.partition(":")[0].partition(".")[0]
+    """Describe the third-party package that a record needs but that is not installed, or ""."""
+    plugin_package = plugin.source.value.partition(":")[0].partition(".")[0]
     for label in ("target", "predicate", "prepare", "restore", "cases", "examples"):
         target = getattr(record, label, "")
         if not target:
@@ -228,8 +228,8 @@ def _missing_module(plugin: Plugin, record: Record) -> str:
             load_target(target)
         except ModuleNotFoundError as error:
             name = (error.name or "").partition(".")[0]
-            if name and name not in (own, target.partition(".")[0]):
+            if name and name not in (plugin_package, target.partition(".")[0]):
                 return f"{label} {target!r} needs the package {name!r}, which is not installed"
         except foreign_errors():
-            continue  # a fault, and found as such
+            continue  # ``check_record`` reports this fault
     return ""

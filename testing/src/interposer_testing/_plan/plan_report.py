@@ -1,4 +1,4 @@
-"""The report of a plan: the state of every record, and the described devices that it fits."""
+"""The report of ``interposer verify --plan``: every record with its state and fitting devices."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 PlanState = Literal["wrong", "unresolved", "fits nowhere", "sound"]
+# From the worst to the best.
 STATES: tuple[PlanState, ...] = ("wrong", "unresolved", "fits nowhere", "sound")
 VERSION = 1
-"""Of what ``PlanReport.to_dict`` returns."""
+"""Version of the format that ``PlanReport.to_dict`` returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRecord:
-    """One record.
+    """The result for one record.
 
     Attributes:
         kind: class of the record.
-        subject: op, layer id, quantization method or suffix that it is for; empty for others.
-        faults: what is wrong with it.
-        unresolved: why what it names cannot be imported here, though that is no fault.
-        fits: described devices that it accepts something on; empty also where no device is asked.
-        refusals: why each other device was refused, by name of the device.
-        notes: what may be for hardware that nobody describes, or misspelt; no fault.
+        subject: op, layer id, quantization method or file suffix of the record; may be empty.
+        faults: descriptions of everything wrong with the record.
+        unresolved: third-party package that is missing here; not a fault.
+        fits: described devices on which the record accepts at least one request; also empty for
+            records that are not bound to devices.
+        refusals: (device, reason) for every other device.
+        notes: required names that no described device has, which may be misspelt; not faults.
     """
 
     kind: str
@@ -39,7 +41,7 @@ class PlannedRecord:
 
     @property
     def state(self) -> PlanState:
-        """The worst that is to be said of it."""
+        """The worst applicable state."""
         if self.faults:
             return "wrong"
         if self.unresolved:
@@ -48,17 +50,17 @@ class PlannedRecord:
 
     @property
     def title(self) -> str:
-        """The record in a few words."""
-        what = f" for {self.subject!r}" if self.subject and self.subject != self.name else ""
-        return f"{self.kind} {self.name!r}{what}"
+        """Kind, name and subject of the record in one line."""
+        subject = f" for {self.subject!r}" if self.subject and self.subject != self.name else ""
+        return f"{self.kind} {self.name!r}{subject}"
 
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """All records of a distribution.
+    """The results for all records of a distribution.
 
     Attributes:
-        devices: described devices that were asked, of all plugins.
+        devices: names of all described devices, of all plugins.
     """
 
     distribution: str
@@ -68,15 +70,15 @@ class PlanReport:
 
     @property
     def sound(self) -> bool:
-        """True if nothing is wrong; a record that fits no described device may be for others."""
+        """True if no record is wrong. A record that fits no described device may fit others."""
         return not self.in_state("wrong")
 
     def in_state(self, state: PlanState) -> list[PlannedRecord]:
-        """Return the records of which this is the worst to be said."""
+        """Return the records in this state."""
         return [record for record in self.records if record.state == state]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and dictionaries, the same facts as the text."""
+        """Convert to lists and dictionaries, which contain the same facts as the text."""
         records = [
             {**asdict(record), "state": record.state, "refusals": dict(record.refusals)}
             for record in self.records
@@ -98,29 +100,35 @@ class PlanReport:
         return "\n\n".join("\n".join(block) for block in self._blocks())
 
     def _blocks(self) -> Iterator[list[str]]:
-        asked = ", ".join(self.devices) or "none is described"
-        yield [f"{self.distribution} {self.version}: planned, nothing was run", f"devices: {asked}"]
+        devices = ", ".join(self.devices) or "none is described"
+        head = f"{self.distribution} {self.version}: planned, nothing was run"
+        yield [head, f"devices: {devices}"]
+        # Group records by the devices that they fit, the widest support first.
         fitting: dict[tuple[str, ...], list[str]] = {}
         for record in self.in_state("sound"):
             fitting.setdefault(record.fits, []).append(record.title)
         for fits, titles in sorted(fitting.items(), key=lambda item: -len(item[0])):
-            everywhere = len(fits) == len(self.devices)
-            where = "every device" if everywhere else ", ".join(fits)
-            head = f"fits {where}:" if fits else "resolves, and is bound to no device:"
+            fits_all = len(fits) == len(self.devices)
+            names = "every device" if fits_all else ", ".join(fits)
+            head = f"fits {names}:" if fits else "correct, and not bound to a device:"
             yield [head, *(f"  {title}" for title in titles)]
-        noted = [record for record in self.in_state("sound") if record.notes]
-        if noted:
-            told = [f"  {record.title}: {note}" for record in noted for note in record.notes]
-            yield ["to look at:", *told]
+        notes = [
+            f"  {record.title}: {note}"
+            for record in self.in_state("sound")
+            for note in record.notes
+        ]
+        if notes:
+            yield ["please check:", *notes]
         for record in self.in_state("fits nowhere"):
+            # Most devices refuse for the same reason, so list devices by reason.
             reasons: dict[str, list[str]] = {}
             for device, reason in record.refusals:
                 reasons.setdefault(reason, []).append(device)
             lines = (f"  {', '.join(devices)}: {reason}" for reason, devices in reasons.items())
-            notes = (f"  {note}" for note in record.notes)
-            yield [f"{record.title} fits no described device:", *notes, *lines]
+            note_lines = (f"  {note}" for note in record.notes)
+            yield [f"{record.title} fits no described device:", *note_lines, *lines]
         for record in self.in_state("unresolved"):
-            yield [f"{record.title} cannot be looked at here: {record.unresolved}"]
+            yield [f"{record.title} cannot be checked here: {record.unresolved}"]
         for record in self.in_state("wrong"):
             yield [f"WRONG {record.title}", *(f"  {fault}" for fault in record.faults)]
         counts = ((len(self.in_state(state)), state) for state in reversed(STATES))

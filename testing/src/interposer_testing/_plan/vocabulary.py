@@ -1,4 +1,4 @@
-"""The names of features, formats and architectures that any platform is known to declare."""
+"""The names of features, formats and architectures that device descriptions use."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from interposer_testing.described import DeviceDescription
 
 
 @dataclass(slots=True)
-class Asked:
-    """The names that code has looked for in a capability."""
+class Lookups:
+    """The names that code looked up in a capability."""
 
     features: set[str] = field(default_factory=set)
     formats: set[str] = field(default_factory=set)
@@ -22,7 +22,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The names that occur in some description, if any."""
+    """The names that occur in any device description."""
 
     features: frozenset[str]
     architectures: frozenset[str]
@@ -30,7 +30,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, devices: Iterable[DeviceDescription]) -> Vocabulary:
-        """Return the names that descriptions use."""
+        """Collect the names in ``devices``."""
         devices = list(devices)
         return cls(
             frozenset(name for device in devices for name in device.features),
@@ -39,32 +39,32 @@ class Vocabulary:
         )
 
     def misspelt(self, features: Iterable[str], formats: Iterable[str]) -> Iterator[str]:
-        """Yield a sentence for every name that code has looked for and no described device has."""
-        for kind, asked in (("feature", features), ("format", formats)):
-            for name in sorted(set(asked) - self._known(kind)):
+        """Yield a fault for every name that code looked up and no described device has."""
+        for kind, names in (("feature", features), ("format", formats)):
+            for name in sorted(set(names) - self._names(kind)):
                 yield (
                     f"needs the {kind} {name!r}, which no described device has, so that it may be "
                     f"misspelt; nearest: {self._nearest(kind, name)}"
                 )
 
     def undescribed(self, requires: Requires) -> Iterator[str]:
-        """Yield a part of a sentence for every declared name that no described device has."""
-        for kind, asked in (
+        """Yield a description of every required name that no described device has."""
+        for kind, names in (
             ("architecture", requires.architectures),
             ("feature", requires.features),
         ):
-            for name in sorted(asked - self._known(kind)):
+            for name in sorted(names - self._names(kind)):
                 yield f"the {kind} {name!r} (nearest: {self._nearest(kind, name)})"
 
     def described_part(self, requires: Requires) -> Requires:
-        """Return the requirements without names that no described device has."""
+        """Return the requirements without the names that no described device has."""
         return replace(
             requires,
             features=requires.features & self.features,
             architectures=requires.architectures & self.architectures,
         )
 
-    def _known(self, kind: str) -> frozenset[str]:
+    def _names(self, kind: str) -> frozenset[str]:
         kinds = {
             "feature": self.features,
             "architecture": self.architectures,
@@ -73,33 +73,35 @@ class Vocabulary:
         return kinds[kind]
 
     def _nearest(self, kind: str, name: str) -> str:
-        return ", ".join(map(repr, nearest_first(name, self._known(kind))[:3])) or "none is known"
+        return ", ".join(map(repr, nearest_first(name, self._names(kind))[:3])) or "none is known"
 
 
-def watched(capability: Capability, asked: Asked) -> Capability:
-    """Return an equal capability that notes the names it is searched for."""
-    features: Any = _Watched(capability.features, asked.features)
-    formats: Any = _Watched(capability.formats, asked.formats)
+def watched(capability: Capability, lookups: Lookups) -> Capability:
+    """Return an equal capability that records in ``lookups`` which names are looked up."""
+    features: Any = _Watched(capability.features, lookups.features)
+    formats: Any = _Watched(capability.formats, lookups.formats)
     return replace(capability, features=features, formats=formats)
 
 
 class _Watched(Set[str]):
-    """A frozen set that notes the items it is searched for.
+    """A frozen set that records every name that is looked up.
 
-    It is no subclass of one: whatever compares a plain set with it would pass it by.
+    It is not a subclass of frozenset, because comparisons with a plain set would then bypass these
+    methods.
     """
 
-    def __init__(self, names: frozenset[str], asked: set[str]) -> None:
+    def __init__(self, names: frozenset[str], looked_up: set[str]) -> None:
         self._names = names
-        self._asked = asked
+        self._looked_up = looked_up
 
+    # ``Set`` calls this for the result of operators such as ``&``.
     @classmethod
     def _from_iterable(cls, names: Iterable[Any]) -> frozenset[Any]:
         return frozenset(names)
 
     def __contains__(self, name: object) -> bool:
         if isinstance(name, str):
-            self._asked.add(name)
+            self._looked_up.add(name)
         return name in self._names
 
     def __iter__(self) -> Iterator[str]:
@@ -112,7 +114,9 @@ class _Watched(Set[str]):
         return hash(self._names)
 
     def issuperset(self, names: Iterable[object]) -> bool:
-        return not [name for name in names if name not in self]  # all of them are noted
+        return not [
+            name for name in names if name not in self
+        ]  # a list, so that all names are recorded
 
     def intersection(self, names: Iterable[Any]) -> frozenset[Any]:
         return frozenset([name for name in names if name in self])

@@ -1,4 +1,4 @@
-"""Failed imports that stand behind several faults, so that a report tells each of them once."""
+"""Failed imports that cause several faults; a report shows each of them only once."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from interposer_testing._reports.facts import Examined, Finding, Tally
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One import that fails, and the aspects of candidates that are wrong for nothing else.
+    """One failed import, and the (candidate, aspect) pairs that have no other fault.
 
     Attributes:
-        text: the error and where it was raised.
-        first: the first of its findings.
-        hits: candidates with their aspects, in the order of the report.
+        text: the exception and the line that raised it.
+        first: the first finding with this cause.
+        hits: affected candidates and aspects, in the order of the report.
     """
 
     text: str
@@ -24,39 +24,39 @@ class Cause:
 
     @property
     def title(self) -> str:
-        """The cause and the number of records that it hits, for people."""
+        """Number of affected records, and the cause."""
         count = len(self.hit_lines)
         return f"{count} record{'s' if count > 1 else ''}, by one import that fails: {self.text}"
 
     @property
     def hit_lines(self) -> list[str]:
-        """A line for each candidate that is hit, with the aspects that are wrong."""
+        """One line per affected candidate, with the affected aspects."""
         aspects = dict[str, list[str]]()
         for candidate, tally in self.hits:
             aspects.setdefault(candidate.title, []).append(tally.aspect)
-        return [f"{title}: {', '.join(some)}" for title, some in aspects.items()]
+        return [f"{title}: {', '.join(names)}" for title, names in aspects.items()]
 
 
 def shared_causes(candidates: Iterable[Examined]) -> list[Cause]:
-    """Return the causes that more than one aspect or candidate has in common."""
+    """Return the causes that more than one aspect or candidate shares."""
     hits = dict[str, list[tuple[Examined, Tally]]]()
     for candidate in candidates:
         for tally in candidate.tallies:
             if cause := _only_cause(tally):
                 hits.setdefault(cause, []).append((candidate, tally))
     return [
-        Cause(text, some[0][1].findings[0], tuple(some))
-        for text, some in hits.items()
-        if len(some) > 1
+        Cause(text, pairs[0][1].findings[0], tuple(pairs))
+        for text, pairs in hits.items()
+        if len(pairs) > 1
     ]
 
 
-def is_told(tally: Tally, causes: Collection[Cause]) -> bool:
-    """Say whether ``causes`` tell everything that is wrong in an aspect."""
+def is_explained(tally: Tally, causes: Collection[Cause]) -> bool:
+    """Return whether one of ``causes`` explains all faults of an aspect."""
     return _only_cause(tally) in {cause.text for cause in causes}
 
 
 def _only_cause(tally: Tally) -> str:
-    """Return the cause that all findings of an aspect share, empty where they do not."""
+    """Return the cause that all findings of an aspect share, or ""."""
     causes = {finding.cause for finding in tally.findings}
     return causes.pop() if len(causes) == 1 else ""

@@ -1,4 +1,4 @@
-"""The findings of a verification: faults, tallies and candidates as plain data."""
+"""The results of a verification as plain data: findings, tallies and candidates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Literal
 
 NO_CASE = "the suite has no case for it"
 STATIC = frozenset({"records", "lightness", "wheel"})
-"""Aspects without a run of the candidate; they prove nothing of its results."""
+"""Aspects that do not run the candidate, and so do not show that its results are correct."""
+# Kinds of candidates without code that could run.
 _DECLARATIONS = frozenset(
     {"checkpoint", "device description", "module", "platform", "tuning table"}
 )
@@ -21,9 +22,9 @@ class Ground:
     """The device and software of a verification.
 
     Attributes:
-        device: the platform's name for it, as ``"EPYC 9B45"``.
-        torch_device: what tensors were placed on.
-        versions: of the distributions that took part, by name.
+        device: name of the device, such as ``"EPYC 9B45"``.
+        torch_device: torch device of the tensors.
+        versions: versions of the installed distributions with plugins, by name.
     """
 
     device: str
@@ -38,13 +39,13 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fault with what somebody needs to see it again.
+    """One fault, with a command that reproduces it.
 
     Attributes:
         check, where, reason, traceback, cause: see ``Fault``.
-        dtype: of the request, empty where it does not matter.
-        case: the label of the case.
-        command: a command line that runs this case alone.
+        dtype: dtype of the request; empty if it has none.
+        case: label of the test case.
+        command: command line that runs this case alone.
     """
 
     check: str
@@ -59,16 +60,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """One aspect of one candidate, counted over its cases in all dtypes.
+    """The counts of one aspect of one candidate, over all cases and dtypes.
 
     Attributes:
-        aspect: what was checked, such as ``"numerics"``.
-        passed, failed: trials that ran, without a fault and with any.
-        refused: trials that the candidate does not take, by the reason that it gave.
-        not_run: trials that could not be tried here, by reason.
-        cases: distinct cases among the trials that ran.
-        seconds: that they took.
-        findings: the faults of the first few trials that failed.
+        aspect: the aspect, such as ``"numerics"``.
+        passed, failed: number of trials that ran without and with faults.
+        refused: number of trials that the candidate refused, by reason.
+        not_run: number of trials that cannot run on this machine, by reason.
+        cases: number of distinct cases in trials that ran.
+        seconds: duration of these trials.
+        findings: faults of the first failed trials.
     """
 
     aspect: str
@@ -82,25 +83,25 @@ class Tally:
 
     @property
     def ran(self) -> int:
-        """The number of trials that ran, passed or failed."""
+        """Number of trials that ran."""
         return self.passed + self.failed
 
     @property
     def state(self) -> State:
-        """The state of the aspect, in one word."""
+        """State of the aspect."""
         return _state([self])
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """One candidate: what was found of it, or why it was not looked at.
+    """The results of one candidate, or the reason why it has none.
 
     Attributes:
-        kind, subject: what it is a candidate for, as ``"kernel"`` and the name of an op.
-        name, provider, version: of the candidate and its distribution.
-        platform: that it is for; empty for any.
-        dtypes: that it took and ran in.
-        absent: why there was no trial of it; empty where there was one.
+        kind, subject: purpose of the candidate, such as ``"kernel"`` and the name of an op.
+        name, provider, version: name of the candidate; name and version of its distribution.
+        platform: required platform; empty for any.
+        dtypes: dtypes in which the candidate ran.
+        absent: reason why there was no trial; empty if there was one.
     """
 
     kind: str
@@ -115,44 +116,45 @@ class Examined:
 
     @property
     def is_declaration(self) -> bool:
-        """True if there is nothing to run: a declaration holds or does not."""
+        """True for records without code to run, such as a device description."""
         return self.kind in _DECLARATIONS
 
     @property
     def state(self) -> State:
-        """Correct only if it ran here and nothing was wrong."""
+        """State of the candidate: correct only if it ran here without faults."""
         if self.failed or self.is_declaration:
             return _state(self.tallies)
         return _state([tally for tally in self.tallies if tally.aspect not in STATIC])
 
     @property
     def title(self) -> str:
-        """The candidate and what it is for, for people."""
+        """Name and purpose of the candidate in one line."""
         if self.is_declaration:
             return f"{self.kind} {self.name}"
         return f"{self.name} for {self.kind}" + (f" {self.subject!r}" if self.subject else "")
 
     @property
     def ran(self) -> int:
-        """The number of trials that ran."""
+        """Number of trials that ran."""
         return sum(tally.ran for tally in self.tallies)
 
     @property
     def failed(self) -> int:
-        """The number of trials that found a fault."""
+        """Number of trials that found a fault."""
         return sum(tally.failed for tally in self.tallies)
 
     @property
     def seconds(self) -> float:
-        """The seconds of all trials together."""
+        """Duration of all trials."""
         return sum(tally.seconds for tally in self.tallies)
 
     def reasons(self, state: Literal["refused", "not run"]) -> dict[str, int]:
-        """Return why trials were refused or not run, the most frequent first."""
+        """Count the reasons why trials were refused or not run, the most frequent first."""
         counts: dict[str, int] = {}
         for tally in self.tallies:
             for reason, count in (tally.refused if state == "refused" else tally.not_run).items():
                 counts[reason] = counts.get(reason, 0) + count
+        # A candidate without any trial has no tally that could state a reason.
         if state == "not run" and not counts and self.state == "not run":
             counts[self.absent or NO_CASE] = 1
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

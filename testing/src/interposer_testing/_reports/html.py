@@ -1,4 +1,4 @@
-"""One or more reports of verifications as a page in HTML that needs nothing but itself."""
+"""Verification reports as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from interposer_testing._reports.causes import Cause, is_told, shared_causes
+from interposer_testing._reports.causes import Cause, is_explained, shared_causes
 from interposer_testing._reports.legend import ASPECTS, CHECKS, STATES
 from interposer_testing._reports.matrix import Cell, Matrix
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from interposer_testing._reports.facts import Examined, Finding, Tally
 from interposer_testing._reports.report import Report
 
+# Inline, so that the page works as an attachment and without a network.
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c1e21; --dim: #5b6470; --back: #fff; --line: #d5d9de;
   --head: #f3f5f7; --good: #0b6b34; --good-back: #e3f4e9; --bad: #a3121f; --bad-back: #fde7e7;
@@ -55,11 +56,11 @@ dd { margin: 0 0 .4rem; color: var(--dim); }
 
 
 def html(reports: Sequence[Report]) -> str:
-    """Return a page: the device, the matrix, faults and reasons, and the legend."""
+    """Render reports as an HTML page: devices, support matrix, faults, reasons and legend."""
     names = dict.fromkeys(f"{report.distribution} {report.version}" for report in reports)
     title = escape(f"Support matrix: {', '.join(names)}")
     body = [f"<h1>{title}</h1>", *_results(reports), _grounds(reports), _matrix(reports)]
-    body += [*_faults(reports), *_reasons(reports), *_words(reports)]
+    body += [*_faults(reports), *_reasons(reports), *_legend(reports)]
     head = (
         '<meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -75,13 +76,13 @@ def html(reports: Sequence[Report]) -> str:
 def _results(reports: Sequence[Report]) -> Iterator[str]:
     for report in reports:
         where = f" on {escape(report.ground.device)}:" if len(reports) > 1 else ""
-        state, _, rest = report.summary.partition(":")
-        yield f"<p>{_state(Cell(report.state, state))}{where}{escape(rest)}</p>"
+        state, _, counts = report.summary.partition(":")
+        yield f"<p>{_state(Cell(report.state, state))}{where}{escape(counts)}</p>"
 
 
 def _grounds(reports: Sequence[Report]) -> str:
-    what = ("device", "platform", "architecture", "torch", "Python", "system")
-    how = ("date", "seed", "cases", "seconds")
+    machine_titles = ("device", "platform", "architecture", "torch", "Python", "system")
+    run_titles = ("date", "seed", "cases", "seconds")
     rows = []
     for report in reports:
         ground = report.ground
@@ -92,7 +93,7 @@ def _grounds(reports: Sequence[Report]) -> str:
             f'<th scope="row">{escape(ground.device)}</th>'
             + "".join(f"<td>{escape(fact)}</td>" for fact in facts)
         )
-    return _table("Where it ran", "One line for each report", what + how, rows)
+    return _table("Devices", "One line for each report", machine_titles + run_titles, rows)
 
 
 def _matrix(reports: Sequence[Report]) -> str:
@@ -103,14 +104,14 @@ def _matrix(reports: Sequence[Report]) -> str:
         + "".join(f"<td>{_state(cell)}</td>" for cell in row.cells)
         for row in matrix.rows
     ]
-    caption = "States with the number of trials that ran, the wrong ones of all where any is wrong"
+    caption = "States with the number of trials; if some failed, failed of all"
     if len(reports) > 1:
-        caption = "States with the dtypes that the candidate ran in"
-    return _table("What was found", caption, ("candidate", "for", *matrix.titles), rows)
+        caption = "States with the dtypes in which the candidate ran"
+    return _table("Results", caption, ("candidate", "for", *matrix.titles), rows)
 
 
 def _table(heading: str, caption: str, titles: Sequence[str], rows: Sequence[str]) -> str:
-    """Return a table that scrolls by itself if it is too wide, with the keyboard too."""
+    """Render a table in a region that scrolls if it is too wide, also by keyboard."""
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
     return (
@@ -138,10 +139,11 @@ def _faults(reports: Sequence[Report]) -> Iterator[str]:
             _fault(candidate, tally, where)
             for candidate in report.candidates
             for tally in candidate.tallies
-            if tally.failed and not is_told(tally, causes)
+            if tally.failed and not is_explained(tally, causes)
         ]
     if faults:
-        yield "<h2>What is wrong</h2>"
+        yield "<h2>Faults</h2>"
+        # Show the first fault opened, all others collapsed.
         yield faults[0].replace("<details>", "<details open>", 1)
     yield from faults[1:]
 
@@ -164,10 +166,11 @@ def _fault(candidate: Examined, tally: Tally, where: str) -> str:
     for (dtype, case), findings in cases.items():
         parts.append(f"<h3>{escape(', '.join(filter(None, (dtype, f'case {case!r}'))))}</h3><ul>")
         parts += [_finding(finding) for finding in findings]
+        # All findings of a case have the same command.
         parts.append(f"</ul><p>Try again:</p><pre>{escape(findings[0].command)}</pre>")
-    others = tally.failed - len(cases)
-    if others > 0:
-        parts.append(f"<p>{others} more failed; the report keeps the first.</p>")
+    num_omitted = tally.failed - len(cases)
+    if num_omitted > 0:
+        parts.append(f"<p>{num_omitted} more failed; the report contains only the first.</p>")
     return f"<details><summary>{escape(title)}</summary>{''.join(parts)}</details>"
 
 
@@ -190,7 +193,7 @@ def _reasons(reports: Sequence[Report]) -> Iterator[str]:
         if (lines := [*_reason_lines(candidate)])
     ]
     if blocks:
-        yield "<h2>Why something was refused or not run</h2>"
+        yield "<h2>Reasons for refused and not run</h2>"
     yield from blocks
 
 
@@ -201,10 +204,10 @@ def _reason_lines(candidate: Examined) -> Iterator[str]:
             yield f"<li>{state}: {escape(reason)}{times}</li>"
 
 
-def _words(reports: Sequence[Report]) -> Iterator[str]:
+def _legend(reports: Sequence[Report]) -> Iterator[str]:
     aspects = dict.fromkeys(aspect for report in reports for aspect in report.aspects)
-    told = [*STATES.items(), *((aspect, ASPECTS.get(aspect, "")) for aspect in aspects)]
-    yield "<h2>What the words mean</h2><dl>"
-    for word, meaning in told:
+    entries = [*STATES.items(), *((aspect, ASPECTS.get(aspect, "")) for aspect in aspects)]
+    yield "<h2>Legend</h2><dl>"
+    for word, meaning in entries:
         yield f"<dt>{escape(word)}</dt><dd>{escape(meaning)}</dd>"
     yield "</dl>"

@@ -1,4 +1,4 @@
-"""A verification as JUnit XML, which servers of continuous integration show."""
+"""A verification report as JUnit XML, which CI servers can show."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ if TYPE_CHECKING:
     from interposer_testing._reports.facts import Examined, Finding, Tally
 from interposer_testing._reports.report import Report
 
-# What XML 1.0 has no way to write.
+# Characters that XML 1.0 cannot contain.
 _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit(report: Report) -> str:
-    """Return one suite with a case for every candidate and aspect.
+    """Render a report as one test suite with one test case per candidate and aspect.
 
-    An aspect with faults has a case for each of the failed trials that the report keeps, and one
-    for how many others there are. What was refused or not run is skipped, with the reasons.
+    An aspect with faults has one test case per failed trial in the report, and one for the number
+    of further failed trials. Refused aspects and aspects that did not run are skipped with the
+    reasons.
     """
     suite = ElementTree.Element("testsuite", name=f"interposer verify {report.distribution}")
     _add_properties(suite, report)
-    told = set[str]()
+    shown_causes = set[str]()
     for candidate in report.candidates:
         if candidate.absent:
             _skip(_case(suite, candidate, "not run"), candidate.absent)
         for tally in candidate.tallies:
-            _add_tally(suite, candidate, tally, told)
+            _add_tally(suite, candidate, tally, shown_causes)
     counts = {
         "tests": len(suite.findall("testcase")),
         "failures": len(suite.findall("testcase/failure")),
         "errors": 0,
         "skipped": len(suite.findall("testcase/skipped")),
     }
-    stated = {name: str(count) for name, count in counts.items()}
-    stated["time"] = f"{report.seconds:.3f}"
-    suite.attrib.update(stated, timestamp=report.date.removesuffix("Z"))
+    attributes = {name: str(count) for name, count in counts.items()}
+    attributes["time"] = f"{report.seconds:.3f}"
+    suite.attrib.update(attributes, timestamp=report.date.removesuffix("Z"))
     ElementTree.SubElement(suite, "system-out").text = _clean(report.summary)
-    root = ElementTree.Element("testsuites", stated)
+    root = ElementTree.Element("testsuites", attributes)
     root.append(suite)
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
@@ -67,9 +68,13 @@ def _add_properties(suite: ElementTree.Element, report: Report) -> None:
 
 
 def _add_tally(
-    suite: ElementTree.Element, candidate: Examined, tally: Tally, told: set[str]
+    suite: ElementTree.Element, candidate: Examined, tally: Tally, shown_causes: set[str]
 ) -> None:
-    """Add the cases of an aspect; ``told`` are the causes whose traceback is there already."""
+    """Add the test cases of an aspect.
+
+    Args:
+        shown_causes: causes whose traceback is in the file already; extended by this call.
+    """
     if not tally.failed:
         case = _case(suite, candidate, tally.aspect, tally.seconds)
         if not tally.ran:
@@ -81,11 +86,15 @@ def _add_tally(
     for (dtype, label), findings in failed.items():
         name = f"{tally.aspect} [{', '.join(filter(None, (dtype, label)))}]"
         case = _case(suite, candidate, name, tally.seconds / tally.ran)
-        _fail(case, findings[0].reason, findings[0].check, "\n".join(_lines(findings, told)))
-    others = tally.failed - len(failed)
-    if others > 0:
+        _fail(
+            case, findings[0].reason, findings[0].check, "\n".join(_lines(findings, shown_causes))
+        )
+    num_omitted = tally.failed - len(failed)
+    if num_omitted > 0:
         case = _case(suite, candidate, f"{tally.aspect} [others]")
-        _fail(case, f"{others} more of {tally.ran} trials failed", "others", findings[0].command)
+        _fail(
+            case, f"{num_omitted} more of {tally.ran} trials failed", "others", findings[0].command
+        )
 
 
 def _case(
@@ -95,7 +104,7 @@ def _case(
     return ElementTree.SubElement(
         suite,
         "testcase",
-        # Servers group by what stands before the last dot.
+        # CI servers group test cases by the text before the last dot.
         classname=_clean(".".join(part.replace(".", "_") for part in parts if part)),
         name=_clean(name),
         time=f"{seconds:.3f}",
@@ -111,15 +120,15 @@ def _fail(case: ElementTree.Element, message: str, kind: str, details: str) -> N
     failure.text = _clean(details)
 
 
-def _lines(findings: Iterable[Finding], told: set[str]) -> Iterable[str]:
+def _lines(findings: Iterable[Finding], shown_causes: set[str]) -> Iterable[str]:
     command = ""
     for finding in findings:
         yield f"{finding.where}: {finding.reason} ({finding.check})"
         if finding.check in CHECKS:
             yield f"  {CHECKS[finding.check]}"
-        if finding.traceback and finding.cause not in told:
+        if finding.traceback and finding.cause not in shown_causes:
             yield finding.traceback.rstrip()
-        told |= {finding.cause} - {""}
+        shown_causes |= {finding.cause} - {""}
         command = finding.command
     yield f"Try again: {command}"
 

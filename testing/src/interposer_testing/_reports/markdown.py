@@ -1,4 +1,4 @@
-"""One or more reports of verifications as a page in Markdown, with their support matrix."""
+"""Verification reports as one Markdown page with a support matrix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
 
 
 def markdown(reports: Sequence[Report]) -> str:
-    """Return a page: the device, the matrix, reasons and faults, and the legend."""
+    """Render reports as a Markdown page: devices, support matrix, reasons, faults and legend."""
     names = dict.fromkeys(f"{report.distribution} {report.version}" for report in reports)
     blocks = [[f"# Support matrix: {_plain(', '.join(names))}"], [*_grounds(reports)]]
     matrix = Matrix.of(reports)
@@ -36,7 +36,7 @@ def markdown(reports: Sequence[Report]) -> str:
         if faults:
             blocks.append([f"## Wrong{where}"])
             blocks += [_fenced(lines) for lines in faults]
-    blocks += [["## What the words mean"], [*_words(reports)]]
+    blocks += [["## Legend"], [*_legend(reports)]]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
@@ -74,13 +74,13 @@ def _reasons(report: Report) -> Iterator[str]:
 
 
 def _fenced(lines: Sequence[str]) -> list[str]:
-    """Return the lines as a block of code, fenced by more backticks than stand in it."""
-    longest = max(map(len, re.findall("`+", "\n".join(lines))), default=0)
-    fence = "`" * max(3, longest + 1)
+    """Format lines as a code block, with a fence longer than any run of backticks in the lines."""
+    longest_run = max(map(len, re.findall("`+", "\n".join(lines))), default=0)
+    fence = "`" * max(3, longest_run + 1)
     return [f"{fence}text", *lines, fence]
 
 
-def _words(reports: Sequence[Report]) -> Iterator[str]:
+def _legend(reports: Sequence[Report]) -> Iterator[str]:
     for word, meaning in STATES.items():
         yield f"- {word}: {meaning}"
     for aspect in dict.fromkeys(aspect for report in reports for aspect in report.aspects):
@@ -89,5 +89,5 @@ def _words(reports: Sequence[Report]) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Return Markdown that reads as ``text`` on one line."""
+    """Escape ``text`` for Markdown, on one line."""
     return _SPECIAL.sub(r"\\\1", " ".join(text.split()))

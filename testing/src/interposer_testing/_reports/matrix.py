@@ -1,4 +1,4 @@
-"""The support matrix of one or more reports: a row for each candidate."""
+"""The support matrix of one or more reports, with one row per candidate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from interposer_testing._reports.report import Report
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A state, and in words its evidence; no state if there is nothing to say."""
+    """A state with a text such as counts or dtypes; ``state`` is None in a cell of text only."""
 
     state: State | None = None
     text: str = "-"
@@ -22,7 +22,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A candidate: what it is for, its name with its provider's, and its cells."""
+    """A candidate: subject, name, provider and cells."""
 
     subject: str
     name: str
@@ -32,34 +32,38 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A table of candidates: by aspects of one report, by devices of several."""
+    """A table of candidates, with aspects as columns for one report, devices for several."""
 
     titles: tuple[str, ...]
     rows: tuple[Row, ...]
 
     @classmethod
     def of(cls, reports: Sequence[Report]) -> Matrix:
-        """Return the matrix of reports, candidates in the order in which they first occur."""
+        """Build the matrix, with candidates in the order of their first occurrence."""
+        # One report has room for a column per aspect; several reports get one column per device.
         if len(reports) == 1:
             (report,) = reports
-            shown = _shown(report)
-            tried = {tally.aspect for candidate in shown for tally in candidate.tallies}
-            aspects = [aspect for aspect in report.aspects if aspect in tried]
-            rows = tuple(_row(candidate, _by_aspect(candidate, aspects)) for candidate in shown)
+            candidates = _listed(report)
+            aspects_in_use = {t.aspect for candidate in candidates for t in candidate.tallies}
+            aspects = [aspect for aspect in report.aspects if aspect in aspects_in_use]
+            rows = tuple(_row(c, _cells_by_aspect(c, aspects)) for c in candidates)
             return cls(("state", "dtypes", *aspects), rows)
-        found = dict[tuple[str, ...], dict[int, "Examined"]]()
+        by_key = dict[tuple[str, ...], dict[int, "Examined"]]()
         for number, report in enumerate(reports):
-            for candidate in _shown(report):
-                found.setdefault(_key(candidate), {})[number] = candidate
+            for candidate in _listed(report):
+                by_key.setdefault(_key(candidate), {})[number] = candidate
         rows = tuple(
-            _row(next(iter(by.values())), [_by_device(by.get(n)) for n in range(len(reports))])
-            for by in found.values()
+            _row(
+                next(iter(by_report.values())),
+                [_device_cell(by_report.get(number)) for number in range(len(reports))],
+            )
+            for by_report in by_key.values()
         )
         return cls(_devices(reports), rows)
 
 
-def _shown(report: Report) -> list[Examined]:
-    """Return the candidates without what is only declared, and holds."""
+def _listed(report: Report) -> list[Examined]:
+    """Return the candidates of a report, without correct declarations."""
     sound = report.sound_declarations
     return [candidate for candidate in report.candidates if candidate not in sound]
 
@@ -73,22 +77,22 @@ def _row(candidate: Examined, cells: list[Cell]) -> Row:
     return Row(subject, candidate.name, candidate.provider, tuple(cells))
 
 
-def _by_aspect(candidate: Examined, aspects: Sequence[str]) -> list[Cell]:
+def _cells_by_aspect(candidate: Examined, aspects: Sequence[str]) -> list[Cell]:
     tallies = {tally.aspect: tally for tally in candidate.tallies}
     cells = [Cell(candidate.state, candidate.state), Cell(None, _dtypes(candidate) or "-")]
     return cells + [
-        _of_tally(tallies[aspect]) if aspect in tallies else Cell() for aspect in aspects
+        _tally_cell(tallies[aspect]) if aspect in tallies else Cell() for aspect in aspects
     ]
 
 
-def _of_tally(tally: Tally) -> Cell:
+def _tally_cell(tally: Tally) -> Cell:
     if not tally.ran:
         return Cell(tally.state, tally.state)
     counts = f"{tally.failed} of {tally.ran}" if tally.failed else f"{tally.ran}"
     return Cell(tally.state, f"{tally.state} ({counts})")
 
 
-def _by_device(candidate: Examined | None) -> Cell:
+def _device_cell(candidate: Examined | None) -> Cell:
     if candidate is None:
         return Cell()
     dtypes = _dtypes(candidate)
@@ -101,8 +105,8 @@ def _dtypes(candidate: Examined) -> str:
 
 def _devices(reports: Sequence[Report]) -> tuple[str, ...]:
     names = [f"{report.ground.device} ({report.ground.platform})" for report in reports]
-    twice = {name for name, count in Counter(names).items() if count > 1}
+    ambiguous = {name for name, count in Counter(names).items() if count > 1}
     return tuple(
-        f"{name}, {report.date}" if name in twice else name
+        f"{name}, {report.date}" if name in ambiguous else name
         for name, report in zip(names, reports, strict=True)
     )

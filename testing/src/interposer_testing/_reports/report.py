@@ -1,4 +1,4 @@
-"""The report of a verification: everything that it found, as text and as JSON."""
+"""The report of a verification, as text and JSON."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any
 from interposer.errors import StorageError
 from interposer.tooling import write_text
 from interposer_testing._reports.facts import Examined, Finding, Ground, State, Tally
-from interposer_testing._reports.text import candidate_lines, counted, wrong_blocks
+from interposer_testing._reports.text import candidate_lines, state_counts, wrong_blocks
 
 VERSION = 1
-"""Of what ``Report.to_dict`` returns."""
+"""Version of the format that ``Report.to_dict`` returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that one verification found.
+    """The results of one verification.
 
     Attributes:
-        distribution: whose records were verified, of ``version``.
-        date: when it began, in UTC, as ``"2026-03-01T12:00:00Z"``.
-        op, case: what it was limited to; empty where it was not.
-        host: name and version of the engine in whose layers kernels were tried; empty where none.
-        quick: whether only few cases of each op were tried.
-        seconds: that all of it took, the making of cases included.
+        distribution: name of the verified distribution.
+        version: version of the distribution.
+        date: start of the verification in UTC, such as ``"2026-03-01T12:00:00Z"``.
+        op, case: the op and the case that the verification was limited to; empty if not limited.
+        host: name and version of the engine whose layers ran the kernels; empty if none.
+        quick: whether only few cases per op were run.
+        seconds: total duration, including the building of cases.
     """
 
     distribution: str
@@ -43,38 +44,40 @@ class Report:
 
     @property
     def state(self) -> State:
-        """Wrong if any candidate is; correct if any ran; else refused, or not run.
+        """State of the distribution: wrong if any candidate is wrong, else correct if any ran.
 
-        What is only declared counts where it is wrong, or where there is nothing else.
+        Correct declarations count only if there are no other candidates.
         """
-        everyone = self.candidates
-        states = {c.state for c in everyone if c.state == "wrong" or not c.is_declaration}
-        states = states or {c.state for c in everyone}
+        states = {c.state for c in self.candidates if c.state == "wrong" or not c.is_declaration}
+        states = states or {c.state for c in self.candidates}
+        # The first of these states that occurs is the state of the distribution.
         order: tuple[State, ...] = ("wrong", "correct", "refused")
         return next((state for state in order if state in states), "not run")
 
     @property
     def aspects(self) -> list[str]:
-        """The aspects in the order in which they first occur."""
+        """All aspects, in the order of their first occurrence."""
         tallies = (tally for candidate in self.candidates for tally in candidate.tallies)
         return list(dict.fromkeys(tally.aspect for tally in tallies))
 
     def in_state(self, state: State) -> list[Examined]:
-        """Return the candidates of which ``state`` is to be said."""
+        """Return the candidates in this state."""
         return [candidate for candidate in self.candidates if candidate.state == state]
 
     @property
     def sound_declarations(self) -> list[Examined]:
-        """The candidates that are only declared, and hold."""
+        """The correct declarations, such as device descriptions."""
         return [c for c in self.in_state("correct") if c.is_declaration]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and dictionaries; what follows from others is there for readers."""
+        """Convert to lists and dictionaries, with the states of candidates and tallies added."""
         facts = {"format": VERSION, "state": self.state, **asdict(self)}
-        for candidate, told in zip(self.candidates, facts["candidates"], strict=True):
-            told["state"] = candidate.state
-            for tally, row in zip(candidate.tallies, told["tallies"], strict=True):
-                row["state"] = tally.state
+        for candidate, candidate_facts in zip(self.candidates, facts["candidates"], strict=True):
+            candidate_facts["state"] = candidate.state
+            for tally, tally_facts in zip(
+                candidate.tallies, candidate_facts["tallies"], strict=True
+            ):
+                tally_facts["state"] = tally.state
         return facts
 
     def to_json(self) -> str:
@@ -83,9 +86,9 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Return what ``to_json`` was asked of.
+        """Create a report from the text that ``to_json`` returned.
 
-        Raises: ValueError: the text is something else, or of a later version.
+        Raises: ValueError: the text is no report, or has a later format.
         """
         try:
             facts = json.loads(text)
@@ -101,9 +104,9 @@ class Report:
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        """Return what a file holds.
+        """Read a report from a file that ``write`` wrote.
 
-        Raises: StorageError: it cannot be read, or holds something else.
+        Raises: StorageError: the file cannot be read, or is no report.
         """
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
@@ -112,7 +115,7 @@ class Report:
             raise StorageError(path, f"cannot be read as a report: {error}", mend) from error
 
     def write(self, path: Path) -> None:
-        """Write ``to_json()`` into a file.
+        """Write ``to_json()`` to a file.
 
         Raises: StorageError: the file cannot be written.
         """
@@ -120,17 +123,17 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """One line: the state of the whole, and the number of candidates in each state."""
+        """One line with the state of the distribution and the number of candidates per state."""
         if not self.candidates:
             return f"not run: {self.distribution} declares nothing that can be verified."
-        told = f"{self.state}: {counted(self.candidates)}"
+        text = f"{self.state}: {state_counts(self.candidates)}"
         if self.state in ("refused", "not run"):
-            told += "; nothing ran here, so nothing is proved"
-        return f"{told}."
+            text += "; nothing ran here, so nothing is proved"
+        return f"{text}."
 
     @property
     def head(self) -> list[str]:
-        """The heading of a report, line by line: distribution, device and limits."""
+        """The lines about distribution, options and device."""
         ground = self.ground
         limits = [f"seed {self.seed}"]
         limits += [f"op {self.op}"] if self.op else []
@@ -164,5 +167,5 @@ def _tally(facts: dict[str, Any]) -> Tally:
 
 
 def _fields(kind: type, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts that ``kind`` has; others follow from them, or were added later."""
+    """Select the fields of ``kind``; other keys are derived or from a newer version."""
     return {field.name: facts[field.name] for field in fields(kind) if field.name in facts}

@@ -1,4 +1,4 @@
-"""The tally of outcomes: counts, reasons and faults of each candidate."""
+"""The tally: counts, reasons and faults of each candidate, from the outcomes of trials."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from interposer_testing._reports.facts import STATIC, Examined, Finding, Tally
 from interposer_testing._trials.outcome import Outcome, Scope
 
-# The version of a plugin that a script registered; no command line finds it.
+# Version of a plugin that a script registered. The command line cannot find such a plugin.
 _IN_CODE = "in code"
-_MOST_FAILURES = 3
-_MOST_FAULTS = 4
+_MAX_FAILED_TRIALS = 3
+_MAX_FAULTS = 4
 
 
 def examined(outcomes: Iterable[Outcome], scope: Scope, platform: str = "") -> list[Examined]:
-    """Return the results of each candidate, in the order of their first outcomes.
+    """Count outcomes per candidate, in the order of each candidate's first outcome.
 
     Args:
-        platform: that was asked for, for the command lines.
+        platform: the requested platform, for the commands that reproduce faults.
     """
     candidates = dict[tuple[str, str, str, str], _Candidate]()
     for outcome in outcomes:
@@ -30,7 +30,7 @@ def examined(outcomes: Iterable[Outcome], scope: Scope, platform: str = "") -> l
 
 @dataclass(slots=True)
 class _Count:
-    """A ``Tally`` in the making."""
+    """Builder of a ``Tally``."""
 
     passed: int = 0
     failed: int = 0
@@ -45,13 +45,14 @@ class _Count:
             reasons = self.refused if outcome.state == "refused" else self.not_run
             reasons[outcome.reason] = reasons.get(outcome.reason, 0) + 1
             return
+        # The same case runs once per dtype, so count distinct labels.
         self.cases.add(outcome.case)
         self.seconds += outcome.seconds
         if outcome.state == "passed":
             self.passed += 1
             return
         self.failed += 1
-        if self.failed <= _MOST_FAILURES:
+        if self.failed <= _MAX_FAILED_TRIALS:
             self.findings += [
                 Finding(
                     fault.check,
@@ -63,7 +64,7 @@ class _Count:
                     fault.traceback,
                     fault.cause,
                 )
-                for fault in outcome.faults[:_MOST_FAULTS]
+                for fault in outcome.faults[:_MAX_FAULTS]
             ]
 
     def tally(self, aspect: str) -> Tally:
@@ -80,7 +81,7 @@ class _Count:
 
 
 class _Candidate:
-    """An ``Examined`` in the making."""
+    """Builder of an ``Examined``."""
 
     def __init__(self, first: Outcome) -> None:
         self._first = first
@@ -107,8 +108,8 @@ class _Candidate:
 
 
 def _command(scope: Scope, outcome: Outcome, platform: str) -> str:
-    """Return what runs the case of ``outcome`` again: a command line, or code for a script."""
-    # Beside its kernels nothing is tried of a single op.
+    """Return the command line, or the Python code, that runs the case of ``outcome`` again."""
+    # --op selects kernels only, so it would exclude checks of records.
     op = outcome.subject if outcome.kind == "kernel" and outcome.aspect not in STATIC else ""
     if outcome.version == _IN_CODE:
         limits = f"op={op!r}, " if op else ""

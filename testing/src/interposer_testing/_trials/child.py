@@ -1,4 +1,4 @@
-"""A process that runs trials and tells of them."""
+"""A child process that runs trials and sends the outcomes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import torch
 from interposer.tooling import child_environment
 
 _PROGRAM = "from interposer_testing._trials.shard import main; main()"
-_MOST_CHARACTERS = 4000
+_MAX_ERROR_CHARACTERS = 4000
 
 
 class Child:
-    """A process that runs trials; a timer ends it if one takes too long.
+    """A child process that runs trials. A timer kills the process if a trial takes too long.
 
     Attributes:
-        end: how it ended.
-        said: the end of what it wrote to standard error.
+        end: how the process ended, such as "was killed by SIGSEGV".
+        stderr: the last characters of the standard error.
     """
 
     def __init__(self, request: dict[str, Any], limit_seconds: float) -> None:
@@ -33,44 +33,45 @@ class Child:
         self._parts = request["parts"]
         self._limit_seconds = limit_seconds
         self._hung = False
-        self.end = self.said = ""
+        self.end = self.stderr = ""
 
     def __enter__(self) -> Child:
         self._open = ExitStack()
         self._errors = self._open.enter_context(TemporaryFile("w+", errors="replace"))
         self._process = self._open.enter_context(
             subprocess.Popen(
+                # faulthandler prints the frames of a crash, which name the trial.
                 [sys.executable, "-X", "faulthandler", "-c", _PROGRAM, self._request],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 text=True,
-                env=_surroundings(self._parts),
+                env=_environment(self._parts),
             )
         )
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._process.kill()  # it has ended, unless this process does not want to go on
-        self.end = self._ended(self._process.wait())
+        self._process.kill()  # usually it has ended already, unless the caller stopped early
+        self.end = self._describe_end(self._process.wait())
         self._errors.seek(0)
-        self.said = self._errors.read()[-_MOST_CHARACTERS:]
+        self.stderr = self._errors.read()[-_MAX_ERROR_CHARACTERS:]
         self._open.close()
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield what it tells, until it ends."""
+        """Yield the messages of the process until it ends."""
         assert self._process.stdout is not None
         while True:
             watch = Timer(self._limit_seconds, self._hang)
             watch.start()
             line = self._process.stdout.readline()
             watch.cancel()
-            if not line.endswith("\n"):  # half a line is what a dying process had to say
+            if not line.endswith("\n"):  # the process died while it wrote, or closed the pipe
                 self._process.wait()
                 return
             yield json.loads(line)
 
-    def _ended(self, code: int) -> str:
+    def _describe_end(self, code: int) -> str:
         if self._hung:
             return f"took more than {self._limit_seconds:g} s, and was ended"
         if code < 0:
@@ -78,7 +79,7 @@ class Child:
         return f"left with exit code {code}"
 
     def stop(self) -> None:
-        """End it, whatever it is doing."""
+        """Kill the process."""
         self._process.kill()
 
     def _hang(self) -> None:
@@ -86,10 +87,10 @@ class Child:
         self.stop()
 
 
-def _surroundings(parts: int) -> dict[str, str]:
-    """Return the environment of a child, in which several do not take the cores from each other.
+def _environment(parts: int) -> dict[str, str]:
+    """Return the environment of a child, which divides the cores among all children.
 
-    Two threads at least, so that what goes wrong between threads still does.
+    A child has at least two threads, so that races between threads of a kernel can still occur.
     """
     if parts == 1:
         return child_environment()

@@ -1,4 +1,4 @@
-"""Everything that is registered, as trials: one per candidate, case and aspect."""
+"""The trials of all registered candidates: one per candidate, case and aspect."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from interposer import (
 from interposer.errors import foreign_errors
 from interposer.records import AttentionEntry, Kernel, load_target
 from interposer_testing._checks.attention import check_attention
-from interposer_testing._checks.attention_claims import (
+from interposer_testing._checks.attention_properties import (
     check_attention_batches,
     check_attention_determinism,
 )
 from interposer_testing._checks.attention_specs import attention_specs
-from interposer_testing._checks.call import Given, Subject
+from interposer_testing._checks.call import CallArguments, Subject
 from interposer_testing._checks.exemplar import Exemplar, exemplar_of, exemplars
 from interposer_testing._checks.expectation import Expectation
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.kernel import check_subject
-from interposer_testing._trials.claims import Promises
 from interposer_testing._trials.communicators import communicator_trials
 from interposer_testing._trials.declaration import declaration_trials
 from interposer_testing._trials.families import family_trials
 from interposer_testing._trials.layers_and_schemes import layer_trials, scheme_trials
+from interposer_testing._trials.property_trials import PropertyTrials
 from interposer_testing._trials.trial import Aspect, Trial
 from interposer_testing.cases._space import PlannedCase, planned_cases
 
 _BackendCheck = Callable[[type[AttentionBackend], AttentionSpec, Site, int], list[Fault]]
 
-_ATTENTION_PROMISES: tuple[tuple[str, Aspect, _BackendCheck], ...] = (
+_ATTENTION_PROPERTIES: tuple[tuple[str, Aspect, _BackendCheck], ...] = (
     ("deterministic", "determinism", check_attention_determinism),
     ("batch_invariant", "batch invariance", check_attention_batches),
 )
@@ -60,24 +60,23 @@ def conformance(
     seed: int = 0,
     quick: bool = False,
 ) -> Iterator[Trial]:
-    """Yield the trials of everything that is registered and can run on ``device``.
+    """Yield the trials of all registered candidates that can run on ``device``.
 
-    Kernels are tried on every case of their op, and what they promise on few small ones; the
-    references are among them, so that an op contradicting its own tolerance is found. Then come
-    attention backends, layers, schemes, model families, communicators, the records themselves and
-    the plugin modules. What is for another platform is left out, but its records say so; what
-    refuses a case is yielded with its reason.
+    Kernels run every case of the op, and the checks of declared properties on a few small cases.
+    The references are tested too, which finds ops that violate their own tolerance. Then follow
+    attention backends, layers, schemes, model families, communicators, records and plugin modules.
+    Candidates for other platforms have only a trial of their record, with the reason. A candidate
+    that refuses a case has a trial with its reason.
 
     Args:
-        distribution: name of the only distribution to try; empty tries all.
-        op: name of the only op to try; everything but its kernels is left out then.
-        seed: of the cases.
-        quick: try only few cases of each op, among which every value of every axis occurs, the
-            dear aspects in one dtype only, no compiler behind the tracing, and two ranks.
+        distribution: name of the distribution to test; empty for all.
+        op: name of the op whose kernels are tested; empty for all ops and all other records.
+        seed: random seed of the cases.
+        quick: run few cases per op that cover every value of every axis, test expensive aspects in
+            one dtype only, trace without compiling, and use two ranks.
     """
     for name in [op] if op else registry.ops:
-        everyone = registry.candidates("kernel", name)
-        candidates = eligible(registry, everyone, device, distribution)
+        candidates = eligible(registry, registry.candidates("kernel", name), device, distribution)
         if candidates:
             yield from _kernel_trials(registry, name, candidates, device, seed, quick)
     if op:
@@ -101,20 +100,22 @@ def _kernel_trials(
     label = "cases"
     try:
         op: CustomOp[..., Any] = load_target(registry.ops[name].target)
-        latest, found = Latest(), list[Exemplar]()
+        latest, suitable = LatestCase(), list[Exemplar]()
         for plan in planned_cases(op, seed, quick=quick):
-            label, case = plan.label, latest.built(plan)
+            label, case = plan.label, latest.build(plan)
             request = kernel_request(name, plan.dtype, device, case.dims)
             if quick and (exemplar := exemplar_of(op, plan, case, seed)):
-                found.append(exemplar)
+                suitable.append(exemplar)
             for candidate in candidates:
                 check = partial(_check_candidate, candidate, op, latest, plan, device.torch_device)
                 yield Trial(candidate, request, label, candidate.judge(request), check)
-        found = found or list(exemplars(op, seed))
-        promises = Promises(registry, op, device, found, quick=quick)
+        # A quick run has built all covering cases already; otherwise build them now.
+        suitable = suitable or list(exemplars(op, seed))
+        property_trials = PropertyTrials(registry, op, device, suitable, quick=quick)
         for candidate in candidates:
-            yield from promises.trials(candidate)
+            yield from property_trials.trials(candidate)
     except foreign_errors() as error:
+        # The op or its cases failed: report this once, as a fault of the reference.
         fault = Fault.raised("import", f"op {name!r}", error)
         request = Request("kernel", name, device.platform, device.capability)
         reference = registry.candidates("kernel", name)[0]
@@ -124,10 +125,10 @@ def _kernel_trials(
 def attention_trials(
     registry: Registry, device: Device, distribution: str, seed: int, *, quick: bool = False
 ) -> Iterator[Trial]:
-    """Yield a trial of every attention backend and spec, and of promises once for each dtype."""
+    """Yield one trial per attention backend and spec, and one per property and dtype."""
     resolver = Resolver(registry, device, Config())
     for candidate in eligible(registry, registry.candidates("attention"), device, distribution):
-        tried: set[torch.dtype] = set()
+        tested_dtypes: set[torch.dtype] = set()
         page_sizes = getattr(candidate.record, "page_sizes", ())
         for label, spec in attention_specs(quick=quick, page_sizes=page_sizes):
             request = _request("attention", spec.type, spec.dtype, device, spec.dims(), spec)
@@ -135,44 +136,51 @@ def attention_trials(
             verdict = candidate.judge(request)
             check = partial(_check_backend, candidate, check_attention, spec, site, seed)
             yield Trial(candidate, request, label, verdict, check)
-            if not verdict or spec.dtype in tried:
+            if not verdict or spec.dtype in tested_dtypes:
                 continue
-            tried.add(spec.dtype)
-            for promise, aspect, promised in _ATTENTION_PROMISES:
-                if promise in candidate.properties:
-                    check = partial(_check_backend, candidate, promised, spec, site, seed)
+            tested_dtypes.add(spec.dtype)
+            for name, aspect, check_property in _ATTENTION_PROPERTIES:
+                if name in candidate.properties:
+                    check = partial(_check_backend, candidate, check_property, spec, site, seed)
                     yield Trial(candidate, request, label, verdict, check, aspect)
 
 
-class Latest:
-    """Builds cases and keeps the last one, so that a list of trials does not hold them all.
+class LatestCase:
+    """Builds cases and caches the latest case with the expected result.
 
-    What the reference says of it is kept too: the candidates of an op follow one another on a case.
+    The trials of all candidates on one case are consecutive, so this avoids repeated work without
+    keeping every case in memory.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[PlannedCase, Case] | None = None
+        self._latest: tuple[PlannedCase, Case] | None = None
         self._expectation: Expectation | None = None
 
-    def built(self, plan: PlannedCase) -> Case:
-        """Return the case of ``plan``, whose arguments are for reading."""
-        if self._last is None or self._last[0] is not plan:
+    def build(self, plan: PlannedCase) -> Case:
+        """Return the case of ``plan``. Do not change the arguments, which all trials share."""
+        if self._latest is None or self._latest[0] is not plan:
             self._expectation = None
-            self._last = plan, plan.build()
-        return self._last[1]
+            self._latest = plan, plan.build()
+        return self._latest[1]
 
-    def expected(self, op: CustomOp[..., Any], plan: PlannedCase, given: Given) -> Expectation:
-        """Return what is expected on the case of ``plan``, given in the form of any candidate."""
-        case = self.built(plan)
+    def expectation(
+        self, op: CustomOp[..., Any], plan: PlannedCase, call_arguments: CallArguments
+    ) -> Expectation:
+        """Return the expected result of the case of ``plan``.
+
+        Args:
+            call_arguments: arguments of the case as any candidate gets them.
+        """
+        case = self.build(plan)
         if self._expectation is None:
-            self._expectation = Expectation.of(op, case, given)
+            self._expectation = Expectation.of(op, case, call_arguments)
         return self._expectation
 
 
 def eligible(
     registry: Registry, candidates: list[Candidate], device: Device, distribution: str
 ) -> list[Candidate]:
-    """Return the candidates of the distribution whose platform, if any, the device's one runs."""
+    """Return the candidates of the distribution that can run on the platform of ``device``."""
     return [
         candidate
         for candidate in candidates
@@ -187,7 +195,7 @@ def kernel_request(
     device: Device,
     dims: Mapping[str, int | float | str | bool],
 ) -> Request:
-    """Return the request of a case for a kernel of the op ``name``."""
+    """Create the request of a case for a kernel of the op ``name``."""
     return _request("kernel", name, dtype, device, dims)
 
 
@@ -204,16 +212,16 @@ def _request(
 
 
 def _check_candidate(
-    candidate: Candidate, op: CustomOp[..., Any], latest: Latest, plan: PlannedCase, device: str
+    candidate: Candidate, op: CustomOp[..., Any], latest: LatestCase, plan: PlannedCase, device: str
 ) -> list[Fault]:
-    record, case = candidate.record, latest.built(plan)
-    expect = partial(latest.expected, op, plan)
+    record, case = candidate.record, latest.build(plan)
+    expect = partial(latest.expectation, op, plan)
     if not isinstance(record, Kernel):
         return check_subject(Subject(op, op.reference, device=device), case, expect)
     function = load_target(record.target)
     prepare = load_target(record.prepare) if record.prepare else None
-    allowing = op.allowing(record.extra_roundings)
-    return check_subject(Subject(allowing, function, prepare, device=device), case, expect)
+    tolerant_op = op.allowing(record.extra_roundings)
+    return check_subject(Subject(tolerant_op, function, prepare, device=device), case, expect)
 
 
 def _check_backend(

@@ -1,4 +1,4 @@
-"""Records and plugin modules as trials, without a case."""
+"""The trials of records, plugin modules and wheels, which have no test cases."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from interposer_testing._trials.trial import Trial
 
 
 def declaration_trials(registry: Registry, device: Device, distribution: str) -> Iterator[Trial]:
-    """Yield a trial of every record, every plugin module and the wheel of the distribution.
+    """Yield one trial per record, per plugin module and per wheel of the distribution.
 
-    Those of a module have the first record of the plugin as their candidate; a wheel is tried with
-    the first module of it.
+    The trials of module and wheel use the first record of the plugin as candidate.
     """
-    seen = set[str]()
+    checked_distributions = set[str]()
     for plugin in registry.plugins.loaded:
         if distribution not in ("", plugin.distribution) or not plugin.records:
             continue
@@ -47,7 +46,7 @@ def declaration_trials(registry: Registry, device: Device, distribution: str) ->
                 accepted,
                 check,
                 "records",
-                _elsewhere(registry, record, device),
+                _reason_not_loadable(registry, record, device),
             )
         module = plugin.source.value.partition(":")[0].strip()
         not_run = "" if module else "the plugin was added in code, not from an installed module"
@@ -57,8 +56,8 @@ def declaration_trials(registry: Registry, device: Device, distribution: str) ->
         label = f"module {module or plugin.name}"
         yield Trial(candidate, request, label, Verdict.accept(), check, "lightness", not_run)
         installed = plugin.source.installed
-        if installed is not None and plugin.distribution not in seen:
-            seen.add(plugin.distribution)
+        if installed is not None and plugin.distribution not in checked_distributions:
+            checked_distributions.add(plugin.distribution)
             wheel = wheel_metadata(plugin.distribution, installed.location)
             not_run = "" if wheel and installed.record else "it was not installed from a wheel"
             if installed.editable:
@@ -67,8 +66,8 @@ def declaration_trials(registry: Registry, device: Device, distribution: str) ->
             yield Trial(candidate, request, label, Verdict.accept(), check, "wheel", not_run)
 
 
-def _elsewhere(registry: Registry, record: Record, device: Device) -> str:
-    """Return why a record cannot be loaded here; what it needs may be on other machines."""
+def _reason_not_loadable(registry: Registry, record: Record, device: Device) -> str:
+    """Return the reason why the code of a record may not be importable here, or ""."""
     platform = getattr(record, "platform", "")
     if isinstance(record, DeviceEntry) or platform in registry.runs(device.platform):
         return ""

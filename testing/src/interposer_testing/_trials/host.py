@@ -1,7 +1,7 @@
-"""Kernels inside the layers of a host: an engine of others that computes by what is chosen here.
+"""The trials of kernels inside the layers of a host: another engine that uses selected kernels.
 
-A host is announced by an entry point in ``GROUP``, whose value is a subclass of ``Host``. The cases
-and the bounds are those of the ops, so that nothing is expected of a host that is not of a kernel.
+A distribution declares a host by an entry point in ``GROUP`` whose value is a subclass of ``Host``.
+Cases and error bounds are those of the ops, as in trials without a host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from interposer.tooling import entry_points
 from interposer_testing._checks.call import Subject
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.kernel import check_subject
-from interposer_testing._trials.conformance import Latest, eligible, kernel_request
+from interposer_testing._trials.conformance import LatestCase, eligible, kernel_request
 from interposer_testing._trials.trial import Trial
 from interposer_testing.cases._space import PlannedCase, planned_cases
 
@@ -26,7 +26,7 @@ GROUP = "interposer.hosts"
 
 
 class Host(ABC):
-    """An engine of others whose layers hold kernels that are chosen here."""
+    """Another inference engine whose layers use the kernels that interposer selects."""
 
     @property
     @abstractmethod
@@ -35,42 +35,42 @@ class Host(ABC):
 
     @abstractmethod
     def layers(self, op: str) -> tuple[str, ...]:
-        """Return the names of its layers that compute ``op``; none where kernels have no place."""
+        """Return the names of the engine's layers that compute ``op`` with a selected kernel."""
 
     @abstractmethod
     def compute(self, layer: str, op: str, arguments: Mapping[str, Any]) -> Any:
-        """Return the result of ``op`` by a layer that is built for it.
+        """Build a layer, run ``op`` in the layer and return the result.
 
-        The layer has to bind its kernel by the configuration in force, which pins one.
+        The layer must bind its kernel by the current configuration, which pins the kernel.
 
         Args:
             layer: one of ``layers(op)``.
-            arguments: those of the op by name, on the device of the trial.
-        Raises: InterposerError: the layer kept its own kernel; the text says why.
+            arguments: arguments of the op by name, on the device of the trial.
+        Raises: InterposerError: the layer used its own kernel; the text states the reason.
         """
 
 
 def find_host(name: str) -> Host:
-    """Return the installed host of this name.
+    """Load the installed host with this name.
 
     Raises:
-        UnknownNameError: no distribution announces it.
-        ConfigError: its class cannot be loaded, or fails.
+        UnknownNameError: no distribution declares the host.
+        ConfigError: the class of the host cannot be loaded or created.
     """
     points = {point.name: point for point in entry_points(GROUP)}
     if name not in points:
-        hint = f"A distribution announces one by an entry point in {GROUP!r}; is it installed?"
+        hint = f"A distribution declares a host by an entry point in {GROUP!r}. Is it installed?"
         raise UnknownNameError("host", name, points, hint)
     try:
-        found = points[name].load()()
+        host = points[name].load()()
     except foreign_errors() as error:
         raise ConfigError(f"The host {name!r} cannot be used: {described(error)}") from error
-    if not isinstance(found, Host):
+    if not isinstance(host, Host):
         raise ConfigError(
             f"The host {name!r} is {points[name].value}, which is no subclass of "
             "interposer_testing.Host"
         )
-    return found
+    return host
 
 
 def host_trials(
@@ -85,7 +85,7 @@ def host_trials(
 ) -> Iterator[Trial]:
     """Yield the trials of kernels in every layer of ``host`` that computes their op.
 
-    Args: those of ``conformance``.
+    Args: as for ``conformance``.
     """
     for name in [op] if op else registry.ops:
         candidates = eligible(registry, registry.candidates("kernel", name), device, distribution)
@@ -98,15 +98,15 @@ def host_trials(
             for candidate in candidates:
                 yield Trial(candidate, request, "cases", Verdict.accept(), list, not_run=reason)
             continue
-        found: CustomOp[..., Any] = load_target(registry.ops[name].target)
-        latest = Latest()
-        for plan in planned_cases(found, seed, quick=quick):
-            case = latest.built(plan)
+        custom_op: CustomOp[..., Any] = load_target(registry.ops[name].target)
+        latest = LatestCase()
+        for plan in planned_cases(custom_op, seed, quick=quick):
+            case = latest.build(plan)
             request = kernel_request(name, plan.dtype, device, case.dims)
             for candidate in candidates:
                 verdict = candidate.judge(request)
                 for layer in layers:
-                    check = partial(_check, host, layer, candidate, found, latest, plan, device)
+                    check = partial(_check, host, layer, candidate, custom_op, latest, plan, device)
                     yield Trial(candidate, request, f"{layer}: {plan.label}", verdict, check)
 
 
@@ -115,18 +115,17 @@ def _check(
     layer: str,
     candidate: Candidate,
     op: CustomOp[..., Any],
-    latest: Latest,
+    latest: LatestCase,
     plan: PlannedCase,
     device: Device,
 ) -> list[Fault]:
     def compute(*arguments: Any) -> Any:
-        # What was measured or compared on this host must not choose another kernel.
-        pinned = {op.name: candidate.qualified_name}
-        with use(kernels=pinned, canary="off", tables=False):
-            given = op.signature.bind(*arguments).arguments
-            return host.compute(layer, op.name, given)
+        # Neither canary nor measurements may select another kernel.
+        pin = {op.name: candidate.qualified_name}
+        with use(kernels=pin, canary="off", tables=False):
+            return host.compute(layer, op.name, op.signature.bind(*arguments).arguments)
 
     record = candidate.record
     extra = record.extra_roundings if isinstance(record, Kernel) else 0
     subject = Subject(op.allowing(extra), compute, device=device.torch_device)
-    return check_subject(subject, latest.built(plan), partial(latest.expected, op, plan))
+    return check_subject(subject, latest.build(plan), partial(latest.expectation, op, plan))

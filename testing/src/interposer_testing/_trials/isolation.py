@@ -1,8 +1,8 @@
-"""Trials in processes of their own, so that a crash or hang is the fault of one trial.
+"""Trials in child processes, so that a crash or hang is the fault of one trial only.
 
-Each process has its shard of the trials. It tells of each before it runs and after; a crash is a
-fault of the trial that was running. Then another process goes on behind it, without the
-candidate that crashed.
+Each process runs its shard of the trials and reports the start and the outcome of every trial.
+After a crash, the running trial fails, and a new process continues without the candidate that
+crashed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import torch
 from interposer import Device, Registry
 from interposer.errors import ConfigError
 from interposer_testing._trials.outcome import Outcome, Progress, Scope, outcomes
-from interposer_testing._trials.shard import Shard, Told
+from interposer_testing._trials.shard import Message, Shard
 from interposer_testing._trials.verification import declared
 
-# A process takes seconds to start, and this many candidates take longer.
-_ENOUGH_CANDIDATES = 24
+# Fewer candidates take less time than the start of a process, which takes seconds.
+_MIN_CANDIDATES_PER_PROCESS = 24
 
 
 def side_by_side(platform: str = "") -> Callable[..., Iterable[Outcome]]:
-    """Return the runner of trials: as many processes as pay, or this one.
+    """Return a runner that uses several processes if that saves time, otherwise this process.
 
-    On a CPU, these are one for so many candidates, and not more than there are cores; a process
-    beside another on one accelerator would disturb its timing and take of its memory.
+    On a CPU, the number of processes grows with the number of candidates, up to the number of
+    cores. On an accelerator, all trials run in this process: several processes would share the
+    device memory and disturb each other.
     """
 
     def run(
@@ -37,23 +38,24 @@ def side_by_side(platform: str = "") -> Callable[..., Iterable[Outcome]]:
         jobs = 1
         if device.torch_device == "cpu" and not scope.op and _is_installed(registry, scope):
             num_candidates = sum(1 for _ in declared(registry, scope))
-            jobs = min(torch.get_num_threads(), num_candidates // _ENOUGH_CANDIDATES)
-        chosen = Isolation(platform, jobs) if jobs > 1 else outcomes
-        return chosen(registry, device, scope, progress)
+            jobs = min(torch.get_num_threads(), num_candidates // _MIN_CANDIDATES_PER_PROCESS)
+        runner = Isolation(platform, jobs) if jobs > 1 else outcomes
+        return runner(registry, device, scope, progress)
 
     return run
 
 
 class Isolation:
-    """Runs the trials of a verification in child processes.
-
-    Only installed plugins are found there.
-    """
+    """Runs the trials of a verification in child processes, which find only installed plugins."""
 
     def __init__(self, platform: str = "", jobs: int = 1, limit_seconds: float = 600.0) -> None:
-        """Set the platform and number of children, and the seconds after which a trial hangs.
+        """Create a runner.
 
-        Raises: ConfigError: there are to be none.
+        Args:
+            platform: platform to run on; empty for the configured one.
+            jobs: number of child processes.
+            limit_seconds: time limit of one trial.
+        Raises: ConfigError: ``jobs`` is less than 1.
         """
         if jobs < 1:
             raise ConfigError(f"{jobs} processes can run nothing. Try: --jobs 1, or more")
@@ -64,16 +66,16 @@ class Isolation:
     def __call__(
         self, registry: Registry, device: Device, scope: Scope, progress: Progress | None = None
     ) -> Iterator[Outcome]:
-        """Yield what came of each trial; those after a crash of their candidate are not run.
+        """Run the trials and yield their outcomes. A candidate that crashed is not run again.
 
-        Raises: InterposerError: the plugin was given in code, or a child ended between trials.
+        Raises: InterposerError: the plugin is not installed, or a child ended between two trials.
         """
         if not _is_installed(registry, scope):
             raise ConfigError(
                 f"{scope.distribution} is not installed, so another process cannot find it. "
                 "Try: install it, or leave out --isolate and --jobs"
             )
-        told = SimpleQueue[Told]()
+        messages = SimpleQueue[Message]()
         shards = [
             Shard({"scope": asdict(scope), "platform": self._platform}, part, self._jobs)
             for part in range(self._jobs)
@@ -81,29 +83,32 @@ class Isolation:
         with ThreadPoolExecutor(self._jobs) as pool:
             try:
                 for shard in shards:
-                    pool.submit(shard.run, told.put, self._limit_seconds)
-                yield from self._in_order(told, progress)
+                    pool.submit(shard.run, messages.put, self._limit_seconds)
+                yield from self._in_order(messages, progress)
             finally:
                 for shard in shards:
                     shard.stop()
 
-    def _in_order(self, told: SimpleQueue[Told], progress: Progress | None) -> Iterator[Outcome]:
-        """Yield the outcomes of all shards in the order of their numbers."""
-        early, next_one, running = dict[int, Outcome](), 0, self._jobs
-        while running:
-            match told.get():
+    def _in_order(
+        self, messages: SimpleQueue[Message], progress: Progress | None
+    ) -> Iterator[Outcome]:
+        """Yield the outcomes of all shards, sorted by number."""
+        # An outcome waits in ``early`` until all earlier trials have finished.
+        early, next_number, num_running = dict[int, Outcome](), 0, self._jobs
+        while num_running:
+            match messages.get():
                 case None:
-                    running -= 1
+                    num_running -= 1
                 case BaseException() as error:
                     raise error
                 case str() as name:
                     if progress is not None:
-                        progress(next_one + len(early), name)
+                        progress(next_number + len(early), name)
                 case number, outcome:
                     early[number] = outcome
-            while next_one in early:
-                yield early.pop(next_one)
-                next_one += 1
+            while next_number in early:
+                yield early.pop(next_number)
+                next_number += 1
 
 
 def _is_installed(registry: Registry, scope: Scope) -> bool:

@@ -1,4 +1,4 @@
-"""Layers and quantization schemes as trials."""
+"""The trials of layers and quantization schemes."""
 
 from __future__ import annotations
 
@@ -23,77 +23,80 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def layer_trials(
     registry: Registry, device: Device, distribution: str, seed: int, only: str = ""
 ) -> Iterator[Trial]:
-    """Yield the standard layers and their replacements on the cases of the standard ones.
+    """Yield the trials of standard layers and their replacements, on the standard layers' cases.
 
     Args:
-        only: the id of one layer, or "" for all.
+        only: id of one layer; empty for all.
     """
     for layer_id in [only] if only else registry.subjects("layer"):
-        everyone = registry.candidates("layer", layer_id)
-        tried = [
+        all_candidates = registry.candidates("layer", layer_id)
+        candidates = [
             candidate
-            for candidate in everyone
+            for candidate in all_candidates
             if distribution in ("", candidate.provider)
             and getattr(candidate.record, "platform", "") in registry.runs(device.platform)
         ]
+        # The request's dtype is set per case.
         request = Request("layer", layer_id, device.platform, device.capability)
-        if not tried:
+        if not candidates:
             continue
         try:
-            yield from _one_layer(registry, device, everyone, tried, request, seed)
+            yield from _trials_of_layer(registry, device, all_candidates, candidates, request, seed)
         except foreign_errors() as error:
             fault = Fault.raised("layer", f"cases of the standard layer {layer_id!r}", error)
-            yield failed(tried[0], request, "layer", fault)
+            yield failed_trial(candidates[0], request, "layer", fault)
 
 
-def _one_layer(
+def _trials_of_layer(
     registry: Registry,
     device: Device,
-    everyone: list[Candidate],
-    tried: list[Candidate],
+    all_candidates: list[Candidate],
+    candidates: list[Candidate],
     request: Request,
     seed: int,
 ) -> Iterator[Trial]:
-    standard = next((c for c in everyone if _is_standard(registry, c)), None)
+    standard = next((c for c in all_candidates if _is_standard(registry, c)), None)
     cases = "" if standard is None else _layer_entry(standard).cases
     if standard is None or not cases:
         reason = "the standard layer is not installed"
         if standard is not None:
             reason = f"the standard layer, {standard.qualified_name}, declares no cases"
-        for candidate in tried:
-            yield not_tried(candidate, request, "layer", reason)
+        for candidate in candidates:
+            yield skipped_trial(candidate, request, "layer", reason)
         return
     generate: LayerCaseGenerator = load_target(cases)
     for dtype in _DTYPES:
-        asked = with_dtype(request, dtype)
+        dtype_request = with_dtype(request, dtype)
         for case in generate(dtype, seed):
-            for candidate in tried:
+            for candidate in candidates:
                 check = partial(check_layer, registry, device, standard, candidate, case, dtype)
-                verdict = candidate.judge(asked)
-                yield Trial(candidate, asked, case.label, verdict, check, "layer")
+                verdict = candidate.judge(dtype_request)
+                yield Trial(candidate, dtype_request, case.label, verdict, check, "layer")
 
 
 def scheme_trials(
     registry: Registry, device: Device, distribution: str, seed: int
 ) -> Iterator[Trial]:
-    """Yield the quantization schemes on the settings that their records name."""
+    """Yield the trials of quantization schemes, with the example settings of their records."""
     for method in registry.subjects("scheme"):
         request = Request("scheme", method, device.platform, device.capability)
         for candidate in registry.candidates("scheme", method):
             if distribution in ("", candidate.provider):
                 try:
-                    yield from _one_scheme(registry, device, candidate, request, seed)
+                    yield from _trials_of_scheme(registry, device, candidate, request, seed)
                 except foreign_errors() as error:
                     fault = Fault.raised("scheme", "examples", error)
-                    yield failed(candidate, request, "scheme", fault)
+                    yield failed_trial(candidate, request, "scheme", fault)
 
 
-def _one_scheme(
+def _trials_of_scheme(
     registry: Registry, device: Device, candidate: Candidate, request: Request, seed: int
 ) -> Iterator[Trial]:
     assert isinstance(candidate.record, SchemeEntry)
     if not candidate.record.examples:
-        yield not_tried(candidate, request, "scheme", "the record names no examples of settings")
+        yield skipped_trial(
+            candidate, request, "scheme", "the record names no examples of settings"
+        )
         return
     examples: Callable[[], Mapping[str, Mapping[str, Any]]] = load_target(candidate.record.examples)
     for label, settings in examples().items():
@@ -101,18 +104,20 @@ def _one_scheme(
             check = partial(
                 _check_scheme, candidate.record, settings, registry, device, dtype, seed
             )
-            asked = with_dtype(request, dtype)
-            yield Trial(candidate, asked, label, candidate.judge(asked), check, "scheme")
+            dtype_request = with_dtype(request, dtype)
+            verdict = candidate.judge(dtype_request)
+            yield Trial(candidate, dtype_request, label, verdict, check, "scheme")
 
 
-def _check_scheme(record: SchemeEntry, settings: Mapping[str, Any], *rest: Any) -> list[Fault]:
-    return check_scheme(load_target(record.target), settings, *rest)
+def _check_scheme(record: SchemeEntry, settings: Mapping[str, Any], *args: Any) -> list[Fault]:
+    return check_scheme(load_target(record.target), settings, *args)
 
 
 def _is_standard(registry: Registry, candidate: Candidate) -> bool:
     record = _layer_entry(candidate)
-    own: object = vars(load_target(record.target)).get("layer_id")
-    return own == record.layer_id
+    # Only the standard class defines ``layer_id``; a replacement inherits it.
+    layer_id: object = vars(load_target(record.target)).get("layer_id")
+    return layer_id == record.layer_id
 
 
 def _layer_entry(candidate: Candidate) -> LayerEntry:
@@ -121,16 +126,16 @@ def _layer_entry(candidate: Candidate) -> LayerEntry:
 
 
 def with_dtype(request: Request, dtype: torch.dtype) -> Request:
-    """Return a request for a dtype."""
+    """Return a copy of ``request`` with a dtype and without dims."""
     name = str(dtype).removeprefix("torch.")
     return Request(request.kind, request.name, request.platform, request.capability, name)
 
 
-def failed(candidate: Candidate, request: Request, aspect: Aspect, fault: Fault) -> Trial:
-    """Return the trial of what has no cases, as making them raised."""
+def failed_trial(candidate: Candidate, request: Request, aspect: Aspect, fault: Fault) -> Trial:
+    """Create the trial of a candidate whose cases could not be built, with the fault."""
     return Trial(candidate, request, "cases", Verdict.accept(), lambda: [fault], aspect)
 
 
-def not_tried(candidate: Candidate, request: Request, aspect: Aspect, reason: str) -> Trial:
-    """Return the trial of what has no cases, with the reason."""
+def skipped_trial(candidate: Candidate, request: Request, aspect: Aspect, reason: str) -> Trial:
+    """Create the trial of a candidate without cases, with the reason."""
     return Trial(candidate, request, "cases", Verdict.accept(), list, aspect, reason)

@@ -1,4 +1,4 @@
-"""The outcome of one trial, as plain facts that another process can send."""
+"""The outcome of one trial as plain data, which a child process can send."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from interposer_testing._trials.conformance import conformance
 from interposer_testing._trials.host import find_host, host_trials
 from interposer_testing._trials.trial import Trial
 
-_MOST_LABELS = 12
+_MAX_LABELS = 12
 
 Progress = Callable[[int, str], None]
-"""Takes how many trials are done and a name of the next, before it runs."""
+"""Called before each trial with the number of finished trials and the name of the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The limits of a verification; empty texts do not limit it.
+    """The scope of a verification: distribution, op and case to test. Empty strings mean all.
 
     Attributes:
-        host: name of the engine in whose layers kernels are tried; empty tries them by themselves.
+        host: name of the engine whose layers run the kernels; empty runs kernels directly.
     """
 
     distribution: str
@@ -41,14 +41,15 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One finished trial.
+    """The outcome of one trial.
 
     Attributes:
-        kind, subject: what the candidate is, and what for: ``"kernel"`` and an op.
-        name, provider, version, platform: of the candidate.
-        dtype, aspect, case: of the trial.
-        reason: of a refusal, or why it was not run.
-        seconds: that it took.
+        kind, subject: kind and purpose of the candidate, such as ``"kernel"`` and an op.
+        name, provider, version, platform: name, distribution, version of the distribution, and
+            platform of the candidate.
+        dtype, aspect, case: dtype, aspect and case label of the trial.
+        reason: reason why the trial was refused or not run.
+        seconds: duration of the trial.
     """
 
     kind: str
@@ -67,26 +68,26 @@ class Outcome:
 
     @property
     def candidate(self) -> tuple[str, str, str, str]:
-        """The key of the candidate: kind, subject, provider and name."""
+        """Key of the candidate: kind, subject, provider and name."""
         return self.kind, self.subject, self.provider, self.name
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Convert to plain values for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> Outcome:
-        """Return what ``to_dict`` was asked of."""
+        """Create an outcome from the values that ``to_dict`` returned."""
         return cls(**{**facts, "faults": tuple(Fault(**fault) for fault in facts["faults"])})
 
 
 def outcomes(
     registry: Registry, device: Device, scope: Scope, progress: Progress | None = None
 ) -> Iterator[Outcome]:
-    """Run the trials in ``scope`` one by one, and yield what came of each."""
-    for done, trial in enumerate(trials(registry, device, scope)):
+    """Run the trials in ``scope`` in this process and yield the outcomes."""
+    for num_done, trial in enumerate(trials(registry, device, scope)):
         if progress is not None:
-            progress(done, str(trial))
+            progress(num_done, str(trial))
         yield outcome_of(trial)
 
 
@@ -94,9 +95,10 @@ def trials(registry: Registry, device: Device, scope: Scope) -> Iterator[Trial]:
     """Yield the trials in ``scope``.
 
     Raises:
-        UnknownNameError: there is no such host, or no case has the label of the scope.
-        ConfigError: the host cannot be used.
+        UnknownNameError: the host is unknown, or no case has the label in ``scope``.
+        ConfigError: the host cannot be loaded.
     """
+    # Collect labels even of unrun trials, to suggest names for a misspelt ``case``.
     labels = dict[str, None]()
     generate = partial(host_trials, host=find_host(scope.host)) if scope.host else conformance
     for trial in generate(
@@ -112,33 +114,34 @@ def trials(registry: Registry, device: Device, scope: Scope) -> Iterator[Trial]:
             yield trial
     if scope.case and scope.case not in labels:
         nearest, where = nearest_first(scope.case, labels), f"of {scope.op or scope.distribution}"
-        more = len(nearest) - _MOST_LABELS
-        hint = f"There are {more} more; the report names those that fail." if more > 0 else ""
-        raise UnknownNameError("case", scope.case, nearest[:_MOST_LABELS], hint, where)
+        num_omitted = len(nearest) - _MAX_LABELS
+        hint = (
+            f"There are {num_omitted} more; a report lists failed ones." if num_omitted > 0 else ""
+        )
+        raise UnknownNameError("case", scope.case, nearest[:_MAX_LABELS], hint, where)
 
 
 def outcome_of(trial: Trial) -> Outcome:
-    """Run a trial and return what came of it."""
-    told = untried(trial)
+    """Run a trial and return the outcome."""
+    outcome = untried(trial)
     if trial.not_run:
-        return replace(told, state="not run", reason=trial.not_run)
+        return replace(outcome, state="not run", reason=trial.not_run)
     start = time.perf_counter()
-    faults = _named_after(trial)()
+    faults = _named_runner(trial)()
     seconds = time.perf_counter() - start
     if faults:
-        return replace(told, state="failed", faults=tuple(faults), seconds=seconds)
+        return replace(outcome, state="failed", faults=tuple(faults), seconds=seconds)
     if not trial.verdict:
-        return replace(told, state="refused", reason=trial.verdict.reason)
-    return replace(told, seconds=seconds)
+        return replace(outcome, state="refused", reason=trial.verdict.reason)
+    return replace(outcome, seconds=seconds)
 
 
 def untried(trial: Trial) -> Outcome:
-    """Return what is known of a trial before it runs."""
+    """Return the outcome of a trial that has not run, without state and faults."""
     candidate, request, kind = trial.candidate, trial.request, _kind(trial)
     return Outcome(
         kind=kind,
-        # A backend is one candidate, whatever type of attention it is asked for, and so is a
-        # communicator for all its collectives.
+        # A backend is one candidate for all attention types, a communicator for all collectives.
         subject="" if request.kind in ("attention", "communicator") else request.name,
         name=trial.label.removeprefix("module ") if kind == "module" else candidate.name,
         provider=candidate.provider,
@@ -151,7 +154,7 @@ def untried(trial: Trial) -> Outcome:
 
 
 def _kind(trial: Trial) -> str:
-    """Return what the candidate is; the request of a mere declaration does not say it."""
+    """Return the kind of the candidate; declarations have requests of another kind."""
     if trial.aspect in ("lightness", "wheel"):
         return "module"
     match trial.candidate.record:
@@ -162,18 +165,19 @@ def _kind(trial: Trial) -> str:
     return trial.request.kind
 
 
-def _named_after(trial: Trial) -> Callable[[], list[Fault]]:
-    """Return a function that runs a trial in a frame with the trial as its file name.
+def _named_runner(trial: Trial) -> Callable[[], list[Fault]]:
+    """Return a function that runs the trial and whose code has the trial as file name.
 
-    When native code ends the process, faulthandler prints the frames and nothing else: so it says
-    what was running, and nothing has to be written before each trial.
+    When native code crashes the process, faulthandler prints only the stack frames. The file name
+    then identifies the trial, without writing anything before each trial.
     """
 
     def run() -> list[Fault]:
         return trial.run()
 
+    # ``globals()`` and the closure are those of ``run``, so the copy behaves the same.
     code = run.__code__.replace(co_filename=f"<trial {trial}>")
-    named: Callable[[], list[Fault]] = FunctionType(
+    runner: Callable[[], list[Fault]] = FunctionType(
         code, globals(), run.__name__, closure=run.__closure__
     )
-    return named
+    return runner

@@ -1,4 +1,4 @@
-"""A shard of the trials of a verification, which one process at a time runs."""
+"""A shard of the trials of a verification, which runs in one child process at a time."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from interposer_testing._trials.child import Child
 from interposer_testing._trials.outcome import Outcome, Scope, outcome_of, trials, untried
 from interposer_testing._trials.trial import Trial
 
-# Of consecutive trials, which share arguments; few enough that every process gets its part.
+# Consecutive trials in the same shard, which share a case and the expected result.
 _BLOCK = 16
 
-Told = str | tuple[int, Outcome] | BaseException | None
-"""The message of a shard: the name of a trial that begins, an outcome and its number among the
-trials of all shards, the error that stopped the shard, or None at its end."""
+Message = str | tuple[int, Outcome] | BaseException | None
+"""A message of a shard: the name of a starting trial; the number and the outcome of a finished
+trial; the error that stopped the shard; or None at the end."""
 
 
 class Shard:
-    """The part of the trials that one process at a time runs."""
+    """Every ``parts``-th block of trials, which runs in one child process at a time."""
 
     def __init__(self, request: dict[str, Any], part: int, parts: int) -> None:
         self._request = {**request, "part": part, "parts": parts}
         self._child: Child | None = None
         self._stopped = False
 
-    def run(self, tell: Callable[[Told], None], limit_seconds: float) -> None:
-        """Tell of every trial of the shard, and at last that it has ended, or why it cannot go on.
+    def run(self, send: Callable[[Message], None], limit_seconds: float) -> None:
+        """Run all trials of the shard and send all messages, at the end None.
 
-        A process that crashes in a trial is followed by another.
+        If the child process crashes in a trial, a new process continues after that trial.
         """
         first, crashed = 0, list[tuple[str, ...]]()
         try:
@@ -43,7 +43,7 @@ class Shard:
                 running: tuple[int, Outcome] | None = None
                 request = {**self._request, "first": first, "crashed": crashed}
                 with Child(request, limit_seconds) as self._child:
-                    if self._stopped:  # while it started
+                    if self._stopped:  # ``stop`` was called while the child started
                         return
                     for message in self._child.messages():
                         if "ended" in message:
@@ -51,64 +51,65 @@ class Shard:
                         number = message["number"]
                         if "begins" in message:
                             running = number, Outcome.from_dict(message["begins"])
-                            tell(message["named"])
+                            send(message["named"])
                             continue
                         running = None
-                        tell((number, Outcome.from_dict(message["outcome"])))
+                        send((number, Outcome.from_dict(message["outcome"])))
                 if self._stopped:
                     return
-                end, said = self._child.end, self._child.said
+                end, stderr = self._child.end, self._child.stderr
                 if running is None:
-                    tell(InterposerError(f"A process that runs trials {end}. It said:\n{said}"))
+                    send(InterposerError(f"A process that runs trials {end}. It said:\n{stderr}"))
                     return
-                number, told = running
+                number, outcome = running
                 first = number + 1
-                crashed.append(told.candidate)
-                fault = Fault("call", "process", end, traceback=said)
-                tell((number, replace(told, state="failed", faults=(fault,))))
-        except foreign_errors() as error:  # of a thread, which nobody else would see
-            tell(error)
+                crashed.append(outcome.candidate)
+                fault = Fault("call", "process", end, traceback=stderr)
+                send((number, replace(outcome, state="failed", faults=(fault,))))
+        except foreign_errors() as error:  # this runs in a thread, where an error would be lost
+            send(error)
         finally:
-            tell(None)
+            send(None)
 
     def stop(self) -> None:
-        """End the process, if it has not ended yet."""
+        """Kill the child process."""
         self._stopped = True
         if self._child is not None:
             self._child.stop()
 
 
 def main() -> None:
-    """Run the trials that the command line asks for, in a process started by ``Isolation``."""
+    """Run the trials of a shard, in a child process that ``Isolation`` started."""
     from interposer import current_registry, place
 
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a kernel prints is no reply
+    os.dup2(2, 1)  # output of kernels must not mix with the replies
     request = json.loads(sys.argv[1])
     config = Config(platform=request["platform"]) if request["platform"] else Config()
     registry, scope = current_registry(config), Scope(**request["scope"])
     crashed = set(map(tuple, request["crashed"]))
-    everything = trials(registry, place(config).device, scope)
-    for number, trial in _shared(everything, request["part"], request["parts"]):
+    all_trials = trials(registry, place(config).device, scope)
+    for number, trial in _of_shard(all_trials, request["part"], request["parts"]):
+        # Earlier trials ran before the crash.
         if number < request["first"]:
             continue
-        told = untried(trial)
-        if told.candidate in crashed:
+        outcome = untried(trial)
+        if outcome.candidate in crashed:
             reason = "a trial before it ended the process"
-            outcome = replace(told, state="not run", reason=reason)
+            outcome = replace(outcome, state="not run", reason=reason)
         else:
-            _reply(replies, number=number, begins=told.to_dict(), named=str(trial))
+            _reply(replies, number=number, begins=outcome.to_dict(), named=str(trial))
             outcome = outcome_of(trial)
         _reply(replies, number=number, outcome=outcome.to_dict())
     _reply(replies, ended=True)
 
 
-def _shared(everything: Iterable[Trial], part: int, parts: int) -> Iterator[tuple[int, Trial]]:
-    """Yield the trials of one part with their numbers among all."""
-    for number, trial in enumerate(everything):
+def _of_shard(all_trials: Iterable[Trial], part: int, parts: int) -> Iterator[tuple[int, Trial]]:
+    """Yield (number among all trials, trial) for the trials of one shard."""
+    for number, trial in enumerate(all_trials):
         if number // _BLOCK % parts == part:
             yield number, trial
 
 
-def _reply(replies: IO[str], **told: Any) -> None:
-    print(json.dumps(told), file=replies, flush=True)
+def _reply(replies: IO[str], **facts: Any) -> None:
+    print(json.dumps(facts), file=replies, flush=True)

@@ -1,4 +1,4 @@
-"""One candidate on one case, in one respect."""
+"""One trial: one candidate on one case in one aspect."""
 
 from __future__ import annotations
 
@@ -27,23 +27,21 @@ Aspect = Literal[
     "model",
     "communicator",
 ]
-"""In what respect something is tried. Only claimed properties are."""
+"""The aspect that a trial tests. Properties are tested only if the record declares them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One candidate on one case, in one respect.
-
-    It is in one of three states: ``not_run`` says why it cannot be tried here; or else a falsy
-    ``verdict`` why the candidate refuses the case; or else ``run`` runs it.
+    """One test of one candidate on one case, in one aspect.
 
     Attributes:
-        candidate: what is tried: a kernel, backend, layer or other record, or the reference itself.
-        request: what it would be chosen for.
-        label: of the case.
-        verdict: whether the candidate takes the request; a refused one has not run, and says why.
-        aspect: what about it is tried.
-        not_run: why this cannot be tried here; empty where it can.
+        candidate: a kernel, backend, layer or other record, or the reference of an op.
+        request: the request that the case stands for.
+        label: label of the case.
+        verdict: answer of the candidate to the request; a refused trial does not run.
+        check: runs the test and returns the faults.
+        aspect: the tested aspect.
+        not_run: reason why the trial cannot run on this machine; empty if it can.
     """
 
     candidate: Candidate
@@ -55,9 +53,9 @@ class Trial:
     not_run: str = ""
 
     def run(self) -> list[Fault]:
-        """Run the checks and return what is wrong.
+        """Run the test and return the faults.
 
-        Nothing is wrong with a reasoned refusal, nor with what cannot be tried here.
+        A trial that is refused or cannot run here has no faults, unless the verdict itself raised.
         """
         if self.not_run:
             return []

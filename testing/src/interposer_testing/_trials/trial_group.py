@@ -1,4 +1,4 @@
-"""Trials in groups, as tests: those of one candidate, in one aspect and dtype."""
+"""Groups of trials as pytest tests: one group per candidate, aspect and dtype."""
 
 from __future__ import annotations
 
@@ -28,23 +28,21 @@ def trial_groups(
     registry: Registry | None = None,
     device: Device | None = None,
 ) -> list[TrialGroup]:
-    """Return all groups of a distribution; arguments are those of ``verify``.
-
-    Raises: see ``verify``.
-    """
+    """Return all groups of a distribution. Arguments and exceptions are those of ``verify``."""
     config = Config(platform=platform) if platform else Config()
     registry = registry or current_registry(config)
     scope = known_scope(registry, Scope(distribution, op, "", seed, quick))
     device = device or place(config).device
-    found = dict[_Key, list[Trial]]()
+    trials_by_key = dict[_Key, list[Trial]]()
     for trial in trials(registry, device, scope):
-        found.setdefault(_key(trial), []).append(trial)
+        trials_by_key.setdefault(_key(trial), []).append(trial)
     groups = [
-        TrialGroup(candidate, aspect, dtype, tuple(some), scope, platform)
-        for (candidate, aspect, dtype), some in found.items()
+        TrialGroup(candidate, aspect, dtype, tuple(members), scope, platform)
+        for (candidate, aspect, dtype), members in trials_by_key.items()
     ]
-    tried = [candidate for candidate, _, _ in found]
-    for candidate in absent(registry, device, scope, tried):
+    tested = [candidate for candidate, _, _ in trials_by_key]
+    # A candidate without trials gets a test that is skipped with the reason.
+    for candidate in absent(registry, device, scope, tested):
         identity = (candidate.kind, candidate.subject, candidate.provider, candidate.name)
         groups.append(
             TrialGroup(identity, "not run", "", (), scope, platform, absent=candidate.absent)
@@ -54,10 +52,10 @@ def trial_groups(
 
 @dataclass(frozen=True, slots=True)
 class TrialGroup:
-    """The trials of one test.
+    """The trials of one pytest test.
 
     Attributes:
-        absent: why it has no trials.
+        absent: reason why there are no trials; empty if there are.
     """
 
     candidate: tuple[str, str, str, str]
@@ -69,7 +67,7 @@ class TrialGroup:
     absent: str = ""
 
     def verify(self) -> None:
-        """Run the trials. The test fails if any does, and is skipped if none could run."""
+        """Run the trials: the test fails if any trial fails, and is skipped if none could run."""
         __tracebackhide__ = True
         if self.absent:
             pytest.skip(self.absent)
@@ -79,18 +77,19 @@ class TrialGroup:
             pytest.fail("\n".join(self._lines(outcomes, failed)), pytrace=False)
         if not any(outcome.state == "passed" for outcome in outcomes):
             reasons = Counter(f"{outcome.state}: {outcome.reason}" for outcome in outcomes)
-            pytest.skip("; ".join(f"{why} ({count} times)" for why, count in reasons.items()))
+            pytest.skip("; ".join(f"{text} ({count} times)" for text, count in reasons.items()))
 
     def _lines(self, outcomes: list[Outcome], failed: list[Outcome]) -> list[str]:
-        """Return the first faults in full, and a line for each of the others."""
+        """Return the first faults in full, and one line for each further failed trial."""
+        # All outcomes of a group belong to one candidate and one aspect.
         (candidate,) = examined(outcomes, self.scope, self.platform)
         (tally,) = candidate.tallies
         lines = wrong_lines(candidate, tally)
-        shown = {finding.case for finding in tally.findings}
-        others = [outcome for outcome in failed if outcome.case not in shown]
-        if others:
+        shown_cases = {finding.case for finding in tally.findings}
+        further = [outcome for outcome in failed if outcome.case not in shown_cases]
+        if further:
             lines.append("The others:")
-        lines += [f"  case {o.case!r}: {'; '.join(map(str, o.faults))}" for o in others]
+        lines += [f"  case {o.case!r}: {'; '.join(map(str, o.faults))}" for o in further]
         return lines
 
     def __str__(self) -> str:
@@ -100,5 +99,5 @@ class TrialGroup:
 
 
 def _key(trial: Trial) -> _Key:
-    told = untried(trial)
-    return told.candidate, told.aspect, told.dtype
+    outcome = untried(trial)
+    return outcome.candidate, outcome.aspect, outcome.dtype

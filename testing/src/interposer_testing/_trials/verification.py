@@ -1,4 +1,4 @@
-"""The verification of one distribution's records, on this machine's device."""
+"""The verification of all records of a distribution on a device of this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from interposer_testing._trials.host import find_host
 from interposer_testing._trials.outcome import Outcome, Progress, Scope, outcomes
 
 Run = Callable[[Registry, Device, Scope, Progress | None], Iterable[Outcome]]
-"""A function that runs trials; ``outcomes`` does so in this process."""
+"""A function that runs trials, such as ``outcomes``, which uses this process."""
 
 _KINDS: tuple[Kind, ...] = ("kernel", "attention", "layer", "scheme", "model", "communicator")
 
@@ -42,58 +42,59 @@ def verify(
     host: str = "",
     run: Run = outcomes,
 ) -> Report:
-    """Return the report on every record of a distribution.
+    """Test every record of a distribution and return the report.
 
     Args:
-        distribution: its name; of a plugin that was given in code, the name of its module.
-        registry: where its records are; without one, the plugins of this installation.
-        device: where to run; without one, the first device of the platform in force.
-        op: verify only what is declared for this op.
+        distribution: name of the distribution; for a plugin registered in code, name of the
+            plugin's module.
+        registry: registry with the records; the default has all installed plugins.
+        device: device to run on; the default is the first device of the selected platform.
+        op: verify only kernels of this op.
         case: run only cases with this label.
-        platform: ask for this platform, where no device is given.
-        seed: of the cases.
-        quick: try only few cases of each op, among which every value of every axis occurs.
-        date: when it is, in UTC, as the report states it; without one, now.
+        platform: platform to run on, if ``device`` is None.
+        seed: random seed of the cases.
+        quick: run few cases per op that cover every value of every axis.
+        date: date of the report in UTC; the default is now.
         progress: called before each trial.
-        host: name of an engine in whose layers the kernels are tried, instead of by themselves.
-        run: what runs the trials.
+        host: name of an engine whose layers run the kernels; empty runs kernels directly.
+        run: function that runs the trials.
 
     Raises:
-        UnknownNameError: no plugin of this distribution is installed, none has the op or case, or
-            there is no such host.
-        ConfigError: the policy leaves the distribution out, or the host cannot be used.
-        PluginError: one of its plugins is quarantined, so it is not known what it declares.
-        PlatformUnavailableError: there is no device to run on.
+        UnknownNameError: the distribution, op, case or host is unknown.
+        ConfigError: the configuration excludes the distribution, or the host cannot be loaded.
+        PluginError: a plugin of the distribution failed to load.
+        PlatformUnavailableError: no device is available.
     """
     config = Config(platform=platform) if platform else Config()
     registry = registry or current_registry(config)
     scope = known_scope(registry, Scope(distribution, op, case, seed, quick, host))
     device = device or place(config).device
     engine = find_host(host).version if host else ""
-    began = date or datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    start_date = date or datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     start = time.perf_counter()
-    found = examined(run(registry, device, scope, progress), scope, platform)
-    tried = [(c.kind, c.subject, c.provider, c.name) for c in found]
-    missing = () if case else absent(registry, device, scope, tried)
+    candidates = examined(run(registry, device, scope, progress), scope, platform)
+    tested = [(c.kind, c.subject, c.provider, c.name) for c in candidates]
+    # With ``case``, most candidates have no trial, which is no finding.
+    without_trials = () if case else absent(registry, device, scope, tested)
     return Report(
         distribution=scope.distribution,
         version=_version(registry, scope.distribution),
         ground=_ground(registry, device),
-        date=began,
+        date=start_date,
         seed=seed,
         quick=quick,
         op=op,
         case=case,
         host=engine,
         seconds=time.perf_counter() - start,
-        candidates=(*found, *missing),
+        candidates=(*candidates, *without_trials),
     )
 
 
 def known_scope(registry: Registry, scope: Scope) -> Scope:
-    """Return the scope, with the distribution by the name that the registry knows it by.
+    """Check the distribution and op of ``scope``, and return ``scope`` with the normalised name.
 
-    Raises: see ``verify``.
+    Raises: the exceptions of ``verify``.
     """
     scope = replace(scope, distribution=_known_distribution(registry, scope.distribution))
     _check_op(registry, scope)
@@ -101,47 +102,48 @@ def known_scope(registry: Registry, scope: Scope) -> Scope:
 
 
 def _known_distribution(registry: Registry, name: str) -> str:
-    """Return the registry's name of a distribution; all of its plugins must work."""
+    """Return the normalised name of a distribution, all of whose plugins must be loaded."""
     plugins = registry.plugins
-    known = {plugin.distribution for plugin in plugins.loaded}
+    loaded = {plugin.distribution for plugin in plugins.loaded}
     failed = {failure.distribution: failure for failure in plugins.failed}
     skipped = {skipped.distribution: skipped for skipped in plugins.skipped}
-    everyone = known | failed.keys() | skipped.keys()
-    found = name if name in everyone else str(canonicalize_name(name))
-    if found in failed:
-        raise failed[found].error
-    if found in known:
-        return found
-    if found in skipped:
+    all_names = loaded | failed.keys() | skipped.keys()
+    normalised = name if name in all_names else str(canonicalize_name(name))
+    if normalised in failed:
+        raise failed[normalised].error
+    if normalised in loaded:
+        return normalised
+    if normalised in skipped:
+        reason = skipped[normalised].reason
         raise ConfigError(
-            f"{found} cannot be verified, as its plugin is not in use: {skipped[found].reason}. "
-            "Try: change the policy; `interposer doctor` shows which source says so"
+            f"{normalised} cannot be verified, as its plugin is not in use: {reason}. "
+            "Try: change the configuration; `interposer doctor` shows its sources"
         )
-    hint = "Is it installed, and does it declare a plugin? `interposer doctor` says what is there."
-    raise UnknownNameError("distribution", name, everyone, hint)
+    hint = "Is it installed, and does it declare a plugin? `interposer doctor` lists all plugins."
+    raise UnknownNameError("distribution", name, all_names, hint)
 
 
 def _check_op(registry: Registry, scope: Scope) -> None:
-    """Raise UnknownNameError if the distribution declares nothing for the op of the scope."""
-    known = [
+    """Raise UnknownNameError if the distribution has no kernel for the op of the scope."""
+    ops = [
         name
         for name in registry.subjects("kernel")
         if any(c.provider == scope.distribution for c in registry.candidates("kernel", name))
     ]
-    if scope.op and scope.op not in known:
-        raise UnknownNameError("op", scope.op, known, where=f"of {scope.distribution}")
+    if scope.op and scope.op not in ops:
+        raise UnknownNameError("op", scope.op, ops, where=f"of {scope.distribution}")
 
 
 def absent(
     registry: Registry,
     device: Device,
     scope: Scope,
-    seen: Iterable[tuple[str, str, str, str]],
+    tested: Iterable[tuple[str, str, str, str]],
 ) -> Iterator[Examined]:
-    """Yield what the distribution declares but no trial was of, with the reason."""
-    tried = {_identity(*candidate) for candidate in seen}
+    """Yield the candidates of the distribution that had no trial, with the reason."""
+    tested_keys = {_identity(*candidate) for candidate in tested}
     for kind, subject, candidate in declared(registry, scope):
-        if _identity(kind, subject, candidate.provider, candidate.name) in tried:
+        if _identity(kind, subject, candidate.provider, candidate.name) in tested_keys:
             continue
         platform = getattr(candidate.record, "platform", "")
         reason = NO_CASE
@@ -159,12 +161,13 @@ def absent(
 
 
 def _identity(kind: str, subject: str, provider: str, name: str) -> tuple[str, ...]:
-    """Return the key of a record: only kernels may have a name in common, each for its own op."""
+    """Return the key of a record. Only kernels of different ops can share a name."""
     return (kind, subject, provider, name) if kind == "kernel" else (kind, provider, name)
 
 
 def declared(registry: Registry, scope: Scope) -> Iterator[tuple[str, str, Candidate]]:
-    """Yield the candidates in ``scope``, each with its kind and its subject."""
+    """Yield (kind, subject, candidate) for the candidates in ``scope``."""
+    # An op or a host limits the verification to kernels.
     for kind in ("kernel",) if scope.op or scope.host else _KINDS:
         subjects = [scope.op] if scope.op else registry.subjects(kind)
         for subject in subjects:

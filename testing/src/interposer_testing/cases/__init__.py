@@ -1,7 +1,7 @@
-"""Cases of an op as a space: axes, the points between them, and what may be strange about memory.
+"""The test cases of an op as a space of axes, such as shape, options, memory layout and values.
 
-An op's case generator is a ``CaseSpace``: every point is one combination of shape class, option,
-layout and special value, is built by itself from a seed, and can be counted without being built.
+An op's case generator is a ``CaseSpace``. Every point is one combination of labels, one per axis.
+Points can be counted without building cases, and each case is built from a seed alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One thing that cases differ in, and a combination of them."""
+"""An axis of a case space, and a point in the space."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ORDINARY = "ordinary"
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The values that one property of a case takes, by label.
+    """The possible values of one property of a case, by label.
 
-    Raises: RecordError: there is no value, or the name is one of those that a space gives itself.
+    Raises: RecordError: there are no values, or the name is reserved by ``CaseSpace``.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Axis:
         if not self.values:
             raise RecordError(f"the axis {self.name!r} has no value")
         if self.name in ("dtype", "layout", "special"):
-            raise RecordError(f"an axis is named {self.name!r}, as one that every space has")
+            raise RecordError(f"an axis is named {self.name!r}, which every space has already")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class Point:
     """One value of every axis of a space.
 
     Attributes:
-        labels: by the names of the axes.
-        values: by the names of the axes.
-        layout: how the arguments lie in memory.
-        special: which values that are not ordinary numbers stand among the arguments.
+        labels: label by name of the axis.
+        values: value by name of the axis.
+        layout: memory layout of the arguments.
+        special: special values among the arguments, such as NaN.
     """
 
     labels: Mapping[str, str]
@@ -46,16 +46,17 @@ class Point:
     special: str = ORDINARY
 
     def __getitem__(self, axis: str) -> Any:
-        """Return the value on ``axis``."""
+        """Return the value of ``axis``."""
         return self.values[axis]
 
     @property
     def label(self) -> str:
-        """Return all labels in one line, unique within the space."""
-        own = [label for label in self.labels.values() if label]
-        own += [self.layout] * (self.layout != DENSE) + [self.special] * (self.special != ORDINARY)
-        return ", ".join(own) or "plain"
+        """All labels in one line, unique within the space."""
+        labels = [label for label in self.labels.values() if label]
+        labels += [self.layout] if self.layout != DENSE else []
+        labels += [self.special] if self.special != ORDINARY else []
+        return ", ".join(labels) or "plain"
 
     def coordinates(self) -> tuple[tuple[str, str], ...]:
-        """Return the pairs of axis and label, layout and special included."""
+        """Return (axis, label) pairs, including layout and special values."""
         return (*self.labels.items(), ("layout", self.layout), ("special", self.special))

@@ -1,4 +1,4 @@
-"""Cases of layers, which replacements are compared with the standard layer on."""
+"""Test cases of layers, on which replacements are compared with the standard layer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from interposer import Case, Site, Tolerance
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An argument of a constructor that depends on the site of the layer.
+    """A constructor argument that depends on the site of the layer.
 
     Attributes:
-        build: returns it, of the layer's site. A layer that it returns is finalized after the one
-            that it is given to, as a table is after the head that shares it.
+        build: creates the argument from the layer's site. If the argument is a layer, it is
+            finalized after the layer that gets the argument. An example is an embedding that shares
+            the weight of the language model head.
     """
 
     build: Callable[[Site], Any]
@@ -25,11 +26,11 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class OfLayer:
-    """An input that depends on the called layer, such as the cache of its backend.
+    """An input that depends on the called layer, such as the KV cache of an attention backend.
 
     Attributes:
-        build: returns it, of the layer and the torch device that its tensors belong on. The layer
-            may write to it.
+        build: creates the input from the layer and the torch device. The layer may write to the
+            input.
     """
 
     build: Callable[[Any, str], Any]
@@ -37,17 +38,17 @@ class OfLayer:
 
 @dataclass(frozen=True, slots=True)
 class LayerCase:
-    """One case of a layer: the arguments that build it, and those of a call.
+    """One test case of a layer: constructor arguments, parameters and the inputs of one call.
 
     Attributes:
-        label: what is special about it, unique within its layer and dtype.
-        arguments: of the constructor by name, without the site; what is ``Placed`` is built first.
-        inputs: of the method by position; what is ``OfLayer`` is built for each layer.
-        parameters: everything that the layer loads, by the names of its state.
-        method: what is called.
-        facts: a case whose ``reduction``, ``magnitude`` and ``rounded`` hold for the outputs; its
-            arguments don't matter.
-        tolerance: of the op behind the layer.
+        label: description of the case, unique within its layer and dtype.
+        arguments: constructor arguments by name, without the site; ``Placed`` ones are built first.
+        inputs: positional inputs of the method; ``OfLayer`` ones are built for each layer.
+        parameters: the state dict that the layer loads.
+        method: name of the called method.
+        facts: a case whose ``reduction``, ``magnitude`` and ``rounded`` apply to the outputs; its
+            arguments are ignored.
+        tolerance: tolerance of the op that the layer computes.
     """
 
     label: str
@@ -60,7 +61,7 @@ class LayerCase:
 
 
 class LayerCaseGenerator(Protocol):
-    """Yields cases for one dtype, the same ones for the same seed."""
+    """A function that yields the cases of a layer; equal seeds give equal cases."""
 
     def __call__(self, dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-        """Return the cases with parameters and float inputs of ``dtype``."""
+        """Yield the cases, with parameters and float inputs in ``dtype``."""

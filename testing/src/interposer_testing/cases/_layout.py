@@ -1,13 +1,13 @@
-"""Layouts of arguments in memory: the strides that an op takes, and tensors that use them.
+"""Memory layouts of arguments: the strides that an op accepts, and tensors with such strides.
 
-A tensor of a case is dense unless its op says more. ``Strides`` names what an op takes of an
-argument:
+Arguments are dense unless the op declares more. Each kind of ``Strides`` also allows all earlier
+ones:
 
-- ``offset``: dense, from any element of a storage on.
-- ``outer``: besides, the outermost dimension may skip memory, as slices of a fused projection do.
-- ``rows``: besides, every dimension but the last may skip memory.
-- ``leading``: besides, there may be any number of dimensions before the last.
-- ``any``: besides, the last one too, and dimensions may lie in another order.
+- ``offset``: dense, starting at any element of a storage.
+- ``outer``: the outermost dimension may have gaps, as slices of a fused projection have.
+- ``rows``: every dimension except the last may have gaps.
+- ``leading``: the number of dimensions before the last may vary.
+- ``any``: every dimension may have gaps, and dimensions may be transposed.
 """
 
 from __future__ import annotations
@@ -24,29 +24,31 @@ Strides = Literal["offset", "outer", "rows", "leading", "any"]
 
 
 def _offset(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Begin one element after an aligned address."""
+    """Start one element after an aligned address."""
     storage = tensor.new_empty(tensor.numel() + 1)
     return storage[1:].view(tensor.shape).copy_(tensor)
 
 
 def _sliced(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Leave room after each index of the first dimension, a multiple of every vector width."""
+    """Leave a gap after each index of the first dimension, a multiple of every SIMD width."""
     return _with_gaps(tensor, 0, 64)
 
 
 def _skipped(tensor: torch.Tensor, _: int) -> torch.Tensor:
     """Use every second index of the first dimension."""
+    # ``new_empty`` leaves the gaps uninitialised; ``Operand`` fills them with NaN later.
     storage = tensor.new_empty((2 * tensor.shape[0], *tensor.shape[1:]))
     return storage[::2].copy_(tensor)
 
 
 def _padded(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Leave three elements after each row, so that rows begin at odd addresses."""
+    """Leave a gap of three elements after each row, so that rows are not aligned."""
     return _with_gaps(tensor, max(tensor.ndim - 2, 0), 3)
 
 
 def _uneven(tensor: torch.Tensor, number: int) -> torch.Tensor:
     """Leave another number of elements after the rows of every argument."""
+    # A kernel that uses the row stride of one argument for another one then fails.
     return _with_gaps(tensor, max(tensor.ndim - 2, 0), 5 + 2 * number)
 
 
@@ -58,7 +60,7 @@ def _transposed(tensor: torch.Tensor, _: int) -> torch.Tensor:
 
 
 def _spread(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Use every second element."""
+    """Use every second element of the last dimension."""
     if not tensor.ndim:
         return tensor
     storage = tensor.new_empty((*tensor.shape[:-1], 2 * tensor.shape[-1]))
@@ -66,13 +68,13 @@ def _spread(tensor: torch.Tensor, _: int) -> torch.Tensor:
 
 
 def _with_gaps(tensor: torch.Tensor, dim: int, gap: int) -> torch.Tensor:
-    """Leave ``gap`` elements after each index of ``dim``; the dimensions inside stay dense."""
+    """Leave a gap of ``gap`` elements after each index of ``dim``; inner dimensions are dense."""
     if tensor.ndim < 2:
         return tensor
     outer, inner = tensor.shape[: dim + 1], math.prod(tensor.shape[dim + 1 :])
     storage = tensor.new_empty((*outer, inner + gap))
-    inside = storage[..., :inner].view((*outer, *tensor.shape[dim + 1 :]))
-    return inside.copy_(tensor)
+    view = storage[..., :inner].view((*outer, *tensor.shape[dim + 1 :]))
+    return view.copy_(tensor)
 
 
 LAYOUTS: Mapping[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
@@ -84,7 +86,8 @@ LAYOUTS: Mapping[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "transposed": _transposed,
     "spread": _spread,
 }
-"""Copies of a tensor and the number of its argument into memory that is not dense."""
+"""Functions that copy a tensor to memory with a layout; they take the tensor and the index of its
+argument."""
 
 _OUTER = ("offset by one", "sliced", "every second")
 _ROWS = (*_OUTER, "padded rows", "uneven rows")
@@ -103,11 +106,11 @@ MEANINGS: Mapping[Strides, str] = {
     "leading": "every dimension but the last may skip memory, and there may be any number of them",
     "any": "every dimension may skip memory, in any order",
 }
-"""The layouts that an op takes, in words; all of it from any element of a storage on."""
+"""Descriptions of the accepted strides. Every tensor may start at any element of a storage."""
 
 
 def layouts_of(strided: Mapping[str, Strides]) -> list[str]:
-    """Return the layouts that at least one of the arguments may have, the dense one first."""
+    """Return the layouts that at least one argument may have, dense first."""
     permitted = {layout for kind in strided.values() for layout in _PERMITTED[kind]}
     return [DENSE, *(layout for layout in LAYOUTS if layout in permitted)]
 
@@ -115,7 +118,7 @@ def layouts_of(strided: Mapping[str, Strides]) -> list[str]:
 def laid_out(
     tensors: Mapping[str, torch.Tensor], layout: str, strided: Mapping[str, Strides]
 ) -> dict[str, torch.Tensor]:
-    """Return ``tensors`` with those that may have ``layout`` copied into it."""
+    """Copy the tensors that may have ``layout`` to memory with that layout."""
     return {
         name: LAYOUTS[layout](tensor, number)
         if name in strided and layout in _PERMITTED[strided[name]] and tensor.numel()

@@ -1,4 +1,4 @@
-"""All cases of an op, enumerated without building one of them."""
+"""The space of an op's test cases, which are enumerated without being built."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Builder = Callable[[Point, torch.dtype, torch.Generator], Case]
 
 Variation = Literal["absent", "dtype", "rank"]
-"""A property of an argument: whether it is None, its dtype, how many dimensions it has."""
+"""A property of an argument that may vary: None or not, dtype, number of dimensions."""
 
 _VARIATIONS: Mapping[Variation, str] = {
     "absent": "may be None",
@@ -32,16 +32,16 @@ _VARIATIONS: Mapping[Variation, str] = {
 
 
 class CaseSpace:
-    """A case generator whose cases are the points of a space.
+    """A generator of test cases, which are the points of a space of axes.
 
-    Points are every combination of the axes, with dense memory and ordinary numbers; and, at the
-    labels of ``crossed``, every combination with one layout or one special value besides.
+    The points are all combinations of the axes with dense memory and ordinary numbers. In addition,
+    combinations of the labels in ``crossed`` have one other memory layout or special value.
 
     Attributes:
-        axes: what the op's own cases differ in.
-        dtypes: that the op has cases of.
-        strided: what the op takes of the memory of its arguments.
-        varying: what else differs between calls that a request does not tell apart, by argument.
+        axes: the properties in which the cases differ.
+        dtypes: the dtypes of the cases.
+        strided: accepted strides by argument.
+        varying: properties of arguments that vary although no dim of a request states them.
     """
 
     def __init__(
@@ -56,20 +56,21 @@ class CaseSpace:
         alone: Mapping[str, Sequence[str]] | None = None,
         valid: Callable[[Point, torch.dtype], bool] | None = None,
     ) -> None:
-        """Describe the space.
+        """Define the space.
 
         Args:
-            build: makes the case of a point, dense and of ordinary numbers; its label is ignored.
-            strided: what the op takes of the memory of its arguments; dense where it is silent.
-            varying: properties that no dim states and that every kernel has to take, by argument.
-            special: special values that the op defines results for, by argument.
-            crossed: by axis, the labels at which layouts and specials are tried; all of an axis
-                that is not named. Cases there must not be empty.
-            alone: by axis, the labels that are tried only with the first label of every other
-                axis: what is empty differs in nothing else.
-            valid: says which points exist for a dtype; all without it.
+            build: builds the case of a point with dense memory and ordinary numbers; the label of
+                the case is ignored.
+            strided: accepted strides by argument; dense for all other arguments.
+            varying: by argument, properties that no dim states, so every kernel must accept them.
+            special: by argument, special values for which the op defines results.
+            crossed: by axis, the labels that are combined with layouts and special values; all
+                labels of axes that are not listed. Their cases must not be empty.
+            alone: by axis, the labels that are combined only with the first label of every other
+                axis, such as empty shapes.
+            valid: returns whether a point exists for a dtype; the default accepts all.
 
-        Raises: RecordError: ``crossed`` or ``alone`` names an axis or a label that is not there.
+        Raises: RecordError: ``crossed`` or ``alone`` names an unknown axis or label.
         """
         self.axes = axes
         self.dtypes = tuple(dtypes)
@@ -80,48 +81,49 @@ class CaseSpace:
         self._crossed = {name: tuple(labels) for name, labels in (crossed or {}).items()}
         self._valid = valid
         self._alone = {name: tuple(labels) for name, labels in (alone or {}).items()}
-        known = {axis.name: axis.values for axis in axes}
+        values_by_axis = {axis.name: axis.values for axis in axes}
         for name, labels in (*self._crossed.items(), *self._alone.items()):
-            unknown = [label for label in labels if label not in known.get(name, ())]
-            if name not in known or unknown:
+            unknown = [label for label in labels if label not in values_by_axis.get(name, ())]
+            if name not in values_by_axis or unknown:
                 raise RecordError(f"no axis {name!r} with the labels {unknown}, which were named")
 
     def __call__(self, dtype: torch.dtype, seed: int) -> Iterator[Case]:
-        """Yield the case of every point."""
+        """Yield the cases of all points in ``dtype``."""
         for point in self.points(dtype):
             yield self.build(point, dtype, seed)
 
     def always_taken(self) -> dict[str, str]:
-        """Return what a kernel has to take of each argument, whatever the request says, in words.
+        """Describe, by argument, the layouts and variations that every kernel must accept.
 
-        What is not named is dense, and has the dtype and the dimensions of every other case.
+        Arguments that are not listed are always dense, with a fixed dtype and number of dimensions.
         """
         words = {name: [MEANINGS[strides]] for name, strides in self.strided.items()}
         for name, kinds in self.varying.items():
             words.setdefault(name, []).extend(_VARIATIONS[kind] for kind in kinds)
-        return {name: "; ".join(said) for name, said in words.items()}
+        return {name: "; ".join(phrases) for name, phrases in words.items()}
 
     def points(self, dtype: torch.dtype) -> list[Point]:
-        """Return all points for ``dtype``, none for a dtype that the op has no cases of."""
+        """Return all points for ``dtype``; empty if the op has no cases in ``dtype``."""
         if dtype not in self.dtypes:
             return []
         return [p for p in self._points if self._valid is None or self._valid(p, dtype)]
 
     def covering(self, dtype: torch.dtype) -> list[Point]:
-        """Return few points among which every label of every axis occurs.
+        """Return a few points that contain every label of every axis.
 
-        They are a star: one ordinary point, then others that differ from it in as little as
-        possible, so that what one value of one axis brings out is not hidden by another.
+        The first point is the ordinary one; the others differ from it in as few labels as possible.
+        So a fault that one label causes is not hidden by another label.
         """
-        chosen, covered = list[Point](), set[tuple[str, str]]()
+        points, covered = list[Point](), set[tuple[str, str]]()
         for point in sorted(self.points(dtype), key=self._distance):
             if not covered.issuperset(point.coordinates()):
-                chosen.append(point)
+                points.append(point)
                 covered.update(point.coordinates())
-        return chosen
+        return points
 
     def build(self, point: Point, dtype: torch.dtype, seed: int) -> Case:
-        """Return the case of ``point``, the same one for the same seed."""
+        """Build the case of ``point``; equal seeds give equal cases."""
+        # Derive the seed from the point, so that each case is independent of all others.
         key = f"{point.label}|{dtype}|{seed}".encode()
         generator = torch.Generator().manual_seed(zlib.crc32(key))
         case = self._build(point, dtype, generator)
@@ -129,49 +131,53 @@ class CaseSpace:
         tensors = {name: v for name, v in arguments.items() if isinstance(v, torch.Tensor)}
         if point.special != ORDINARY:
             special = cast(Special, point.special)
-            named = [name for name, values in self._special.items() if special in values]
-            tensors |= {n: with_special(tensors[n], special) for n in named if n in tensors}
+            names = [name for name, values in self._special.items() if special in values]
+            tensors |= {n: with_special(tensors[n], special) for n in names if n in tensors}
+        # Last, because special values are set in contiguous copies.
         if point.layout != DENSE:
             tensors = laid_out(tensors, point.layout, self.strided)
         return replace(case, label=point.label, arguments=arguments | tensors)
 
     def _distance(self, point: Point) -> int:
-        """Count the coordinates in which ``point`` is not an ordinary one."""
+        """Count the labels of ``point`` that differ from the ordinary point."""
         return sum(pair not in self._center for pair in point.coordinates())
 
     @cached_property
     def _center(self) -> set[tuple[str, str]]:
         crossed = {name: labels[0] for name, labels in self._crossed.items() if labels}
-        own = {(axis.name, crossed.get(axis.name, next(iter(axis.values)))) for axis in self.axes}
-        return {*own, ("layout", DENSE), ("special", ORDINARY)}
+        labels = {
+            (axis.name, crossed.get(axis.name, next(iter(axis.values)))) for axis in self.axes
+        }
+        return {*labels, ("layout", DENSE), ("special", ORDINARY)}
 
     @cached_property
     def _points(self) -> list[Point]:
         plain = list(self._combinations({}))
-        strange = list(self._combinations(self._crossed))
+        crossed = list(self._combinations(self._crossed))
         layouts = [DENSE, *layouts_of(self.strided)[1:]]
         defined = {value for values in self._special.values() for value in values}
         return [
             *plain,
-            *(replace(p, layout=layout) for layout in layouts[1:] for p in strange),
-            *(replace(p, special=value) for value in SPECIALS if value in defined for p in strange),
+            *(replace(p, layout=layout) for layout in layouts[1:] for p in crossed),
+            *(replace(p, special=value) for value in SPECIALS if value in defined for p in crossed),
         ]
 
-    def _combinations(self, kept: Mapping[str, Sequence[str]]) -> Iterator[Point]:
-        labels = [kept.get(axis.name, tuple(axis.values)) for axis in self.axes]
-        for combination in product(*labels):
-            named = {axis.name: label for axis, label in zip(self.axes, combination, strict=True)}
-            values: dict[str, Any] = {a.name: a.values[named[a.name]] for a in self.axes}
-            point = Point(named, values)
+    def _combinations(self, limits: Mapping[str, Sequence[str]]) -> Iterator[Point]:
+        """Yield all combinations of labels; ``limits`` restricts the labels of some axes."""
+        labels_by_axis = [limits.get(axis.name, tuple(axis.values)) for axis in self.axes]
+        for combination in product(*labels_by_axis):
+            labels = {axis.name: label for axis, label in zip(self.axes, combination, strict=True)}
+            values: dict[str, Any] = {a.name: a.values[labels[a.name]] for a in self.axes}
+            point = Point(labels, values)
             if not self._is_redundant(point):
                 yield point
 
     def _is_redundant(self, point: Point) -> bool:
-        """Return True if a label to be tried alone stands beside others than first labels."""
-        lonely = [n for n, labels in self._alone.items() if point.labels[n] in labels]
+        """Return whether a label in ``alone`` is combined with a label that is not the first."""
+        alone = [n for n, labels in self._alone.items() if point.labels[n] in labels]
         return any(
             point.labels[axis.name] != next(iter(axis.values))
-            for name in lonely
+            for name in alone
             for axis in self.axes
             if axis.name != name
         )
@@ -182,7 +188,7 @@ class PlannedCase:
     """A case that is not built yet.
 
     Attributes:
-        point: where it lies in its space; None for a generator that is no space.
+        point: its point in the case space; None for a generator that is no space.
     """
 
     label: str
@@ -194,9 +200,10 @@ class PlannedCase:
 def planned_cases(
     op: CustomOp[..., Any], seed: int, *, quick: bool = False
 ) -> Iterator[PlannedCase]:
-    """Yield the cases of ``op`` in all dtypes; only a covering few of a space if ``quick``."""
+    """Yield the cases of ``op`` in all dtypes; if ``quick``, only the covering ones of a space."""
     space = op.cases
     if not isinstance(space, CaseSpace):
+        # A plain generator has to build a case before its label is known.
         for dtype in FLOATS:
             for case in space(dtype, seed):
                 yield PlannedCase(case.label, dtype, partial(_identity, case))

@@ -1,4 +1,4 @@
-"""Values that are not ordinary numbers, put among those of an argument."""
+"""Special values such as NaN and infinities in the arguments of a case."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ SPECIALS: tuple[Special, ...] = get_args(Special)
 
 
 def with_special(tensor: torch.Tensor, special: Special) -> torch.Tensor:
-    """Return a copy of a float tensor with special values in some of its rows.
+    """Copy a float tensor and put special values into some rows.
 
-    Infinities of both signs stand at the end of the first row and at the beginning of the last
-    one; a NaN in the middle of the middle row; the last row consists of subnormal numbers; every
-    third element is a negative zero.
+    - infinities: +inf at the end of the first row, -inf at the start of the last row.
+    - NaN: in the middle of the middle row.
+    - subnormals: the whole last row.
+    - negative zeros: every third element.
 
     Args:
-        tensor: ``[..., H]`` of at least one element.
+        tensor: ``[..., H]`` with at least one element.
     """
     rows = tensor.clone(memory_format=torch.contiguous_format)
     flat = rows.view(-1, rows.shape[-1]) if rows.ndim else rows.view(1, 1)

@@ -1,1 +1,1 @@
-"""The subcommands. None of these modules imports torch before its command runs."""
+"""The subcommands. No module imports torch before the command runs."""

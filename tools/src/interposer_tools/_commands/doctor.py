@@ -19,17 +19,19 @@ def doctor(
         typer.Option(
             "--describe",
             metavar="FILE",
-            help="Only write this machine's device to FILE, for explain --on; - prints it.",
+            help="Write a description of this machine's device to FILE (- prints it) and stop. "
+            "`explain --on FILE` reads it.",
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Forget all verdicts and examine plugins anew.")
+        bool,
+        typer.Option("--fresh", help="Examine all plugins again instead of using stored verdicts."),
     ] = False,
     platform: PlatformName = None,
     locked: Locked = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is installed, what works, what failed and how to mend it.
+    """List installed platforms and plugins, and report failures with the way to fix each one.
 
     Exits with 1 if anything failed.
     """
@@ -37,10 +39,10 @@ def doctor(
     if describe is not None:
         _describe(describe, config)
         return
-    from interposer_tools._doctor.doctor import doctor as examined
+    from interposer_tools._doctor.doctor import doctor as examine
     from interposer_tools._doctor.tables import health_tables
 
-    health = examined(config, fresh=fresh)
+    health = examine(config, fresh=fresh)
     print_facts(health, as_json, health_tables)
     if not health.healthy:
         raise typer.Exit(1)

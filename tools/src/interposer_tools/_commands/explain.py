@@ -25,20 +25,20 @@ from interposer_tools.options import (
 def explain(
     model: Annotated[
         Path | None,
-        typer.Argument(help="A model directory or a name; without one, all that there is."),
+        typer.Argument(help="Model directory or name. Without it: all installed candidates."),
     ] = None,
     why: Annotated[
         str | None,
         typer.Option(
             "--why",
             metavar="OP",
-            help="One op, layer id, attention type, scheme or architecture, in full.",
+            help="Explain one op, layer id, attention type, scheme or architecture in full.",
         ),
     ] = None,
     on: Annotated[
         str | None,
         typer.Option(
-            "--on", metavar="NAME_OR_FILE", help="A described device, in place of this machine's."
+            "--on", metavar="NAME_OR_FILE", help="Explain for this described device instead."
         ),
     ] = None,
     dtype: Dtype = "auto",
@@ -50,9 +50,9 @@ def explain(
     locked: Locked = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what would be chosen for every part of a model, and why everything else would not."""
+    """Show the selected candidate for every part of a model, and why others were not selected."""
     if on is not None and platform is not None:
-        raise ConfigError("--on says where, so --platform has nothing to say. Try: one of the two")
+        raise ConfigError("--on and --platform both choose the device. Try: only one of the two")
     import interposer
     from interposer_tools._explanation_tables import explanation_tables
 

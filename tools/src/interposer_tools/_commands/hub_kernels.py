@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-# What others have loaded may be called for years, so this is a list: an op is published on purpose.
+# An explicit list, because published functions must stay callable for years.
 _PUBLISHED = (
     *("rms_norm", "fused_add_rms_norm", "gemma_rms_norm", "fused_add_gemma_rms_norm"),
     *("layer_norm", "gated_rms_norm", "l2_norm", "qk_norm"),
@@ -20,16 +20,17 @@ _PUBLISHED = (
 
 
 def hub_kernels(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the repository is written.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the repository.")],
     op: Annotated[
-        list[str] | None, typer.Option("--op", help="Only these ops, each by --op NAME.")
+        list[str] | None, typer.Option("--op", help="Publish only this op. Repeatable.")
     ] = None,
     provider: Annotated[
-        str, typer.Option("--from", metavar="DIST", help="Whose ops and Triton kernels are taken.")
+        str,
+        typer.Option("--from", metavar="DIST", help="Distribution of the ops and Triton kernels."),
     ] = "interposer-ops",
-    name: Annotated[str, typer.Option(help="The name of the repository.")] = "interposer-kernels",
+    name: Annotated[str, typer.Option(help="Name of the repository.")] = "interposer-kernels",
 ) -> None:
-    """Write kernels as a repository of Hugging Face's hub of kernels."""
+    """Write Triton kernels as a repository for Hugging Face's kernel hub."""
     from interposer import current_registry
     from interposer_tools._hub.repository import HubRepository
 

@@ -9,10 +9,10 @@ import typer
 
 def lock(
     check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; compare what is installed.")
+        bool, typer.Option("--check", help="Only compare the installed plugins with the lock file.")
     ] = False,
 ) -> None:
-    """Write down which plugin distributions are installed, for --locked to insist on them."""
+    """Record the installed plugin distributions in interposer.lock, which --locked enforces."""
     from interposer import effective_config
     from interposer.tooling import Lock, check_lock, installed_distributions, lock_path
 

@@ -13,17 +13,18 @@ from interposer_tools.options import AsJson
 def ops(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[OP]...", help="Only these; one alone is shown in full."),
+        typer.Argument(metavar="[OP]...", help="Ops to list. A single op is shown in full."),
     ] = None,
     provider: Annotated[
-        str | None, typer.Option("--from", metavar="DIST", help="Only those of a distribution.")
+        str | None,
+        typer.Option("--from", metavar="DIST", help="List only ops of this distribution."),
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Write them as a page.")
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write a Markdown page.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which ops there are, what they compute and on how many cases kernels are checked."""
+    """List the ops, with a description and the number of test cases for kernels."""
     from interposer import current_registry
     from interposer.errors import UnknownNameError
     from interposer.tooling import write_text

@@ -33,33 +33,36 @@ if TYPE_CHECKING:
 def tune(
     model_dir: Annotated[
         Path | None,
-        typer.Argument(help="A model directory or a name; without one, nothing is measured."),
+        typer.Argument(help="Model directory or name. Without it, nothing is measured."),
     ] = None,
     tokens: Annotated[
-        str, typer.Option(help="Numbers of tokens of a step, each timed.")
+        str, typer.Option(help="Tokens per step to measure, separated by commas.")
     ] = "1,16,256",
-    repeats: Annotated[int, typer.Option(help="Runs behind each median.")] = 15,
+    repeats: Annotated[int, typer.Option(help="Timed runs per median.")] = 15,
     dtype: Dtype = "auto",
     platform: PlatformName = None,
     locked: Locked = False,
     import_file: Annotated[
-        Path | None, typer.Option("--import", help="Take over the measurements in a file.")
+        Path | None, typer.Option("--import", help="Import the measurements in FILE.")
     ] = None,
     export_file: Annotated[
         Path | None,
-        typer.Option("--export", help="Write what was measured, or else all that is kept."),
+        typer.Option(
+            "--export", help="Write the new measurements to FILE; without a model, all stored ones."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time every kernel and attention backend that a model could use here, and keep the figures.
+    """Measure every kernel and attention backend that a model can use here; store the results.
 
-    Exits with 1 if a part of the model got none.
+    Exits with 1 if every candidate for a part of the model failed.
     """
     if model_dir is None and import_file is None and export_file is None:
         raise ConfigError(
             "There is nothing to do. Try: interposer tune MODEL_DIR, or --import or --export FILE"
         )
     counts = _numbers(tokens)
+    # Check the export first: the measurement can take minutes.
     if export_file is not None and not export_file.absolute().parent.is_dir():
         raise ConfigError(f"--export {export_file}: its folder does not exist. Try: make it first")
     from interposer.tooling import default_store
@@ -70,13 +73,13 @@ def tune(
     facts: dict[str, Any] = {}
     lines = []
     if import_file is not None:
-        given = Table.read(import_file)
-        replaced = given.install(store)
-        facts["imported"], facts["replaced"] = len(given.entries), len(replaced)
-        lines.append(f"{_entries(given)} imported, {len(replaced)} of them in place of older ones")
+        imported = Table.read(import_file)
+        replaced = imported.install(store)
+        facts["imported"], facts["replaced"] = len(imported.entries), len(replaced)
+        lines.append(f"{_entries(imported)} imported, {len(replaced)} of them replaced older ones")
     table = Table.stored(store) if model_dir is None else None
     if model_dir is not None:
-        table = _measured(model_dir, counts, repeats, dtype, config)
+        table = _measure(model_dir, counts, repeats, dtype, config)
         facts |= table.model_dump(mode="json")
     assert table is not None
     if export_file is not None:
@@ -90,15 +93,14 @@ def tune(
             _print(table)
         print("\n".join(lines), end="\n" if lines else "")
     failed = [entry for entry in table.entries if not entry.value.candidates]
+    # A failed candidate is only reported; a request without any result is an error.
     if model_dir is not None and failed:
         requests = ", ".join(str(entry.key) for entry in failed)
         print(f"error: every candidate failed for {requests}", file=sys.stderr)
         raise typer.Exit(1)
 
 
-def _measured(
-    model_dir: Path, tokens: list[int], repeats: int, dtype: str, config: Config
-) -> Table:
+def _measure(model_dir: Path, tokens: list[int], repeats: int, dtype: str, config: Config) -> Table:
     from interposer_tools._tuner.tuner import tune as measure
 
     with _progress() as progress:
@@ -114,7 +116,6 @@ def _measured(
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """Draw a bar where there is a terminal."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -141,7 +142,7 @@ def _print(table: Table) -> None:
         print(entry.key)
         for name, figures in _ranked(entry):
             print(f"  {name}: {figures}")
-    for line in _left_out(table):
+    for line in _skipped_lines(table):
         print(line)
 
 
@@ -151,28 +152,29 @@ def _print_table(table: Table, console: Console) -> None:
 
     grid = Grid("request", "candidate", "median (quartiles)")
     for entry in table.entries:
-        for place, (name, figures) in enumerate(_ranked(entry)):
+        for rank, (name, figures) in enumerate(_ranked(entry)):
             # As Text, because a request's brackets would be read as markup.
-            style = "" if place else "bold"
-            grid.add_row(Text("" if place else str(entry.key)), Text(name, style), Text(figures))
+            style = "" if rank else "bold"
+            grid.add_row(Text("" if rank else str(entry.key)), Text(name, style), Text(figures))
         grid.add_section()
     console.print(grid)
-    for line in _left_out(table):
+    for line in _skipped_lines(table):
         console.print(Text(line, "dim"))
 
 
 def _ranked(entry: Entry) -> list[tuple[str, str]]:
-    """Return the candidates, the fastest first, with their figures or why they have none."""
+    """Return (candidate, timing or reason of the failure), the fastest candidate first."""
     ordered = sorted(entry.value.candidates.items(), key=lambda item: (item[1].seconds, item[0]))
     timed = [(name, str(figures)) for name, figures in ordered]
-    return [*timed, *((name, f"failed: {why}") for name, (_, why) in entry.value.failed.items())]
+    failed = [(name, f"failed: {reason}") for name, (_, reason) in entry.value.failed.items()]
+    return [*timed, *failed]
 
 
-def _left_out(table: Table) -> list[str]:
-    """Return a line for every reason not to measure, with the requests that it holds for."""
+def _skipped_lines(table: Table) -> list[str]:
+    """Return one line per reason, with the requests that were not measured for that reason."""
     by_reason: dict[str, list[str]] = {}
-    for left_out in table.not_measured:
-        by_reason.setdefault(left_out.reason, []).append(left_out.request)
+    for skipped in table.not_measured:
+        by_reason.setdefault(skipped.reason, []).append(skipped.request)
     return [
         f"not measured, {reason}: {', '.join(requests)}" for reason, requests in by_reason.items()
     ]
@@ -188,11 +190,11 @@ def _numbers(text: str) -> list[int]:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(
-            f"--tokens {text!r} are not numbers with commas between them, as 1,16,256"
+            f"--tokens {text!r} must be numbers separated by commas, such as 1,16,256"
         ) from None
-    for place, number in enumerate(numbers):
+    for index, number in enumerate(numbers):
         if number < 1:
-            raise ConfigError(f"--tokens {text!r}: {number} is no number of tokens. Try: 1 or more")
-        if number in numbers[:place]:
-            raise ConfigError(f"--tokens {text!r}: {number} is there twice. Try: leave one out")
+            raise ConfigError(f"--tokens {text!r}: {number} is too small. Try: 1 or more")
+        if number in numbers[:index]:
+            raise ConfigError(f"--tokens {text!r}: {number} occurs twice. Try: remove one")
     return numbers

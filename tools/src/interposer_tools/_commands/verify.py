@@ -21,56 +21,64 @@ if TYPE_CHECKING:
 def verify(
     targets: Annotated[
         list[str],
-        typer.Argument(metavar="DIST", help="The distribution; with --merge, files of reports."),
+        typer.Argument(
+            metavar="DIST", help="Distribution to verify; with --merge, JSON report files."
+        ),
     ],
-    op: Annotated[str, typer.Option(help="Only what is declared for this op.")] = "",
-    platform: Annotated[str, typer.Option(metavar="NAME", help="Where to run.")] = "",
-    case: Annotated[str, typer.Option(metavar="LABEL", help="Only cases of this label.")] = "",
+    op: Annotated[str, typer.Option(help="Verify only records for this op.")] = "",
+    platform: Annotated[str, typer.Option(metavar="NAME", help="Platform to run on.")] = "",
+    case: Annotated[
+        str, typer.Option(metavar="LABEL", help="Run only the test case with this label.")
+    ] = "",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few cases of each op, for every value of every axis.")
+        bool,
+        typer.Option(
+            "--quick", help="Few cases per op that still cover every value of every axis."
+        ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the cases.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the test cases.")] = 0,
     isolate: Annotated[
         bool,
-        typer.Option("--isolate", help="Run in another process, whose crash is a fault like any."),
+        typer.Option("--isolate", help="Run in a child process and report a crash as a failure."),
     ] = False,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", "-j", metavar="N", help="As --isolate, in so many processes."),
+        typer.Option("--jobs", "-j", metavar="N", help="Like --isolate, in N processes."),
     ] = None,
     host: Annotated[
         str,
-        typer.Option(metavar="NAME", help="Try kernels in the layers of this engine."),
+        typer.Option(metavar="NAME", help="Test kernels inside this engine's layers."),
     ] = "",
     merge: Annotated[
-        bool, typer.Option("--merge", help="Run nothing: put reports of several devices together.")
+        bool, typer.Option("--merge", help="Run nothing; combine the reports of several devices.")
     ] = False,
     plan: Annotated[
         bool,
-        typer.Option("--plan", help="Run nothing: look at what is declared, for all devices."),
+        typer.Option("--plan", help="Run nothing; check the records for all devices."),
     ] = False,
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the report as JSON.")
     ] = None,
     junit: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it as JUnit XML.")
+        Path | None, typer.Option(metavar="FILE", help="Write the report as JUnit XML.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it as a page in HTML.")
+        Path | None, typer.Option(metavar="FILE", help="Write the report as HTML.")
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it as a page in Markdown.")
+        Path | None, typer.Option(metavar="FILE", help="Write the report as Markdown.")
     ] = None,
 ) -> None:
-    """Check everything that a distribution declares against the definitions of its ops.
+    """Test every record of a plugin distribution against the reference of its op.
 
-    Exits with 1 if anything is wrong, and with 2 if it could not be found out.
+    Exits with 1 if anything is wrong, and with 2 if the verification could not run.
     """
     try:
         if merge and (json is not None or junit is not None):
             raise ConfigError("--merge writes a page. Try: --markdown FILE or --html FILE")
         if plan:
-            others = {
+            # ``--op``, ``--seed`` and ``--json`` are the only options that work with --plan.
+            is_set = {
                 "--platform": platform,
                 "--case": case,
                 "--quick": quick,
@@ -82,13 +90,14 @@ def verify(
                 "--html": html,
                 "--markdown": markdown,
             }
-            sound = _planned(targets, op, [name for name, given in others.items() if given], json)
-            raise typer.Exit(0 if sound else 1)
+            useless_options = [name for name, value in is_set.items() if value]
+            is_sound = _plan(targets, op, useless_options, json)
+            raise typer.Exit(0 if is_sound else 1)
         if merge:
             reports = [_read(file) for file in targets]
         else:
             reports = [
-                _verified(
+                _verify(
                     targets,
                     op,
                     platform,
@@ -102,18 +111,17 @@ def verify(
         _write(reports, json, junit, html, markdown)
     except InterposerError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error  # as 1 says that something is wrong
+        raise typer.Exit(2) from error  # exit code 1 means that a record is wrong
     if any(report.state == "wrong" for report in reports):
         raise typer.Exit(1)
 
 
-def _planned(targets: list[str], op: str, others: list[str], json: Path | None) -> bool:
-    """Print what can be said without running anything, and return whether it is sound."""
+def _plan(targets: list[str], op: str, useless_options: list[str], json: Path | None) -> bool:
+    """Print the result of the checks that run no kernel, and return whether all passed."""
     _check_one(targets)
-    if others:
-        raise ConfigError(
-            f"--plan runs nothing, so that {', '.join(others)} would do nothing. Try: without"
-        )
+    if useless_options:
+        options = ", ".join(useless_options)
+        raise ConfigError(f"--plan runs nothing, so {options} has no effect. Try: remove it")
     from interposer import current_registry
     from interposer.tooling import write_text
     from interposer_testing import plan
@@ -139,7 +147,7 @@ def _read(file: str) -> Report:
     return Report.read(Path(file))
 
 
-def _verified(
+def _verify(
     targets: list[str],
     op: str,
     platform: str,
@@ -151,13 +159,13 @@ def _verified(
 ) -> Report:
     _check_one(targets)
     from interposer_testing import Isolation, side_by_side
-    from interposer_testing import verify as verified
+    from interposer_testing import verify as run_verification
     from interposer_tools._report_tables import report_tables
 
     if not faulthandler.is_enabled():
-        faulthandler.enable()  # its frames name the trial that was running
+        faulthandler.enable()  # after a crash, its stack trace names the trial
     with _progress() as progress:
-        report = verified(
+        report = run_verification(
             targets[0],
             op=op,
             case=case,
@@ -184,25 +192,24 @@ def _write(
     markdown: Path | None,
 ) -> None:
     from interposer.tooling import write_text
-    from interposer_testing import html as in_html
-    from interposer_testing import junit as in_junit
-    from interposer_testing import markdown as in_markdown
+    from interposer_testing import html as to_html
+    from interposer_testing import junit as to_junit
+    from interposer_testing import markdown as to_markdown
 
     if json is not None:
         reports[0].write(json)
     if junit is not None:
-        write_text(junit, in_junit(reports[0]))
+        write_text(junit, to_junit(reports[0]))
     if html is not None:
-        write_text(html, in_html(reports))
+        write_text(html, to_html(reports))
     if markdown is not None:
-        write_text(markdown, in_markdown(reports))
+        write_text(markdown, to_markdown(reports))
     elif len(reports) > 1 and html is None:
-        print(in_markdown(reports), end="")
+        print(to_markdown(reports), end="")
 
 
 @contextmanager
 def _progress() -> Iterator[Progress | None]:
-    """Show what is running where there is a terminal."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -217,7 +224,7 @@ def _progress() -> Iterator[Progress | None]:
     ) as bar:
         task = bar.add_task("", total=None)
 
-        def advance(done: int, name: str) -> None:
-            bar.update(task, completed=done, description=escape(name))
+        def advance(num_trials: int, name: str) -> None:
+            bar.update(task, completed=num_trials, description=escape(name))
 
         yield advance

@@ -1,1 +1,1 @@
-"""The doctor: what is installed, what works, what failed and how to mend it."""
+"""The report of ``interposer doctor``: installed plugins, failures and fixes."""

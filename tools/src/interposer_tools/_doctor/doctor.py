@@ -1,4 +1,4 @@
-"""The examination of an installation: what works, what failed and how to mend it."""
+"""The examination of an installation for ``interposer doctor``."""
 
 from __future__ import annotations
 
@@ -65,32 +65,32 @@ _RULES: dict[str, Kind] = {
     "communicators": "communicator",
 }
 _GRAPHS = {
-    "auto": "decode steps become graphs where all that a model chooses is safe in one",
-    "on": "decode steps have to become graphs: graphs = 'on'",
-    "off": "decode steps run without: graphs = 'off'",
+    "auto": "used for decode steps if every selected kernel is safe in a graph",
+    "on": "required for decode steps: graphs = 'on'",
+    "off": "not used: graphs = 'off'",
 }
 
 
 def doctor(config: Config | None = None, *, fresh: bool = False) -> Health:
-    """Return what is found; nothing that is broken raises.
+    """Examine the installation. Everything that is broken becomes a problem of the result.
 
     Args:
-        config: policy above all other sources.
-        fresh: forget the remembered verdicts on plugins first, so that all are examined anew.
+        config: configuration that overrides all other sources.
+        fresh: examine all plugins again instead of using stored verdicts.
     """
     health = Health(_versions(), _torch())
     try:
         policy = effective_config(config)
         sources = config_sources(config)
     except ConfigError as error:
-        health.problems.append(Problem("configuration", str(error), "mend that source"))
+        health.problems.append(Problem("configuration", str(error), "correct that source"))
         return health
     health.sources = [PolicySource(s.name, s.path, s.fields) for s in sources if s.fields or s.path]
     store = default_store(policy)
     if fresh:
         _forget(health, store)
     if _examine_lock(health, policy) or not policy.locked:
-        # What strictness forbids is to be shown as well; what the lock refuses must not run.
+        # Show plugins that ``strict`` would forbid, but never run code that the lock refuses.
         _examine_code(health, policy.model_copy(update={"strict": False}))
     _examine_cache(health, store)
     return health
@@ -110,9 +110,10 @@ def _examine_code(health: Health, config: Config) -> None:
             decorators = judge_hub_decorators()
             if decorators is not None:
                 health.machine[SUBJECT] = decorators.reason
-            told = {str(failure.error) for failure in registry.plugins.failed}
-            said = dict.fromkeys(str(warning.message) for warning in caught)
-            health.warnings += [text for text in said if text not in told]
+            # Failures are reported as problems already; ``dict`` removes repeated warnings.
+            failures = {str(failure.error) for failure in registry.plugins.failed}
+            texts = dict.fromkeys(str(warning.message) for warning in caught)
+            health.warnings += [text for text in texts if text not in failures]
 
 
 def _versions() -> dict[str, str]:
@@ -125,10 +126,11 @@ def _versions() -> dict[str, str]:
 
 
 def _torch() -> dict[str, Any]:
-    # What it was built for. How many there are is the platforms' to say: torch may initialise the
-    # driver to count them, after which this process cannot be forked into ones that use them.
+    # The accelerator that torch was built for. The platforms report the devices instead of torch:
+    # torch may initialise the driver to count devices, and a process with an initialised driver
+    # cannot be forked into processes that use the device.
     accelerator = torch.accelerator.current_accelerator()
-    # Which toolkits there are differs from build to build; torch lists them itself.
+    # The toolkits (cuda, hip, ...) differ between builds; ``__all__`` lists them.
     build = {n: getattr(torch.version, n) for n in torch.version.__all__ if n != "__version__"}
     return {
         "version": torch.__version__,
@@ -153,29 +155,29 @@ def _examine_cache(health: Health, store: Store) -> None:
         health.problems.append(Problem(f"cache {store.folder}", reason, mend))
     entries = {}
     for kind in store.kinds():
-        found = list(store.entries(kind))
-        entries[kind] = len(found)
+        stored = list(store.entries(kind))
+        entries[kind] = len(stored)
         health.problems += [
-            Problem(f"cache entry {entry.path}", entry.problem, "remove it; it is made anew")
-            for entry in found
+            Problem(f"cache entry {entry.path}", entry.problem, "remove it; it will be rebuilt")
+            for entry in stored
             if entry.problem
         ]
     health.cache = Cache(str(store.folder), entries)
 
 
 def _unusable(folder: Path) -> str:
-    """Return why nothing can be kept in a folder, which need not be there yet, or nothing."""
+    """Return the reason why ``folder`` cannot be created or written to, or ""."""
     try:
-        there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
-        if not there.is_dir():
-            return f"{there} is no folder"
+        existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+        if not existing.is_dir():
+            return f"{existing} is no folder"
     except OSError as error:
         return f"it cannot be read: {error}"
-    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
+    return "" if os.access(existing, os.W_OK | os.X_OK) else f"{existing} cannot be written"
 
 
 def _examine_lock(health: Health, config: Config) -> bool:
-    """Say whether what is installed is what was locked; without a lock file it is not."""
+    """Return whether the installed plugins match the lock file; False if there is none."""
     path = lock_path(config)
     if not (config.locked or path.exists()):
         return False
@@ -184,7 +186,7 @@ def _examine_lock(health: Health, config: Config) -> bool:
     except ConfigError as error:
         health.lock = f"{path}: not as locked"
         if config.locked:
-            health.lock += ", so no plugin was looked at"
+            health.lock += ", so no plugin was loaded"
             health.problems.append(Problem("lock", str(error)))
         else:
             health.warnings.append(str(error))
@@ -210,7 +212,7 @@ def _examine_platforms(health: Health, registry: Registry, config: Config) -> No
             )
         )
         if verdict.traceback:
-            mend = f"mend, reinstall or uninstall {candidate.provider}"
+            mend = f"fix, reinstall or uninstall {candidate.provider}"
             subject = f"platform {candidate.name!r} of {candidate.origin}"
             health.problems.append(Problem(subject, verdict.reason, mend, verdict.traceback))
     try:
@@ -228,7 +230,7 @@ def _examine_platforms(health: Health, registry: Registry, config: Config) -> No
         health.machine |= platform.facts()
     except foreign_errors() as error:
         subject = f"facts of platform {platform.name!r}"
-        mend = f"mend or reinstall {placement.choice.chosen.provider}"
+        mend = f"fix or reinstall {placement.choice.chosen.provider}"
         reason = described(error)
         health.problems.append(Problem(subject, reason, mend, traceback.format_exc()))
 
@@ -253,7 +255,7 @@ def _examine_plugins(health: Health, registry: Registry) -> None:
 
 
 def _examine_rules(health: Health, registry: Registry, config: Config) -> None:
-    mend = "correct it in the source that sets it, or install what it names"
+    mend = "correct it in the source that sets it, or install the plugin that it names"
     try:
         registry.check_rules(config)
     except ConfigError as error:
@@ -264,18 +266,17 @@ def _examine_rules(health: Health, registry: Registry, config: Config) -> None:
 
 
 def _wrong_pins(registry: Registry, config: Config) -> Iterator[UnknownNameError]:
-    """Yield an error for every pin on a name that no candidate has."""
+    """Yield an error for every pinned name that no candidate has."""
     for field_name, kind in _RULES.items():
         rules: Mapping[str, Rule] = getattr(config, field_name)
         for key, rule in rules.items():
-            name = key.partition("@")[0]
+            name = key.partition("@")[0]  # the part after "@" restricts the rule to some layers
             subjects = registry.subjects(kind) if name == "*" else [name]
-            if kind == "attention":
+            if kind == "attention":  # backends have no subject, they accept or refuse by spec
                 subjects = [""]
             candidates = [c for subject in subjects for c in registry.candidates(kind, subject)]
-            known = {c.name for c in candidates}
-            if rule.pin is not None and rule.pin not in known | {
-                c.qualified_name for c in candidates
-            }:
+            names = {c.name for c in candidates}
+            qualified_names = {c.qualified_name for c in candidates}
+            if rule.pin is not None and rule.pin not in names | qualified_names:
                 where = f"for {name!r} in Config.{field_name}"
-                yield UnknownNameError(kind, rule.pin, known, where=where)
+                yield UnknownNameError(kind, rule.pin, names, where=where)

@@ -1,4 +1,4 @@
-"""The health of an installation as plain data, and as text."""
+"""The report of ``interposer doctor`` as data, JSON and text."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 VERSION = 1
-"""Of what ``Health.to_dict`` returns."""
+"""Version of the format that ``Health.to_dict`` returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that does not work, and what to do about it."""
+    """A failure, with the reason and the way to fix it."""
 
     subject: str
     reason: str
@@ -23,7 +23,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class ProbedPlatform:
-    """A platform, what its probe says of this machine, and whose kernels it runs as well."""
+    """A platform with the result of the probe, and other platforms whose kernels can run on it."""
 
     name: str
     provider: str
@@ -33,20 +33,20 @@ class ProbedPlatform:
     reason: str
     runs: list[str] = field(default_factory=list)
 
-    def said(self, installed: Collection[str]) -> str:
-        """Return all that is known of it, for people.
+    def description(self, installed: Collection[str]) -> str:
+        """Describe the probe result and the kernels that the platform runs.
 
         Args:
-            installed: the names of all platforms.
+            installed: the names of all installed platforms.
         """
         answer = f"{'accepted' if self.accepted else 'refused'}: {self.reason}".removesuffix(": ")
-        others = (n if n in installed else f"{n}, which is not installed" for n in self.runs)
-        return "; ".join([answer, *(f"runs the kernels of {other}" for other in others)])
+        platforms = (n if n in installed else f"{n}, which is not installed" for n in self.runs)
+        return "; ".join([answer, *(f"runs the kernels of {platform}" for platform in platforms)])
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledPlugin:
-    """A plugin that is in use, with the number of its records by class and its other hooks."""
+    """A loaded plugin, with the number of records per class and the names of other hooks."""
 
     name: str
     distribution: str
@@ -56,13 +56,13 @@ class InstalledPlugin:
 
     @property
     def origin(self) -> str:
-        """Distribution and version, for people."""
+        """Distribution and version, such as "acme-kernels 1.2"."""
         return f"{self.distribution} {self.version}"
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedPlugin:
-    """A plugin that the policy leaves out."""
+    """A plugin that the configuration excludes."""
 
     name: str
     distribution: str
@@ -71,7 +71,7 @@ class SkippedPlugin:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The cache between processes: numbers of entries by kind."""
+    """The cache folder, with the number of entries per kind."""
 
     path: str
     entries: dict[str, int]
@@ -79,7 +79,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class PolicySource:
-    """A place where the policy is set, the strongest first, and what it sets."""
+    """A source of configuration, such as a file, and the fields set there."""
 
     name: str
     path: str
@@ -88,17 +88,17 @@ class PolicySource:
 
 @dataclass(slots=True)
 class Health:
-    """All facts of an installation; ``problems`` is empty if everything works.
+    """The state of an installation. ``problems`` is empty if everything works.
 
     Attributes:
-        versions: of interposer, its plugin API, Python and the system.
-        torch: version, build and the kind of accelerator that it was built for.
-        sources: where the policy is set.
-        device: description of the device in force; None without one.
-        machine: what else its platform says of this machine, by subject.
-        cache: what is remembered between processes.
-        lock: the lock file and whether the installation is as locked; empty without one.
-        warnings: what was said while plugins were loaded, failures apart.
+        versions: versions of interposer, the plugin API, Python and the operating system.
+        torch: version, build and accelerator type of torch.
+        sources: sources of configuration, the strongest first.
+        device: description of the selected device, or None.
+        machine: further facts about this machine, by subject.
+        cache: the cache folder with numbers of entries.
+        lock: the lock file and whether the installation matches; "" without a lock file.
+        warnings: warnings of loaded plugins; failures are in ``problems``.
     """
 
     versions: dict[str, str]
@@ -120,7 +120,7 @@ class Health:
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and dictionaries, the same facts as the text."""
+        """Convert to lists and dictionaries, which contain the same facts as the text."""
         return {"version": VERSION, "healthy": self.healthy, **asdict(self)}
 
     def to_json(self) -> str:
@@ -129,31 +129,33 @@ class Health:
 
     @property
     def head(self) -> list[str]:
-        """The versions and the device in force, line by line."""
-        told, torch = self.versions, self.torch
+        """The lines about versions and the selected device."""
+        versions, torch = self.versions, self.torch
+        # For example "cuda 12.6" or "hip 6.3"; a CPU build has neither.
         build = ", ".join(f"{name} {value}" for name, value in torch["build"].items())
         lines = [
-            f"interposer {told['interposer']}, API {told['api']}, Python {told['python']}, "
-            f"{told['system']}",
+            f"interposer {versions['interposer']}, API {versions['api']}, "
+            f"Python {versions['python']}, {versions['system']}",
             f"torch {torch['version']} ({build}), {torch['threads']} threads, built for "
             f"{torch['accelerator'] or 'no accelerator'}",
         ]
         if self.device is not None:
             d = self.device
             memory = f"{d['memory_bytes'] / 2**30:.1f} GiB"
-            what = f"{d['architecture']}, {d['units']} units, {memory}, {', '.join(d['dtypes'])}"
-            lines.append(f"device: {d['torch_device']} ({d['name']}): {what}")
+            facts = f"{d['architecture']}, {d['units']} units, {memory}, {', '.join(d['dtypes'])}"
+            lines.append(f"device: {d['torch_device']} ({d['name']}): {facts}")
         return lines
 
     def sections(self) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-        """Yield title, column titles and rows of every table that has any."""
-        found: list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]] = [
-            ("this machine", ("subject", "what holds"), [*self.machine.items()]),
+        """Yield title, column titles and rows of every table that has rows."""
+        names = [platform.name for platform in self.platforms]
+        tables: list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]] = [
+            ("this machine", ("subject", "fact"), [*self.machine.items()]),
             (
                 "platforms",
                 ("platform", "provider", "probe"),
                 [
-                    (p.name, f"{p.provider} {p.version}", p.said([p.name for p in self.platforms]))
+                    (p.name, f"{p.provider} {p.version}", p.description(names))
                     for p in self.platforms
                 ],
             ),
@@ -175,14 +177,15 @@ class Health:
             rows: list[tuple[str, ...]] = [
                 (kind, f"{number} entries") for kind, number in self.cache.entries.items()
             ]
-            found.append((f"cache {self.cache.path}", ("kind", "holds"), rows or [("empty", "")]))
+            tables.append((f"cache {self.cache.path}", ("kind", "holds"), rows or [("empty", "")]))
         if self.lock:
+            # ``lock`` is "PATH: STATE", and a path may contain ": " too.
             path, _, state = self.lock.rpartition(": ")
-            found.append(("lock", ("file", "state"), [(path, state)]))
-        yield from (section for section in found if section[2])
+            tables.append(("lock", ("file", "state"), [(path, state)]))
+        yield from (section for section in tables if section[2])
 
     def problem_blocks(self) -> list[list[str]]:
-        """Return a block of lines for every problem, or one that says there is none."""
+        """Return a block of lines for every problem, or the block "Nothing failed."."""
         blocks = []
         for problem in self.problems:
             lines = [f"FAILED {problem.subject}: {problem.reason}"]
@@ -200,11 +203,11 @@ class Health:
         return "\n\n".join("\n".join(block) for block in blocks)
 
 
-def _line(name: str, origin: str, what: str = "") -> str:
-    """Return the cells of a row as a line; the middle one may be empty."""
-    if not what:
+def _line(name: str, origin: str, text: str = "") -> str:
+    """Format the cells of a table row as one line of text; ``origin`` may be empty."""
+    if not text:
         return f"{name}: {origin}" if origin else name
-    return f"{name} ({origin}): {what}" if origin else f"{name}: {what}"
+    return f"{name} ({origin}): {text}" if origin else f"{name}: {text}"
 
 
 def _provided(plugin: InstalledPlugin) -> str:
@@ -213,5 +216,5 @@ def _provided(plugin: InstalledPlugin) -> str:
 
 
 def _fields(fields: dict[str, Any]) -> str:
-    said = (f"{name} = {'none' if value == [] else value}" for name, value in fields.items())
-    return ", ".join(said) or "nothing"
+    settings = (f"{name} = {'none' if value == [] else value}" for name, value in fields.items())
+    return ", ".join(settings) or "nothing"

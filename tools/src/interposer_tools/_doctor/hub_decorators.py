@@ -1,7 +1,7 @@
-"""The check that transformers replaces layers by kernels of the hub; it says nothing if not.
+"""The check that transformers can replace layers by kernels from Hugging Face's kernel hub.
 
-Its layers are marked by decorators that do nothing where the package ``kernels`` is missing or of a
-version that it does not take.
+Decorators mark such layers in transformers. Without a suitable version of the package ``kernels``,
+the decorators do nothing and give no warning.
 
 Source: transformers 5.23, ``integrations/hub_kernels.py`` (the decorators, ``USE_HUB_KERNELS``) and
 ``utils/import_utils.py`` (``KERNELS_MIN_VERSION``, ``KERNELS_MAX_VERSION``).
@@ -24,7 +24,7 @@ _NAMES = "KERNELS_MIN_VERSION", "KERNELS_MAX_VERSION"
 
 
 def judge_hub_decorators() -> Verdict | None:
-    """Return whether they work, None where there is no transformers, or one without them."""
+    """Judge whether the decorators work; None without transformers or with an old version."""
     try:
         package = importlib_metadata.distribution("transformers")
     except importlib_metadata.PackageNotFoundError:
@@ -32,38 +32,39 @@ def judge_hub_decorators() -> Verdict | None:
     bounds = _bounds(Path(str(package.locate_file("transformers"))) / "utils" / "import_utils.py")
     if bounds is None:
         return None
-    taken = f">={bounds[0]},<{bounds[1]}"
+    supported = f">={bounds[0]},<{bounds[1]}"
     lead = f"transformers {package.version}"
-    silent = "its layers stay as they are, whatever is mapped for them"
+    consequence = "no layer of a model is replaced, even if a kernel is mapped to it"
     try:
-        found = importlib_metadata.version("kernels")
+        installed = importlib_metadata.version("kernels")
     except importlib_metadata.PackageNotFoundError:
         return Verdict.refuse(
-            f"{lead} takes the package kernels {taken}, which is not installed, so {silent}. "
-            f"Try: pip install 'kernels{taken}'"
+            f"{lead} needs the package kernels {supported}, which is not installed, so "
+            f"{consequence}. Try: pip install 'kernels{supported}'"
         )
-    if not SpecifierSet(taken).contains(found, prereleases=True):
+    if not SpecifierSet(supported).contains(installed, prereleases=True):
         return Verdict.refuse(
-            f"{lead} takes kernels {taken}, found {found}, so {silent}. "
-            f"Try: pip install 'kernels{taken}'"
+            f"{lead} needs kernels {supported}, found {installed}, so {consequence}. "
+            f"Try: pip install 'kernels{supported}'"
         )
-    wanted = variables().get("USE_HUB_KERNELS", "YES")
-    if wanted.upper() not in _TRUE:
+    setting = variables().get("USE_HUB_KERNELS", "YES")
+    if setting.upper() not in _TRUE:
         return Verdict.refuse(
-            f"USE_HUB_KERNELS is {wanted!r}, so of {lead} {silent}. Try: unset USE_HUB_KERNELS"
+            f"USE_HUB_KERNELS is {setting!r}, so in {lead} {consequence}. "
+            "Try: unset USE_HUB_KERNELS"
         )
-    return Verdict.accept(f"{lead} takes those of kernels {found} with use_kernels=True")
+    return Verdict.accept(f"{lead} uses them through kernels {installed} with use_kernels=True")
 
 
 def _bounds(source: Path) -> tuple[str, str] | None:
-    """Return the versions that it takes, from its source: to import it takes seconds."""
+    """Read the supported versions of ``kernels`` from the source; an import would take seconds."""
     try:
         tree = ast.parse(source.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return None
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for node in tree.body:
         match node:
             case ast.Assign([ast.Name(name)], ast.Constant(str(value))) if name in _NAMES:
-                found[name] = value
-    return (found[_NAMES[0]], found[_NAMES[1]]) if found.keys() >= {*_NAMES} else None
+                versions[name] = value
+    return (versions[_NAMES[0]], versions[_NAMES[1]]) if versions.keys() >= {*_NAMES} else None

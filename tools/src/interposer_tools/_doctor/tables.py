@@ -1,4 +1,4 @@
-"""The ``Health`` of an installation as tables on a terminal."""
+"""Tables for the report of ``interposer doctor`` on a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from interposer_tools._rich_table import table
 
 
 def health_tables(health: Health) -> Iterator[Any]:
-    """Yield what rich prints."""
+    """Yield the head, the tables, the warnings and the problems, for rich."""
     yield Text("\n".join(health.head))
     for title, titles, rows in health.sections():
         yield table(title, titles, rows)

@@ -1,1 +1,1 @@
-"""Kernels of a distribution as a repository of Hugging Face's hub of kernels."""
+"""Export of Triton kernels as a repository for Hugging Face's kernel hub."""

@@ -1,8 +1,8 @@
-"""A repository of the hub of kernels: functions of ops, layers, and a build for every backend.
+"""A repository for the kernel hub: one function per op, layers, and a build for every backend.
 
-Source: ``kernels`` 0.17, ``variants.py`` (the names of builds), ``importer.py`` (how one is
-imported), ``_rust.pyi`` (``metadata.json`` and ``build.toml``), ``layer/layer.py`` (what a layer
-may hold). Repositories of its versions 0.16 to 0.18 have the same layout.
+Source: ``kernels`` 0.17, ``variants.py`` (names of builds), ``importer.py`` (import of a build),
+``_rust.pyi`` (``metadata.json`` and ``build.toml``), ``layer/layer.py`` (allowed members of a
+layer). Versions 0.16 to 0.18 have the same layout.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from interposer_tools._hub.source_module import source_module
 from interposer_tools._hub.source_tree import Definition, SourceTree
 
 BACKENDS = ("cpu", "cuda", "rocm", "xpu")
-"""The backends that a repository has a build for. All hold the same files: the device of an
-argument decides at each call."""
+"""The backends of a repository. Their builds contain the same files, because every call selects the
+kernel by the device of an argument."""
 
 _TEMPLATES = Path(__file__).parents[1] / "templates" / "hub-kernels"
 _NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")
 _CORE = "interposer"
-# What ops may be written with: it is not there where a repository is loaded, so it is copied.
-_BELOW = (_CORE, "interposer_sandbox", "interposer_testing")
+# Packages that sources of ops may import. Users of the repository do not have them: copy them.
+_COPIED_PACKAGES = (_CORE, "interposer_sandbox", "interposer_testing")
 
 
 @dataclass(frozen=True, slots=True)
 class HubFunction:
-    """A function of the repository.
+    """One function of the repository, with the signature of an op.
 
     Attributes:
-        op: what it computes; its signature is that of the op.
-        reference: the definition of the op.
-        on_cpu: what computes it on the processor.
-        compiled: the Triton kernel that computes it elsewhere.
+        op: name of the op.
+        reference: the reference of the op.
+        on_cpu: the torch implementation, which runs on CPUs.
+        compiled: the Triton kernel, which runs on all other devices.
     """
 
     op: str
@@ -52,43 +52,43 @@ class HubFunction:
     compiled: Definition
 
     def text(self) -> str:
-        """Return its source: a choice by the device of the first tensor."""
+        """Return the source of the function, which dispatches on the device of the first tensor."""
         module, name = self.reference
         node = source_module(module).bindings[name]
         assert isinstance(node, ast.FunctionDef)
-        arguments = [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]
+        arguments = [part.arg for part in (*node.args.args, *node.args.kwonlyargs)]
         first = next(
-            each.arg
-            for each in node.args.args
-            if each.annotation and ast.unparse(each.annotation) in ("Tensor", "torch.Tensor")
+            part.arg
+            for part in node.args.args
+            if part.annotation and ast.unparse(part.annotation) in ("Tensor", "torch.Tensor")
         )
         document = inspect.cleandoc(ast.get_docstring(node) or "").replace("\n", "\n    ")
         returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
         return (
             f"def {self.op}({ast.unparse(node.args)}){returns}:\n"
             f'    """{document}\n    """\n'
-            f'    return _chosen("{self.op}", {first})({", ".join(arguments)})\n'
+            f'    return _kernel("{self.op}", {first})({", ".join(arguments)})\n'
         )
 
 
 class HubRepository:
-    """Kernels of one distribution in the layout of the hub."""
+    """Kernels of one distribution in the layout of the kernel hub."""
 
     def __init__(self, registry: Registry, provider: str, ops: Sequence[str], name: str) -> None:
-        """Choose the functions.
+        """Select the kernel of each op and collect the necessary source.
 
         Args:
-            provider: the distribution whose ops and Triton kernels are taken.
-            ops: names of ops.
-            name: of the repository.
+            provider: the distribution that provides the ops and Triton kernels.
+            ops: names of the ops to export.
+            name: name of the repository.
         Raises:
-            UnknownNameError: the distribution has no ops, not this one, or no kernel for it.
-            ConfigError: the name is none, or a kernel needs more than its arguments.
+            UnknownNameError: the distribution has no ops, or no Triton kernel for one of ``ops``.
+            ConfigError: ``name`` is invalid, or a kernel cannot be called with the op's arguments.
         """
         if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"{name!r} is no name of a repository: small letters, digits and hyphens, a letter "
-                "first. Try: --name my-kernels"
+                f"{name!r} is no name of a repository: use lowercase letters, digits and hyphens, "
+                "starting with a letter. Try: --name my-kernels"
             )
         self.name = name
         self.license = metadata(provider)["License-Expression"] or "other"
@@ -98,26 +98,30 @@ class HubRepository:
             raise UnknownNameError("distribution with ops", provider, sorted(providers))
         entries = {e.name: e for p, e in registry.records(OpEntry) if p.distribution == provider}
         kernels = [k for p, k in registry.records(Kernel) if p.distribution == provider]
-        of_triton = [k for k in kernels if k.requires.features == {"triton"}]
-        # Of several for an op, one that can be called with its arguments alone comes last.
-        compiled = {k.op: k for k in sorted(of_triton, key=lambda k: not _needs(k))}
+        triton = [k for k in kernels if k.requires.features == {"triton"}]
+        # The last kernel of an op wins, so sort those last that can be called without preparation.
+        compiled = {k.op: k for k in sorted(triton, key=lambda k: not _restriction(k))}
         package = next((e.target.partition(".")[0] for e in entries.values()), _CORE)
-        self._tree = SourceTree({*_BELOW, package})
+        self._tree = SourceTree({*_COPIED_PACKAGES, package})
         self.functions = []
         for op in ops:
-            known = sorted(compiled.keys() & entries.keys())
-            if op not in known:
+            exportable = sorted(compiled.keys() & entries.keys())
+            if op not in exportable:
                 raise UnknownNameError(
-                    "op", op, known, where=f"among those that {provider} has a Triton kernel for"
+                    "op",
+                    op,
+                    exportable,
+                    where=f"among those that {provider} has a Triton kernel for",
                 )
             self.functions.append(self._function(entries[op], compiled[op], kernels))
 
     def _function(self, entry: OpEntry, kernel: Kernel, kernels: list[Kernel]) -> HubFunction:
-        if _needs(kernel):
+        if _restriction(kernel):
             raise ConfigError(
                 f"{kernel.name} cannot be called with any arguments of its op, as a function of "
-                f"the hub is: {_needs(kernel)}. Try: leave the op out"
+                f"the hub is: {_restriction(kernel)}. Try: leave the op out"
             )
+        # Torch implementations that run anywhere and accept every call of the op.
         general = [
             k
             for k in kernels
@@ -131,10 +135,10 @@ class HubRepository:
         return HubFunction(entry.name, reference, on_cpu, self._tree.add(*_split(kernel.target)))
 
     def write(self, folder: Path) -> list[Path]:
-        """Write the repository, in place of one that was written there before.
+        """Write the repository into ``folder``, and replace a repository that is there.
 
-        Returns: the builds.
-        Raises: ConfigError: the folder holds something else.
+        Returns: the folders of the builds.
+        Raises: ConfigError: the folder contains anything else.
         """
         parts = {"README.md", "build.toml", "build", "torch-ext"}
         present = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
@@ -143,6 +147,7 @@ class HubRepository:
                 f"{folder} holds {', '.join(sorted(present - parts)[:3]) or 'something else'}, "
                 "which is no repository of kernels. Try: an empty folder"
             )
+        # Remove files of an earlier version of the repository, but keep its .git folder.
         for name in parts & present:
             path = folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -164,16 +169,16 @@ class HubRepository:
         ops = {function.op for function in self.functions}
         layers, exported = _layers(ops)
         names = sorted(ops | ({"layers"} if exported else set()))
-        own = {
+        generated = {
             PurePosixPath("__init__.py"): self._entry(names),
             PurePosixPath("functions.py"): self._functions(),
         }
         if exported:
-            own[PurePosixPath("layers.py")] = layers
-        return {**own, **sources}
+            generated[PurePosixPath("layers.py")] = layers
+        return {**generated, **sources}
 
     def _entry(self, names: list[str]) -> str:
-        functions = "\n".join(f"    {each.op}," for each in self.functions)
+        functions = "\n".join(f"    {function.op}," for function in self.functions)
         layers = "from . import layers\n" if "layers" in names else ""
         listed = "\n".join(f'    "{name}",' for name in names)
         return (
@@ -183,13 +188,13 @@ class HubRepository:
 
     def _functions(self) -> str:
         on_cpu, compiled = [], []
-        for each in self.functions:
-            module, name = each.on_cpu
-            on_cpu.append(f'    "{each.op}": (".{module}", "{name}"),')
-            module, name = each.compiled
-            compiled.append(f'    "{each.op}": (".{module}", "{name}"),')
+        for function in self.functions:
+            module, name = function.on_cpu
+            on_cpu.append(f'    "{function.op}": (".{module}", "{name}"),')
+            module, name = function.compiled
+            compiled.append(f'    "{function.op}": (".{module}", "{name}"),')
         template = (_TEMPLATES / "functions.txt").read_text(encoding="utf-8")
-        texts = "\n\n".join(each.text() for each in self.functions)
+        texts = "\n\n".join(function.text() for function in self.functions)
         return (
             template.replace("# ON_CPU\n", "\n".join(on_cpu) + "\n")
             .replace("# COMPILED\n", "\n".join(compiled) + "\n")
@@ -199,13 +204,13 @@ class HubRepository:
     def _recipe(self) -> str:
         listed = ", ".join(f'"{backend}"' for backend in BACKENDS)
         return (
-            "# The recipe of kernel-builder; `interposer hub-kernels` has written the builds too.\n"
+            "# Settings of kernel-builder. `interposer hub-kernels` wrote the builds already.\n"
             f'[general]\nname = "{self.name}"\nversion = 1\nedition = 5\n'
             f'license = "{self.license}"\nbackends = [{listed}]\n\n[torch-noarch]\n'
         )
 
     def _metadata(self, backend: str, files: dict[PurePosixPath, str]) -> str:
-        # Two contents may be loaded into one process, so that each is a module of its own.
+        # The id is the module name. Two versions in one process must not share a module.
         digest = hashlib.sha256()
         for path in sorted(files):
             digest.update(f"{path}\0{files[path]}\0".encode())
@@ -221,7 +226,8 @@ class HubRepository:
 
     def _card(self) -> str:
         rows = "\n".join(
-            f"| `{each.op}` | {_first_line(each.reference)} |" for each in self.functions
+            f"| `{function.op}` | {_first_line(function.reference)} |"
+            for function in self.functions
         )
         template = (_TEMPLATES / "README.txt").read_text(encoding="utf-8")
         return (
@@ -232,26 +238,27 @@ class HubRepository:
 
 
 def _layers(ops: set[str]) -> tuple[str, list[str]]:
-    """Return the module of the layers whose ops are all there, and their names."""
+    """Return the source of the layers that need only ``ops``, and the names of the layers."""
     text = (_TEMPLATES / "layers.txt").read_text(encoding="utf-8")
-    lines, names, dropped = text.splitlines(), [], set[int]()
+    lines, names, omitted = text.splitlines(), [], set[int]()
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef):
-            used = {
+            called_ops = {
                 part.attr
                 for part in ast.walk(node)
                 if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "functions"
             }
-            if used <= ops:
+            if called_ops <= ops:
                 names.append(node.name)
             else:
-                dropped.update(range(node.lineno, (node.end_lineno or node.lineno) + 3))
-    kept = [line for number, line in enumerate(lines, 1) if number not in dropped]
-    return "\n".join(kept).rstrip() + "\n", names
+                # Also omit the two blank lines after the class.
+                omitted.update(range(node.lineno, (node.end_lineno or node.lineno) + 3))
+    remaining = [line for number, line in enumerate(lines, 1) if number not in omitted]
+    return "\n".join(remaining).rstrip() + "\n", names
 
 
-def _needs(kernel: Kernel) -> str:
-    """Return what a kernel asks for besides its arguments; nothing where it takes any."""
+def _restriction(kernel: Kernel) -> str:
+    """Return the reason why a kernel does not accept every call of the op, or ""."""
     if kernel.prepare:
         return "it takes constants that another function has prepared"
     return f"it is for some {', '.join(kernel.requires.dims)} only" if kernel.requires.dims else ""
@@ -269,7 +276,7 @@ def _first_line(definition: Definition) -> str:
 
 
 def _write(folder: Path, files: dict[PurePosixPath, str]) -> None:
-    for place, text in files.items():
-        path = folder / place
+    for relative_path, text in files.items():
+        path = folder / relative_path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""One Python module as source: what it binds at its top, and the names that each binding needs."""
+"""The syntax tree of one Python module, with the dependencies between top-level names."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from interposer.errors import ConfigError
 
 Binding = ast.stmt
-"""The statement at the top of a module that binds a name."""
+"""A top-level statement that binds a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedName:
-    """A name that a module takes from another one.
+    """A name that a module imports.
 
     Attributes:
-        module: the other one, empty for ``import x``.
-        name: what it is called there.
-        alias: what it is called here.
+        module: the module after ``from``, empty for ``import x``.
+        name: the imported name.
+        alias: the name in the importing module.
     """
 
     module: str
@@ -31,9 +31,9 @@ class ImportedName:
 
     @property
     def statement(self) -> str:
-        """The statement that binds it, for a module that is not part of the repository."""
-        renamed = "" if self.alias in (self.name, self.name.partition(".")[0]) else self.alias
-        suffix = f" as {renamed}" if renamed else ""
+        """An import statement for this name, for modules that are not copied to the repository."""
+        is_renamed = self.alias not in (self.name, self.name.partition(".")[0])
+        suffix = f" as {self.alias}" if is_renamed else ""
         return (
             f"from {self.module} import {self.name}{suffix}"
             if self.module
@@ -43,13 +43,13 @@ class ImportedName:
 
 @dataclass(frozen=True)
 class SourceModule:
-    """The source of a module.
+    """The source of one module.
 
     Attributes:
-        name: as it is imported.
-        bindings: statements by the names that they bind; imports are not among them.
-        imported: names that it takes from elsewhere.
-        lazy: names that it takes from elsewhere when they are first used.
+        name: dotted name of the module.
+        bindings: top-level statements by bound name, without imports.
+        imported: imported names by alias.
+        lazy: names that are imported under ``if TYPE_CHECKING``, by alias.
     """
 
     name: str
@@ -62,14 +62,14 @@ class SourceModule:
 
     @property
     def is_package(self) -> bool:
-        """Say whether it is the ``__init__`` of a package."""
+        """True for the ``__init__`` of a package."""
         return self.path.name == "__init__.py"
 
     def text_of(self, statement: Binding) -> str:
-        """Return the text of a statement, with the comments right above it."""
+        """Return the text of a statement with the comment lines directly above it."""
         first = statement.lineno
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            first = min((first, *(each.lineno for each in statement.decorator_list)))
+            first = min((first, *(decorator.lineno for decorator in statement.decorator_list)))
         start = first - 1
         while start and self.lines[start - 1].startswith("#"):
             start -= 1
@@ -78,9 +78,9 @@ class SourceModule:
 
 @cache
 def source_module(name: str) -> SourceModule:
-    """Return the source of the module ``name``, which is not imported.
+    """Parse the source of the module ``name`` without an import.
 
-    Raises: ConfigError: there is none.
+    Raises: ConfigError: the module has no Python source.
     """
     try:
         spec = find_spec(name)
@@ -93,20 +93,21 @@ def source_module(name: str) -> SourceModule:
     module = SourceModule(name, path, text.splitlines(), ast.parse(text))
     for statement in module.tree.body:
         if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
+            # At run time, ``lazy_attributes`` imports these names on first use.
             for inner in statement.body:
-                module.lazy.update((each.alias, each) for each in _imports(inner))
+                module.lazy.update((i.alias, i) for i in _imports(inner))
         elif isinstance(statement, ast.Import | ast.ImportFrom):
-            module.imported.update((each.alias, each) for each in _imports(statement))
+            module.imported.update((i.alias, i) for i in _imports(statement))
         else:
-            module.bindings.update(dict.fromkeys(_bound(statement), statement))
+            module.bindings.update(dict.fromkeys(_bound_names(statement), statement))
     return module
 
 
 def needed_names(statement: Binding, *, decorated: bool) -> tuple[set[str], set[str]]:
-    """Return the names that a statement needs when it runs, and those of its annotations only.
+    """Return the names that a statement needs at run time, and names only in annotations.
 
     Args:
-        decorated: whether its decorators stay.
+        decorated: include the names in the statement's own decorators.
     """
     visitor = _Names(decorated=decorated)
     visitor.visit(statement)
@@ -114,7 +115,7 @@ def needed_names(statement: Binding, *, decorated: bool) -> tuple[set[str], set[
 
 
 class _Names(ast.NodeVisitor):
-    """Names that are read; those of annotations of functions are apart, as they are not run."""
+    """Collects the names in code, separately for function annotations, which never run."""
 
     def __init__(self, *, decorated: bool) -> None:
         self.names: set[str] = set()
@@ -127,12 +128,13 @@ class _Names(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         parts = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         parts += [part for part in (node.args.vararg, node.args.kwarg) if part]
-        noted = [part.annotation for part in parts if part.annotation]
-        for annotation in [*noted, *([node.returns] if node.returns else [])]:
-            found = _Names(decorated=True)
-            found.visit(annotation)
-            self.annotations |= found.names
-        defaults = [each for each in (*node.args.defaults, *node.args.kw_defaults) if each]
+        annotations = [part.annotation for part in parts if part.annotation]
+        for annotation in [*annotations, *([node.returns] if node.returns else [])]:
+            visitor = _Names(decorated=True)
+            visitor.visit(annotation)
+            self.annotations |= visitor.names
+        # Defaults and decorators run when the module is imported, so they need their names.
+        defaults = [value for value in (*node.args.defaults, *node.args.kw_defaults) if value]
         decorators = node.decorator_list if self._decorated else []
         outer, self._decorated = self._decorated, True
         for child in (*decorators, *defaults, *node.body):
@@ -149,7 +151,7 @@ def _imports(statement: ast.stmt) -> Iterator[ImportedName]:
             yield ImportedName("", alias.name, alias.asname or alias.name.partition(".")[0])
 
 
-def _bound(statement: ast.stmt) -> Iterator[str]:
+def _bound_names(statement: ast.stmt) -> Iterator[str]:
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield statement.name
         return

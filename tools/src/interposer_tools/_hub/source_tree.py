@@ -1,8 +1,8 @@
-"""The sources that some functions need, cut to what they use, as a package of their own.
+"""A package with copies of some functions and all necessary definitions.
 
-Functions, classes and constants are copied as they stand, with the comments above them. Imports
-are written anew, relative to the package, so that it works wherever it lies and under any name.
-Decorators that only declare a function, and what nothing uses, are left out.
+Functions, classes and constants are copied unchanged, with the comments above. Imports become
+relative, so that the package works in any folder and under any name. Unused definitions and
+decorators that only declare an op are omitted.
 """
 
 from __future__ import annotations
@@ -25,50 +25,51 @@ from interposer_tools._hub.source_module import (
 )
 
 Definition = tuple[str, str]
-"""A module, and a name that it defines."""
+"""Name of a module, and a name that the module defines."""
 
-_NOTE = "# Copied from {module} by `interposer hub-kernels`: edit it there, and write this anew.\n"
+_NOTE = "# Copied from {module} by `interposer hub-kernels`: edit the original and run it again.\n"
 
 
 class SourceTree:
-    """Definitions of some packages, with all that they need of them."""
+    """Definitions from some packages, with everything that the definitions need."""
 
     def __init__(self, packages: Iterable[str]) -> None:
-        """Start with nothing.
+        """Create an empty tree.
 
         Args:
-            packages: those whose modules are copied; others are imported.
+            packages: packages whose definitions are copied; all other packages are imported.
         """
         self._packages = frozenset(packages)
         self._needed: dict[str, set[str]] = {}
 
     def add(self, module: str, name: str) -> Definition:
-        """Take a definition along, and return where it stands.
+        """Add a definition with all dependencies.
 
-        Raises: ConfigError: it cannot be followed.
+        Returns: the defining module and the name there; ``module`` may only import ``name``.
+        Raises: ConfigError: the definition is not in the source.
         """
         definition = self._resolved(module, name)
         self._include(*definition)
         return definition
 
     def place(self, module: str) -> PurePosixPath:
-        """Return where a module lies in the package."""
+        """Return the path of a module in the new package."""
         path = PurePosixPath(*module.split("."))
         return path / "__init__.py" if source_module(module).is_package else path.with_suffix(".py")
 
     def files(self) -> dict[PurePosixPath, str]:
-        """Return the texts of the package by their places, with the data that lie beside them."""
-        found = {self.place(module): self._text(module) for module in sorted(self._needed)}
-        folders = {parent for path in found for parent in path.parents} - {PurePosixPath()}
+        """Return the files of the package by path, including JSON data files."""
+        texts = {self.place(module): self._text(module) for module in sorted(self._needed)}
+        folders = {parent for path in texts for parent in path.parents} - {PurePosixPath()}
         for folder in sorted(folders):
-            found.setdefault(folder / "__init__.py", "")
+            texts.setdefault(folder / "__init__.py", "")
         for module in sorted(self._needed):
-            found.update(_data_beside(source_module(module), self.place(module)))
-        return found
+            texts.update(_data_files(source_module(module), self.place(module)))
+        return texts
 
     def _include(self, module: str, name: str) -> None:
         names = self._needed.setdefault(module, set())
-        if name in names:
+        if name in names:  # also ends the recursion of definitions that need each other
             return
         names.add(name)
         source = source_module(module)
@@ -81,12 +82,14 @@ class SourceTree:
     def _used(self, source: SourceModule, statement: Binding) -> set[str]:
         """Return the names of the module that a statement uses.
 
-        What only annotations of functions name is there for readers: it is taken from this module
-        and from others that are imported, but no further module is copied for it.
+        Annotations of functions never run, so no further module is copied for names that occur only
+        there. Such names from this module and from foreign packages are included for readers.
         """
-        names, noted = needed_names(statement, decorated=not _only_declares(source, statement))
-        noted = {name for name in noted if self._inside(source, name) is None}
-        return {n for n in names | noted if n in source.bindings or n in source.imported}
+        names, annotations = needed_names(
+            statement, decorated=not _only_declares(source, statement)
+        )
+        annotations = {name for name in annotations if self._inside(source, name) is None}
+        return {n for n in names | annotations if n in source.bindings or n in source.imported}
 
     def _inside(self, source: SourceModule, name: str) -> ImportedName | None:
         imported = source.imported.get(name)
@@ -105,65 +108,67 @@ class SourceTree:
 
     def _text(self, module: str) -> str:
         source = source_module(module)
-        kept = [s for s in source.tree.body if self._needed[module] & _names_of(source, s)]
-        used = set[str]().union(*(self._used(source, statement) for statement in kept))
-        imports = [self._import(source, used, name) for name in sorted(used)]
+        statements = [s for s in source.tree.body if self._needed[module] & _names_of(source, s)]
+        names = set[str]().union(*(self._used(source, statement) for statement in statements))
+        imports = [self._import(source, name) for name in sorted(names)]
+        # ``clean=False`` keeps the indentation, so the copy is identical.
         document = ast.get_docstring(source.tree, clean=False)
         parts = [
             _NOTE.format(module=module).rstrip(),
             *([f'"""{document}"""'] if document else []),
             "from __future__ import annotations",
             "\n".join(sorted(filter(None, imports))),
-            *(_without_declarations(source, statement) for statement in kept),
+            *(_without_declarations(source, statement) for statement in statements),
         ]
         return "\n\n".join(part for part in parts if part) + "\n"
 
-    def _import(self, source: SourceModule, used: set[str], name: str) -> str:
+    def _import(self, source: SourceModule, name: str) -> str:
         imported = source.imported.get(name)
         if imported is None or name in source.bindings:
             return ""
         if self._inside(source, name) is None:
             return imported.statement
         module, defined = self._resolved(imported.module, imported.name)
-        # From the folder of the module, up to the package, and down again.
-        ups = "." * len(self.place(source.name).parts)
-        renamed = "" if defined == name else f" as {name}"
-        return f"from {ups}{module} import {defined}{renamed}"
+        # One dot per folder leads from the importing module up to the root of the package.
+        dots = "." * len(self.place(source.name).parts)
+        alias = "" if defined == name else f" as {name}"
+        return f"from {dots}{module} import {defined}{alias}"
 
 
 def _names_of(source: SourceModule, statement: ast.stmt) -> set[str]:
-    return {name for name, bound in source.bindings.items() if bound is statement}
+    return {name for name, binding in source.bindings.items() if binding is statement}
 
 
 def _only_declares(source: SourceModule, statement: Binding) -> bool:
-    """Return whether the decorators of a function leave it as it is, or make an op of it."""
+    """Return whether the decorators only declare a function, without changing the code."""
     if not isinstance(statement, ast.FunctionDef) or not statement.decorator_list:
         return False
-    made: Any = getattr(import_module(source.name), statement.name)
-    if isinstance(made, CustomOp):
+    value: Any = getattr(import_module(source.name), statement.name)
+    if isinstance(value, CustomOp):
         return True
-    plain = isinstance(made, FunctionType) and not hasattr(made, "__wrapped__")
-    return plain and made.__module__ == source.name and made.__code__.co_name == statement.name
+    is_plain = isinstance(value, FunctionType) and not hasattr(value, "__wrapped__")
+    # A decorator that wraps or replaces the function must be copied.
+    return is_plain and value.__module__ == source.name and value.__code__.co_name == statement.name
 
 
 def _without_declarations(source: SourceModule, statement: Binding) -> str:
     text = source.text_of(statement)
     if not isinstance(statement, ast.FunctionDef) or not _only_declares(source, statement):
         return text
-    dropped = set[int]()
-    for each in statement.decorator_list:
-        dropped.update(range(each.lineno, (each.end_lineno or each.lineno) + 1))
+    omitted = set[int]()
+    for decorator in statement.decorator_list:
+        omitted.update(range(decorator.lineno, (decorator.end_lineno or decorator.lineno) + 1))
     last = statement.end_lineno or statement.lineno
     first = last - len(text.splitlines()) + 1
     numbered = enumerate(text.splitlines(), first)
-    return "\n".join(line for number, line in numbered if number not in dropped)
+    return "\n".join(line for number, line in numbered if number not in omitted)
 
 
-def _data_beside(source: SourceModule, place: PurePosixPath) -> dict[PurePosixPath, str]:
-    """Return the texts that are no modules, in folders without modules beside this one."""
-    found: dict[PurePosixPath, str] = {}
+def _data_files(source: SourceModule, place: PurePosixPath) -> dict[PurePosixPath, str]:
+    """Return the JSON files in data folders (folders without modules) next to the module."""
+    texts: dict[PurePosixPath, str] = {}
     for path in sorted(source.path.parent.glob("*/*.json")):
         if not any(path.parent.glob("*.py")):
             relative = Path(path).relative_to(source.path.parent).as_posix()
-            found[place.parent / relative] = path.read_text(encoding="utf-8")
-    return found
+            texts[place.parent / relative] = path.read_text(encoding="utf-8")
+    return texts

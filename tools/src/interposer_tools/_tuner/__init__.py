@@ -1,1 +1,1 @@
-"""The tuner: candidates are timed on this host, so that the fastest is chosen."""
+"""The tuner: times kernels and attention backends so that the fastest is selected."""

@@ -1,4 +1,4 @@
-"""The clock: how long calls take on a device whose caches hold nothing of theirs."""
+"""The clock: times calls with cold caches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WARM_UP_CALLS = 2
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median and quartiles of what a call took, in seconds."""
+    """Median and quartiles of the times of one call, in seconds."""
 
     median: float
     low: float
@@ -28,10 +28,10 @@ class Spread:
 
 
 class Clock:
-    """Times calls on one device, from the call to the end of its work there.
+    """Times calls on one device, from the call to the end of the submitted work.
 
     Args:
-        timer: returns the seconds since any fixed moment.
+        timer: a clock that returns seconds.
     """
 
     def __init__(
@@ -45,25 +45,25 @@ class Clock:
         self._buffer = torch.zeros(size // 4, dtype=torch.int32, device=self._device)
 
     def time(self, calls: Sequence[Callable[[], object]], repeats: int) -> list[Spread]:
-        """Return the spread of ``repeats`` runs of each of ``calls``.
+        """Time each of ``calls`` ``repeats`` times. Returns: one ``Spread`` per call, in order.
 
-        The calls take turns and each round begins with another, so that whatever the machine does
-        besides meets all of them alike. What a call raises is passed on.
+        The calls alternate, and each round starts with another call. So other load on the machine
+        affects all calls alike. An exception from a call is passed on.
         """
         for call in calls:
-            for _ in range(_WARM_UP_CALLS):  # compiles, packs and allocates what is kept
+            for _ in range(_WARM_UP_CALLS):  # compile, pack weights, allocate
                 call()
         self._platform.synchronize(self._device)
-        taken: list[list[float]] = [[] for _ in calls]
-        with _without_collections():
-            for turn in range(repeats):
-                for place in range(len(calls)):
-                    number = (turn + place) % len(calls)
-                    taken[number].append(self._once(calls[number]))
-        return [_spread(seconds) for seconds in taken]
+        seconds_by_call: list[list[float]] = [[] for _ in calls]
+        with _without_garbage_collection():
+            for repeat in range(repeats):
+                for offset in range(len(calls)):
+                    index = (repeat + offset) % len(calls)
+                    seconds_by_call[index].append(self._once(calls[index]))
+        return [_spread(seconds) for seconds in seconds_by_call]
 
     def _once(self, call: Callable[[], object]) -> float:
-        self._buffer.add_(1)  # reads and writes more than the caches hold
+        self._buffer.add_(1)  # larger than the caches, so it evicts the operands
         self._platform.synchronize(self._device)
         start = self._timer()
         call()
@@ -77,8 +77,7 @@ def _spread(seconds: Sequence[float]) -> Spread:
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
-    """Keep the garbage collector from running inside a call."""
+def _without_garbage_collection() -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Tables of measurements: written to files, merged, and kept as those of this host."""
+"""Tables of measurements: read, merged, written to files, and stored for this host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Model(BaseModel):
 
 
 class NotMeasured(_Model):
-    """A choice of the model that no measurement can decide, and why."""
+    """A request that the tuner did not measure, with the reason."""
 
     request: str
     reason: str
@@ -26,7 +26,7 @@ class Table(_Model):
     """Measurements, one entry per key.
 
     Attributes:
-        not_measured: what a run left out; it is not written to files.
+        not_measured: requests that a run skipped, which ``write`` omits.
     """
 
     entries: tuple[Entry, ...] = ()
@@ -34,24 +34,24 @@ class Table(_Model):
 
     @classmethod
     def read(cls, path: str | Path) -> Table:
-        """Return the table in a file that ``write`` made.
+        """Read a table from a file that ``write`` wrote.
 
-        Raises: StorageError: it cannot be read, or is no intact table.
+        Raises: StorageError: the file cannot be read, or is no intact table.
         """
         return cls(entries=read_entries(path))
 
     @classmethod
     def stored(cls, store: Store) -> Table:
-        """Return the measurements in ``store``; what is corrupt there is left out."""
-        found = (
+        """Read the measurements in ``store``, without corrupt ones."""
+        entries = (
             Entry.stored(entry.key, entry.value)
             for entry in store.entries(KIND)
             if not entry.problem
         )
-        return cls(entries=tuple(entry for entry in found if isinstance(entry, Entry)))
+        return cls(entries=tuple(entry for entry in entries if isinstance(entry, Entry)))
 
     def write(self, path: str | Path) -> None:
-        """Write the entries to a file, sorted, in place of what was there.
+        """Write the sorted entries to a file, and replace an existing file.
 
         Raises: StorageError: the file cannot be written.
         """
@@ -60,33 +60,33 @@ class Table(_Model):
         write_text(Path(path), json.dumps(facts, indent=1) + "\n")
 
     def merge(self, other: Table) -> tuple[Table, tuple[Entry, ...]]:
-        """Return the entries of both, and the older ones of them that newer ones replaced.
+        """Merge two tables. The newer measurement of each key stays, on a tie that of ``other``.
 
-        Of two that were measured at the same time the other table's stays.
+        Returns: the merged table, and the older measurements that were replaced.
         """
-        kept: dict[str, Entry] = {}
+        newest: dict[str, Entry] = {}
         replaced = []
         for entry in (*self.entries, *other.entries):
-            place = _order(entry)
-            older, newer = kept.get(place, entry), entry
+            key = _order(entry)
+            older, newer = newest.get(key, entry), entry
             if older.value.measured > newer.value.measured:
                 older, newer = newer, older
-            kept[place] = newer
+            newest[key] = newer
             if older != newer:
                 replaced.append(older)
-        missing = (*self.not_measured, *other.not_measured)
-        return Table(entries=tuple(kept.values()), not_measured=missing), tuple(replaced)
+        skipped = (*self.not_measured, *other.not_measured)
+        return Table(entries=tuple(newest.values()), not_measured=skipped), tuple(replaced)
 
     def install(self, store: Store) -> tuple[Entry, ...]:
-        """Keep every entry as a measurement of this host unless a newer one is kept already.
+        """Store every entry as a measurement of this host, unless a newer one is stored already.
 
         Returns: the entries that were replaced in ``store``.
         Raises: StorageError: an entry cannot be written.
         """
         host = this_host()
-        own = Table(entries=tuple(_on_host(entry, host) for entry in self.entries))
-        # Of several hosts' entries for one key the newest counts.
-        newest, _ = Table().merge(own)
+        local = Table(entries=tuple(_on_host(entry, host) for entry in self.entries))
+        # A file can have entries of several hosts, which now have the same key: use the newest.
+        newest, _ = Table().merge(local)
         before = {_order(entry): entry for entry in Table.stored(store).entries}
         replaced = []
         for entry in newest.entries:
@@ -100,9 +100,9 @@ class Table(_Model):
 
 
 def write_entry(store: Store, entry: Entry) -> None:
-    """Keep ``entry`` in ``store``.
+    """Write ``entry`` to ``store``.
 
-    Raises: StorageError: it cannot be written.
+    Raises: StorageError: the entry cannot be written.
     """
     facts = entry.model_dump(mode="json")
     store.write(KIND, facts["key"], facts["value"])

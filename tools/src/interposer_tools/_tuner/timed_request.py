@@ -1,4 +1,4 @@
-"""The candidates to time: kernels and attention backends that accept one request of a model."""
+"""The calls to time for one request of a model, with arguments for kernels or backends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Call = Callable[[], object]
 
 
 class TimedRequest(ABC):
-    """One request of a plan with arguments for each number of tokens."""
+    """One request of a plan, with arguments for each number of tokens."""
 
     def __init__(self, plan: Planned, request: Request, tokens: Sequence[int]) -> None:
         self.plan = plan
@@ -44,22 +44,22 @@ class TimedRequest(ABC):
 
     @abstractmethod
     def calls(self, candidate: Candidate) -> list[Call]:
-        """Return what runs ``candidate``, for each number of tokens; it is loaded and prepared.
+        """Load and prepare ``candidate``. Returns: one call per number of tokens.
 
-        Raises: NoCandidateError: it cannot be loaded, or fails the checks before the first use.
+        Raises: NoCandidateError: the candidate cannot be loaded, or fails the canary.
         """
 
     def resolver(self, **rules: Any) -> Resolver:
-        """Return a resolver like the plan's in which nothing but ``rules`` is decided."""
+        """Return a copy of the plan's resolver with ``rules`` in place of the user's rules."""
         resolver = self.plan.resolver
-        undecided: dict[str, Any] = {"layers": {}, "require": (), "strict": False, **rules}
-        config = _changed(resolver.config, fallback=False, **undecided)
+        changes: dict[str, Any] = {"layers": {}, "require": (), "strict": False, **rules}
+        config = _changed(resolver.config, fallback=False, **changes)
         trusted = frozenset({self.plan.placement.choice.chosen.provider})
         return Resolver(resolver.registry, resolver.device, config, trusted=trusted)
 
 
 class TimedKernels(TimedRequest):
-    """The kernels of an op on its samples."""
+    """The calls of an op's kernels, on the samples of the op."""
 
     def __init__(
         self, plan: Planned, request: Request, tokens: Sequence[int], op: CustomOp[..., Any]
@@ -70,14 +70,14 @@ class TimedKernels(TimedRequest):
         self.constants: dict[str, Any] = {}
         self.arguments = []
         for count in self.tokens:
-            drawn = dict(op.sample(self.dtype, request.dims, count, 0).arguments)
-            # Weights are the same for any number of tokens, and held once.
-            weights = {name: drawn.pop(name) for name in op.constants}
+            arguments = dict(op.sample(self.dtype, request.dims, count, 0).arguments)
+            # Weights do not depend on the number of tokens, so one copy of them is enough.
+            weights = {name: arguments.pop(name) for name in op.constants}
             self.constants = self.constants or _moved(weights, self.device)
-            self.arguments.append(_moved(drawn, self.device))
+            self.arguments.append(_moved(arguments, self.device))
 
     def calls(self, candidate: Candidate) -> list[Call]:
-        """Return calls with constants that are prepared once for all of them."""
+        """Return one call per number of tokens. All calls share the prepared constants."""
         pin = {self.op.name: candidate.qualified_name}
         resolver = self.resolver(kernels=pin, attention={}, tables=False)
         bound = resolver.kernel(self.op, self.dtype, self.request.dims, self.request.prefix)
@@ -89,21 +89,21 @@ class TimedKernels(TimedRequest):
 
 
 class TimedAttention(TimedRequest):
-    """The attention backends of a specification on typical steps; planning them is not timed."""
+    """The calls of attention backends on typical steps. ``plan`` is not timed."""
 
     def backend(self, candidate: Candidate, resolver: Resolver | None = None) -> AttentionBackend:
-        """Return the backend, with the kernels that the policy and the measurements choose."""
+        """Build the backend, with kernels selected by configuration and measurements."""
         spec = self._spec
         if resolver is None:
             resolver = self.bound_to(candidate)
         return resolver.attention(spec, Site(resolver, self.request.prefix, spec.dtype))
 
     def bound_to(self, candidate: Candidate) -> Resolver:
-        """Return a resolver that chooses ``candidate``."""
+        """Return a resolver that always selects ``candidate`` for attention."""
         return self.resolver(attention={self.request.name: candidate.qualified_name}, tables=True)
 
     def calls(self, candidate: Candidate) -> list[Call]:
-        """Return calls on a cache of zeros."""
+        """Return one call per number of tokens, on a KV cache of zeros."""
         backend, spec = self.backend(candidate), self._spec
         layout, generator = backend.kv_layout(), torch.Generator().manual_seed(0)
         calls: list[Call] = []
@@ -111,22 +111,25 @@ class TimedAttention(TimedRequest):
             batch, num_pages = typical_step(count, spec.page_size)
             if spec.prefix_lm and batch.max_query_tokens > 1:
                 batch = replace(batch, prefix_lens=batch.seq_lens)
+            # Zeros, because uninitialised memory may contain NaN or denormals, which are slower.
             (cache,) = layout.allocate(1, num_pages, self.device)
             cache.zero_()
-            given = random_projections(spec, len(batch.slots), generator, fused=False, batch=batch)
+            projections = random_projections(
+                spec, len(batch.slots), generator, fused=False, batch=batch
+            )
             plan = backend.plan(moved_batch(batch, self.device))
-            query, key, value = (part.to(self.device) for part in given)
+            query, key, value = (part.to(self.device) for part in projections)
             arguments = (query, key, value, cache, plan)
             if spec.is_quantized:
                 scales = (scale.to(self.device) for scale in random_scales(spec, generator))
                 prepared = backend.prepare_scales(*scales)
                 if spec.sinks:
                     sinks = random_sinks(spec, generator).to(self.device)
-                    both = backend.forward_quantized_with_sinks
-                    calls.append(partial(both, *arguments, prepared, sinks))
+                    forward = backend.forward_quantized_with_sinks
+                    calls.append(partial(forward, *arguments, prepared, sinks))
                 else:
                     calls.append(partial(backend.forward_quantized, *arguments, prepared))
-            elif spec.type == "encoder_decoder":  # whose keys are not of these steps
+            elif spec.type == "encoder_decoder":  # keys come from the encoder, not the step
                 calls.append(partial(backend.forward_stored, query, cache, plan))
             elif spec.sinks:
                 sinks = random_sinks(spec, generator).to(self.device)
@@ -147,7 +150,7 @@ def _changed(config: Config, **changes: Any) -> Config:
 
 
 def _moved(arguments: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return ``arguments`` on ``device``, with the strides that they have."""
+    """Move tensors to ``device`` without changing strides."""
     return {
         name: _moved_tensor(value, device) if isinstance(value, torch.Tensor) else value
         for name, value in arguments.items()
@@ -157,7 +160,7 @@ def _moved(arguments: Mapping[str, Any], device: str) -> dict[str, Any]:
 def _moved_tensor(tensor: torch.Tensor, device: str) -> torch.Tensor:
     if tensor.device == torch.device(device):
         return tensor
-    # ``to`` makes a slice dense, so that what it was cut out of is moved.
+    # ``to`` makes a strided view contiguous, so move the whole storage and view it again.
     length = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-    whole = tensor.as_strided((length,), (1,), 0).to(device)
-    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    storage = tensor.as_strided((length,), (1,), 0).to(device)
+    return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -1,4 +1,4 @@
-"""Tuning: every candidate for a model is timed on the shapes of the model."""
+"""Tuning: time every candidate for a model on the shapes of the model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from interposer_tools._tuner.clock import Clock, Spread
 from interposer_tools._tuner.table import NotMeasured, Table, write_entry
 from interposer_tools._tuner.timed_request import TimedAttention, TimedKernels, TimedRequest
 
-_FEWEST_REPEATS = 3
+_MIN_REPEATS = 3
 
 
 class Progress(Protocol):
-    """Is told how far tuning has come."""
+    """A callback that shows the progress of tuning."""
 
     def __call__(self, done: int, total: int, subject: str) -> None:
-        """Take note that ``done`` of ``total`` requests are measured and ``subject`` is next."""
+        """Show that ``done`` of ``total`` requests are measured; ``subject`` is the next one."""
 
 
 def tune(
@@ -42,35 +42,36 @@ def tune(
     progress: Progress | None = None,
     timer: Callable[[], float] = time.perf_counter,
 ) -> Table:
-    """Time what could be chosen for ``model`` on this machine, and keep it for the selection.
+    """Measure all candidates for ``model`` on this machine, and store the results.
 
-    A candidate's figure is the geometric mean over ``tokens`` of its medians, each from
-    ``repeats`` runs with cold caches. Whatever is chosen from then on, the fastest goes first
-    unless the configuration says otherwise.
+    The result of a candidate is the geometric mean of the median times for all ``tokens``, each
+    from ``repeats`` runs with cold caches. From then on, the fastest candidate is selected unless
+    the configuration says otherwise.
 
     Args:
-        model: a model directory, or what was loaded or planned from one.
-        tokens: numbers of tokens of a step. Up to 32 are decoded by as many sequences, each
-            behind a context of 512; more are one prompt.
-        dtype: to compute in, for a model directory.
-        config: policy for the plan, above every other source.
-        timer: returns the seconds since any fixed moment.
-    Returns: what was measured, with what was not and why; it is in the cache directory as well.
+        model: a model directory, a loaded model or a plan.
+        tokens: numbers of tokens per step. Up to 32 tokens are one decode step of as many
+            sequences, each with a context of 512 tokens; more tokens are one prompt.
+        dtype: the dtype of activations, for a model directory.
+        config: configuration that overrides all other sources.
+        timer: a clock that returns seconds.
+    Returns: the measurements, which are also stored in the cache directory, and the requests that
+        were not measured, with the reasons.
     Raises:
-        ConfigError: ``tokens`` or ``repeats`` cannot be used, or the device is only described.
-        StorageError: a measurement cannot be kept.
+        ConfigError: ``tokens`` or ``repeats`` is invalid, or the device is only described.
+        StorageError: a measurement cannot be stored.
     """
     if not isinstance(model, str | os.PathLike | Planned):
         raise ConfigError(
-            f"model is of the type {type(model).__name__}, must be a model directory or what was "
-            "loaded or planned from one. Try: tune(path)"
+            f"model is of the type {type(model).__name__}, must be a model directory, a loaded "
+            "model or a plan. Try: tune(path)"
         )
-    listed = isinstance(tokens, Sequence) and not isinstance(tokens, str)
-    if not (listed and tokens) or any(type(count) is not int or count < 1 for count in tokens):
-        raise ConfigError(f"tokens are {tokens!r}, must be positive integers, as (1, 16, 256)")
-    if not isinstance(repeats, int) or repeats < _FEWEST_REPEATS:
+    is_list = isinstance(tokens, Sequence) and not isinstance(tokens, str)
+    if not (is_list and tokens) or any(type(count) is not int or count < 1 for count in tokens):
+        raise ConfigError(f"tokens are {tokens!r}, must be positive integers, such as (1, 16, 256)")
+    if not isinstance(repeats, int) or repeats < _MIN_REPEATS:
         raise ConfigError(f"repeats is {repeats!r}, must be an integer of at least 3")
-    # Figures that don't fit any more must not keep a strict policy from measuring anew.
+    # Ignore stored measurements: outdated ones would make a strict configuration fail here.
     policy = effective_config(config).model_copy(update={"tables": False})
     plan = planned(model, policy, dtype)
     if plan.resolver.described:
@@ -101,16 +102,17 @@ class _Session:
         )
 
     def run(self, progress: Progress | None) -> Table:
-        entries, left_out = [], []
+        entries, skipped = [], []
         requests = self.requests()
-        for done, request in enumerate(requests):
+        for num_done, request in enumerate(requests):
             if progress is not None:
-                progress(done, len(requests), str(request))
+                progress(num_done, len(requests), str(request))
             start = time.time_ns()
             timed = self.timed(request)
             if isinstance(timed, str):
-                left_out.append(NotMeasured(request=str(request), reason=timed))
+                skipped.append(NotMeasured(request=str(request), reason=timed))
                 continue
+            # Store each result at once, so that an interrupted run loses only one.
             with torch.inference_mode():
                 entry = self.measured(timed)
             write_entry(self.measurements.store, entry)
@@ -125,43 +127,46 @@ class _Session:
             )
         if progress is not None:
             progress(len(requests), len(requests), "")
-        return Table(entries=tuple(entries), not_measured=tuple(left_out))
+        return Table(entries=tuple(entries), not_measured=tuple(skipped))
 
     def requests(self) -> list[Request]:
-        """Return every distinct request of the plan; attention is last, as it binds kernels.
+        """Return the distinct requests of the plan and of the kernels in all attention backends.
 
-        The kernels of all backends are among them, not only those of the chosen one.
+        Attention requests come last, so that backends are timed with the fastest kernels.
         """
-        found = {choice.request.key: choice.request for choice, _ in self.resolver.choices.values()}
-        for request in [r for r in found.values() if r.kind == "attention"]:
+        requests = {
+            choice.request.key: choice.request for choice, _ in self.resolver.choices.values()
+        }
+        for request in [r for r in requests.values() if r.kind == "attention"]:
             timed = TimedAttention(self.plan, request, self.tokens)
             for candidate in self.resolver.accepted(request):
-                bound = timed.bound_to(candidate)
+                # Building the backend makes its resolver select the kernels of the backend.
+                resolver = timed.bound_to(candidate)
                 try:
-                    timed.backend(candidate, bound)
+                    timed.backend(candidate, resolver)
                 except NoCandidateError:
-                    continue  # its reason is found again when it is to be timed
-                for choice, _ in bound.choices.values():
-                    found.setdefault(choice.request.key, choice.request)
+                    continue  # ``measured`` reports the reason later
+                for choice, _ in resolver.choices.values():
+                    requests.setdefault(choice.request.key, choice.request)
         order = {"kernel": 0, "attention": 1}
-        return sorted(found.values(), key=lambda request: order.get(request.kind, 2))
+        return sorted(requests.values(), key=lambda request: order.get(request.kind, 2))
 
     def timed(self, request: Request) -> TimedRequest | str:
-        """Return what is to be timed for a request, or why nothing is."""
+        """Return the calls to time for a request, or the reason why there are none."""
         if request.kind == "attention":
             return TimedAttention(self.plan, request, self.tokens)
         if request.kind != "kernel":
-            return f"as a {request.kind} is chosen by policy and score"
+            return f"because a {request.kind} is selected by configuration and score"
         op: CustomOp[..., Any] = load_target(self.resolver.registry.ops[request.name].target)
         if op.sample is None:
-            return f"as the op {request.name!r} has no sample to run its kernels on"
+            return f"because the op {request.name!r} has no sample to run its kernels on"
         try:
             return TimedKernels(self.plan, request, self.tokens, op)
         except foreign_errors() as error:
-            return f"as the sample of the op {request.name!r} raised {described(error)}"
+            return f"because the sample of the op {request.name!r} raised {described(error)}"
 
     def measured(self, timed: TimedRequest) -> Entry:
-        """Return the figures of all candidates; those that fail are kept with the reason."""
+        """Time all candidates. The result also lists failed candidates with reasons."""
         accepted = self.resolver.accepted(timed.request)
         versions = {candidate.qualified_name: candidate.version for candidate in accepted}
         failed: dict[str, tuple[str, str]] = {}
@@ -169,11 +174,11 @@ class _Session:
         for candidate in accepted:
             name = candidate.qualified_name
             try:
-                calls[name] = [partial(_named, name, call) for call in timed.calls(candidate)]
+                calls[name] = [partial(_call, name, call) for call in timed.calls(candidate)]
             except foreign_errors() as error:
                 failed[name] = candidate.version, _reason(candidate, error)
         spreads = None
-        while spreads is None:
+        while spreads is None:  # a failed candidate is removed, and all others are timed again
             try:
                 spreads = self.spreads(calls)
             except _CallError as error:
@@ -185,7 +190,7 @@ class _Session:
             interposer=importlib_metadata.version("interposer"),
             measured=datetime.now(UTC),
             candidates={
-                name: self.figures(versions[name], found) for name, found in spreads.items()
+                name: self.figures(versions[name], by_tokens) for name, by_tokens in spreads.items()
             },
             failed=failed,
         )
@@ -194,11 +199,12 @@ class _Session:
     def spreads(
         self, calls: Mapping[str, Sequence[Callable[[], object]]]
     ) -> dict[str, list[Spread]]:
-        """Return the spreads of each candidate's calls, one per number of tokens."""
+        """Time the calls. Returns: per candidate, one ``Spread`` per number of tokens."""
+        # All candidates alternate for one number of tokens, then for the next one.
         columns = [
             self.clock.time(column, self.repeats) for column in zip(*calls.values(), strict=True)
         ]
-        return {name: [column[place] for column in columns] for place, name in enumerate(calls)}
+        return {name: [column[index] for column in columns] for index, name in enumerate(calls)}
 
     def figures(self, version: str, spreads: Sequence[Spread]) -> Figures:
         return Figures(
@@ -214,14 +220,14 @@ class _Session:
 
 
 class _CallError(Exception):
-    """A candidate failed while the tuner timed it."""
+    """The candidate ``name`` failed during the measurement."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         super().__init__(name)
 
 
-def _named(name: str, call: Callable[[], object]) -> object:
+def _call(name: str, call: Callable[[], object]) -> object:
     try:
         return call()
     except foreign_errors() as error:
@@ -229,14 +235,14 @@ def _named(name: str, call: Callable[[], object]) -> object:
 
 
 def _reason(candidate: Candidate, error: BaseException) -> str:
-    """Return why a candidate was not timed; of a refusal, its own reason alone."""
+    """Describe the failure of a candidate; for a refusal, only the reason of this candidate."""
     if isinstance(error, NoCandidateError):
-        own = [r.reason for r in error.refusals if r.candidate == candidate.name]
-        return own[0] if own else str(error)
+        reasons = [r.reason for r in error.refusals if r.candidate == candidate.name]
+        return reasons[0] if reasons else str(error)
     return _raised(error)
 
 
 def _raised(error: BaseException) -> str:
-    """Say what was raised; of an allocator's report, its first line."""
-    first, more, _ = described(error).partition("\\n")
-    return f"raised {first} ..." if more else f"raised {first}"
+    """Describe an exception by its first line: reports of an allocator are long."""
+    first, newline, _ = described(error).partition("\\n")
+    return f"raised {first} ..." if newline else f"raised {first}"

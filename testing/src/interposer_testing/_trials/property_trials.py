@@ -1,4 +1,4 @@
-"""The trials of kernels' declared properties, on few small cases."""
+"""The trials of the properties that kernels declare, on a few small cases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from interposer_testing._checks.compilation import (
     check_static,
     why_no_compiler,
 )
-from interposer_testing._checks.exemplar import Exemplar, chosen, has_rows
+from interposer_testing._checks.exemplar import Exemplar, best_exemplars, has_rows
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.graph import check_capture, check_no_waiting
 from interposer_testing._checks.registered_op import check_opcheck
@@ -34,11 +34,11 @@ _COMPILER = "inductor"
 Check = Callable[[Subject, Exemplar], list[Fault]]
 
 
-class Promises:
-    """The aspects of the kernels of one op besides their results.
+class PropertyTrials:
+    """The trials of the kernels of one op in all aspects except numerics.
 
-    Some are asked of every kernel, as an op of torch's registry and in threads; the others only
-    where the record promises them.
+    opcheck and threads apply to every kernel, all other aspects only to kernels that declare the
+    property.
     """
 
     def __init__(
@@ -46,32 +46,34 @@ class Promises:
         registry: Registry,
         op: CustomOp[..., Any],
         device: Device,
-        found: list[Exemplar],
+        exemplars: list[Exemplar],
         *,
         quick: bool,
     ) -> None:
         self.op = op
         self.device = device
-        self.found = found
+        self.exemplars = exemplars
         self.quick = quick
-        self.platform, self.no_capture = _capturing(registry, device)
+        self.platform, self.no_capture = _platform_with_graphs(registry, device)
         self.no_compiler = "" if quick else why_no_compiler(device.torch_device)
 
     def trials(self, candidate: Candidate) -> Iterator[Trial]:
         """Yield the trials of one kernel, or of the reference."""
-        by_dtype = chosen(self.found, lambda exemplar: bool(self._verdict(candidate, exemplar)))
-        by_dtype = [few[:1] for few in by_dtype[:1]] if self.quick else by_dtype
+        by_dtype = best_exemplars(
+            self.exemplars, lambda exemplar: bool(self._verdict(candidate, exemplar))
+        )
+        by_dtype = [exemplars[:1] for exemplars in by_dtype[:1]] if self.quick else by_dtype
         properties = candidate.properties
-        for number, exemplar in enumerate(few[0] for few in by_dtype):
-            is_traced = bool(properties & {"traceable", "opaque"})
-            # What is compiled below need not be traced here as well where time is short.
-            checked = partial(check_opcheck, traced=not (self.quick and is_traced))
-            yield self._trial(candidate, exemplar, "opcheck", checked)
-            if is_traced:
+        for index, exemplar in enumerate(exemplars[0] for exemplars in by_dtype):
+            is_compiled = bool(properties & {"traceable", "opaque"})
+            # In a quick run, the compile trials below replace the tracing test of opcheck.
+            check = partial(check_opcheck, traced=not (self.quick and is_compiled))
+            yield self._trial(candidate, exemplar, "opcheck", check)
+            if is_compiled:
                 yield from self._compile_trials(candidate, exemplar, _TRACER)
-                if not (number or self.quick):  # it takes seconds
+                if not (index or self.quick):  # inductor takes seconds: once per kernel
                     yield from self._compile_trials(candidate, exemplar, _COMPILER)
-        for exemplar in [exemplar for few in by_dtype for exemplar in few]:
+        for exemplar in [exemplar for exemplars in by_dtype for exemplar in exemplars]:
             yield self._trial(candidate, exemplar, "threads", check_threads)
             if "deterministic" in properties:
                 yield self._trial(candidate, exemplar, "determinism", check_determinism)
@@ -83,25 +85,26 @@ class Promises:
     def _compile_trials(
         self, candidate: Candidate, exemplar: Exemplar, backend: str
     ) -> Iterator[Trial]:
-        absent = self.no_compiler if backend == _COMPILER else ""
-        fixed = ""
+        no_compiler = self.no_compiler if backend == _COMPILER else ""
+        not_dynamic = ""
         if not has_rows(self.op):
-            fixed = "the op declares no batched arguments, whose number could vary"
+            not_dynamic = "the op declares no batched arguments, so it has no number of rows"
         elif exemplar.num_rows < MIN_DYNAMIC_ROWS:
-            fixed = f"no small case of the op has {MIN_DYNAMIC_ROWS} rows"
-        # What is traced with a number of rows that varies is not traced with a fixed one as well
-        # where time is short.
-        if fixed or not self.quick:
-            static = partial(check_static, backend=backend)
-            yield self._trial(candidate, exemplar, "compile static", static, absent, suffix=backend)
-        dynamic = partial(check_dynamic, backend=backend)
-        absent = fixed or absent
-        yield self._trial(candidate, exemplar, "compile dynamic", dynamic, absent, suffix=backend)
+            not_dynamic = f"no small case of the op has {MIN_DYNAMIC_ROWS} rows"
+        # In a quick run, the dynamic trial replaces the static one.
+        if not_dynamic or not self.quick:
+            check = partial(check_static, backend=backend)
+            yield self._trial(
+                candidate, exemplar, "compile static", check, no_compiler, suffix=backend
+            )
+        check = partial(check_dynamic, backend=backend)
+        not_run = not_dynamic or no_compiler
+        yield self._trial(candidate, exemplar, "compile dynamic", check, not_run, suffix=backend)
 
     def _batch_trial(self, candidate: Candidate, exemplar: Exemplar) -> Trial:
         missing = ""
         if not has_rows(self.op):
-            missing = "the op declares no batched arguments, so that it says nothing of rows"
+            missing = "the op declares no batched arguments, so it has no rows to compare"
         elif exemplar.num_rows < 2:
             missing = "no small case of the op has two rows"
         check = check_batch_invariance
@@ -135,8 +138,9 @@ class Promises:
 
     def _request(self, exemplar: Exemplar) -> Request:
         device, dtype = self.device, str(exemplar.planned.dtype).removeprefix("torch.")
-        place = device.platform, device.capability
-        return Request("kernel", self.op.name, *place, dtype, exemplar.dims)
+        return Request(
+            "kernel", self.op.name, device.platform, device.capability, dtype, exemplar.dims
+        )
 
 
 def _run(
@@ -160,9 +164,9 @@ def _run(
 
 @contextmanager
 def _no_progress_monitor() -> Iterator[None]:
-    """Keep torch's tracing from leaving a thread behind, which watches progress bars of tqdm.
+    """Keep torch's tracing from starting the monitor thread of tqdm, which never ends.
 
-    An examination in this process would take it for one of somebody else's, and watch less.
+    A later examination of plugins in this process would count it as a thread of foreign code.
     """
     bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if bars is None:
@@ -179,11 +183,14 @@ def _all(checks: list[Check], subject: Subject, exemplar: Exemplar) -> list[Faul
     return [fault for check in checks for fault in check(subject, exemplar)]
 
 
-def _capturing(registry: Registry, device: Device) -> tuple[Platform | None, str]:
-    """Return the platform of ``device`` if it captures graphs, or why there is none."""
+def _platform_with_graphs(registry: Registry, device: Device) -> tuple[Platform | None, str]:
+    """Return the platform of ``device`` if it can capture graphs, or None and the reason."""
     entries = [r for _, r in registry.records(PlatformEntry) if r.name == device.platform]
     if not entries:
-        return None, f"no plugin declares the platform {device.platform!r}, which would capture it"
+        return (
+            None,
+            f"no plugin declares the platform {device.platform!r}, which would capture graphs",
+        )
     try:
         platform: type[Platform] = load_target(entries[0].target)
         verdict = platform.provides("capture_graph")

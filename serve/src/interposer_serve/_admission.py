@@ -1,4 +1,4 @@
-"""Room for answers: who gets some, and how long the others wait."""
+"""Admission control: refuses requests when the queue of answers is full."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from interposer_serve._errors import ApiError
 from interposer_serve._limits import Limits
 
 
-class Room:
-    """Refuses requests before anything is prepared for them in vain."""
+class Admission:
+    """Refuses requests before tokenization, if the queue is full."""
 
     def __init__(self, model: AsyncLanguageModel, limits: Limits) -> None:
         self._model = model
         self._limits = limits
         self._capacity = model.capacity or 0
-        self._num_prepared = 0
+        self._num_preparing = 0
         self._mean_seconds = 1.0
 
     def check(self, num_answers: int, num_prepared: int = 0) -> None:
-        """Raise ApiError where so many answers have no room, ever or now.
+        """Check that the queue has places for ``num_answers`` answers.
 
         Args:
-            num_prepared: answers that others prepare to ask for.
+            num_prepared: answers of other requests that are still being tokenized.
+        Raises: ApiError: the queue is full now (429), or too small for this request (400).
         """
-        taken = self._model.num_unfinished + num_prepared
+        num_taken = self._model.num_unfinished + num_prepared
         if num_answers > self._capacity:
             raise ApiError(
                 400,
@@ -35,37 +36,38 @@ class Room:
                 "run or wait at once. Try: smaller n, or fewer prompts",
                 param="n",
             )
-        if taken + num_answers > self._capacity:
+        if num_taken + num_answers > self._capacity:
             raise ApiError(
                 429,
-                f"{taken} answers are running or waiting, and {self._capacity} may be. "
+                f"{num_taken} answers are running or waiting; allowed are {self._capacity}. "
                 "Try again later",
                 code="queue_full",
-                headers={"retry-after": str(self._seconds_to_room())},
+                headers={"retry-after": str(self._estimated_wait_seconds())},
             )
 
     @contextmanager
     def prepared(self, num_answers: int) -> Iterator[None]:
-        """Count answers whose prompts are prepared.
+        """Reserve places for answers while the prompts are prepared, within a block.
 
-        Raises: ApiError: there is no room for them.
+        Raises: ApiError: see ``check``.
         """
-        self.check(num_answers, self._num_prepared)
-        self._num_prepared += num_answers
+        self.check(num_answers, self._num_preparing)
+        self._num_preparing += num_answers
         try:
             yield
         finally:
-            self._num_prepared -= num_answers
+            self._num_preparing -= num_answers
 
     def ended(self, generation: Generation) -> None:
-        """Learn how long an answer takes."""
+        """Update the mean duration of an answer, for the estimate in Retry-After."""
         if generation.error is None:
             stages = generation.stages
             seconds = (stages.ended - stages.received) / 1e9
+            # Exponential moving average.
             self._mean_seconds += (seconds - self._mean_seconds) / 8
 
-    def _seconds_to_room(self) -> int:
-        """Return about how long it takes until a request that runs has ended."""
+    def _estimated_wait_seconds(self) -> int:
+        """Estimate the time until a running request ends, in seconds."""
         running = max(1, self._capacity - self._limits.queue)
         rounds = max(1.0, (self._model.num_unfinished - running) / running)
         return max(1, math.ceil(min(self._mean_seconds * rounds, self._limits.deadline_seconds)))

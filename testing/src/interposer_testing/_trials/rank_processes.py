@@ -1,4 +1,4 @@
-"""The processes in which a communicator is tried, one for each rank, started once."""
+"""The processes that test a communicator: one per rank, started once for all checks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from interposer.tooling import child_environment
 from interposer_testing._checks.collective import CollectiveCase
 from interposer_testing._checks.fault import Fault
 
-_PROGRAM = "from interposer_testing._trials.crew import main; main()"
+_PROGRAM = "from interposer_testing._trials.rank_processes import main; main()"
 _LIMIT_SECONDS = 240.0
-_MOST_CHARACTERS = 2000
+_MAX_ERROR_CHARACTERS = 2000
 LEFT = "what is left"
-"""The label of what is there after all ranks have ended."""
+"""Label of the check that no file remains after all ranks have ended."""
 
 
-class Crew:
-    """The ranks of one communicator, which run all checks when the first result is asked for.
+class RankProcesses:
+    """The ranks of one communicator, which run all checks when the first result is requested.
 
     Args:
-        request: target, platform, devices by rank, properties; ``cases`` by collective in
-            ``stages`` by number of ranks, and ``lost``, the case that a rank does not come to.
+        request: "target", "platform", "devices" by rank and "properties" of the communicator;
+            "stages": cases by collective by number of ranks; "lost": the case that one rank does
+            not join; "labels" of all checks.
     """
 
     def __init__(self, request: dict[str, Any]) -> None:
@@ -38,28 +39,30 @@ class Crew:
         self._size = max(int(num) for num in request["stages"])
 
     def faults(self, label: str) -> list[Fault]:
-        """Return the faults under a label, of all ranks; that it was not reached is one."""
-        found = [fault for some in self._told for fault in some.get(label, ())]
+        """Return the faults of all ranks in one check; a check that was not reached is a fault."""
+        faults = [fault for by_label in self._faults_by_rank for fault in by_label.get(label, ())]
         if label == LEFT:
-            found += [
+            faults += [
                 Fault("ranks", "close", f"{path} is still there")
                 for path in sorted(self._shared)
                 if Path(path).exists()
             ]
-        elif not any(label in some for some in self._told):
-            found.append(Fault("call", label, "was not reached, as an earlier check failed"))
-        return list({(fault.where, fault.reason): fault for fault in found}.values())
+        elif not any(label in by_label for by_label in self._faults_by_rank):
+            faults.append(Fault("call", label, "was not reached, because an earlier check failed"))
+        # Ranks often report the same fault.
+        return list({(fault.where, fault.reason): fault for fault in faults}.values())
 
     @property
-    def _told(self) -> list[dict[str, list[Fault]]]:
-        return self._ran[0]
+    def _faults_by_rank(self) -> list[dict[str, list[Fault]]]:
+        return self._results[0]
 
     @property
     def _shared(self) -> set[str]:
-        return self._ran[1]
+        return self._results[1]
 
     @cached_property
-    def _ran(self) -> tuple[list[dict[str, list[Fault]]], set[str]]:
+    def _results(self) -> tuple[list[dict[str, list[Fault]]], set[str]]:
+        """Run all ranks. Returns: faults by label for each rank, and shared-memory files."""
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "request").write_text(json.dumps({**self._request, "path": sys.path}))
             command = [sys.executable, "-X", "faulthandler", "-c", _PROGRAM, folder]
@@ -82,28 +85,27 @@ class Crew:
                 for process in ranks:
                     process.kill()
                     process.wait()
-            told, shared = list[dict[str, list[Fault]]](), set[str]()
+            faults_by_rank, shared = list[dict[str, list[Fault]]](), set[str]()
             for rank, end in enumerate(ends):
                 report = Path(folder, f"rank{rank}")
                 if not report.exists():
-                    said = errors[rank].read_text(errors="replace")[-_MOST_CHARACTERS:]
-                    lost = Fault("call", f"rank {rank}", f"its process {end}", traceback=said)
-                    told.append({label: [lost] for label in self._request["labels"]})
+                    stderr = errors[rank].read_text(errors="replace")[-_MAX_ERROR_CHARACTERS:]
+                    fault = Fault("call", f"rank {rank}", f"its process {end}", traceback=stderr)
+                    faults_by_rank.append({label: [fault] for label in self._request["labels"]})
                     continue
                 facts = json.loads(report.read_text())
                 shared |= {*facts["shared"]}
-                told.append(
+                faults_by_rank.append(
                     {
                         label: [Fault(**fault) for fault in faults]
                         for label, faults in facts["faults"].items()
                     }
                 )
-            # What the kernel of the system holds of a process that was killed goes with it.
-            return told, shared
+            return faults_by_rank, shared
 
 
 def _ends(ranks: list[subprocess.Popen[bytes]]) -> list[str]:
-    """Wait for all, and return how each ended."""
+    """Wait for all processes, and describe how each one ended."""
     limit, ends = time.monotonic() + _LIMIT_SECONDS, list[str]()
     for process in ranks:
         try:
@@ -111,14 +113,15 @@ def _ends(ranks: list[subprocess.Popen[bytes]]) -> list[str]:
         except subprocess.TimeoutExpired:
             ends.append(f"took more than {_LIMIT_SECONDS:g} s, and was ended")
             continue
-        killed = code < 0
-        name = signal.Signals(-code).name if killed else ""
-        ends.append(f"was killed by {name}" if killed else f"left with exit code {code}")
+        if code < 0:
+            ends.append(f"was killed by {signal.Signals(-code).name}")
+        else:
+            ends.append(f"left with exit code {code}")
     return ends
 
 
 def main() -> None:
-    """Run one rank's part of the checks, in a process that ``Crew`` started."""
+    """Run the checks of one rank, in a process that ``RankProcesses`` started."""
     folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     request = json.loads(Path(folder, "request").read_text())
     sys.path[:] = request["path"]
@@ -129,7 +132,7 @@ def main() -> None:
 
     from interposer import Config, Ranks, current_platform
     from interposer.records import load_target
-    from interposer_testing._checks.communicator import Rehearsal
+    from interposer_testing._checks.communicator import CommunicatorChecks
 
     device = request["devices"][rank]
     if device != "cpu":
@@ -147,39 +150,40 @@ def main() -> None:
 
     def report() -> None:
         facts = {"faults": faults, "shared": sorted(shared)}
-        whole = folder / f"partial{rank}"
-        whole.write_text(json.dumps(facts))
-        whole.rename(folder / f"rank{rank}")
+        # Write and rename, so that the parent never reads half a file.
+        partial = folder / f"partial{rank}"
+        partial.write_text(json.dumps(facts))
+        partial.rename(folder / f"rank{rank}")
 
-    def rehearsal(num: int) -> Rehearsal | None:
+    def create_checks(num: int) -> CommunicatorChecks | None:
         group = dist.new_group(list(range(num)))
         if rank >= num:
             return None
-        return Rehearsal(make, Ranks.of(group, platform), device, platform, properties)
+        return CommunicatorChecks(make, Ranks.of(group, platform), device, platform, properties)
 
-    def note(done: Rehearsal) -> None:
-        shared.update(done.shared)
-        for label, found in done.faults.items():
-            faults[label] = [asdict(fault) for fault in found]
+    def record(checks: CommunicatorChecks) -> None:
+        shared.update(checks.shared)
+        for label, faults_of_check in checks.faults.items():
+            faults[label] = [asdict(fault) for fault in faults_of_check]
 
     with torch.inference_mode():
         for num, stage in request["stages"].items():
-            if own := rehearsal(int(num)):
-                own.run({name: [_case(c) for c in some] for name, some in stage.items()})
-                note(own)
+            # ``new_group`` is collective: ranks outside of the stage must call it too.
+            if checks := create_checks(int(num)):
+                checks.run({name: [_case(c) for c in cases] for name, cases in stage.items()})
+                record(checks)
             dist.barrier()
         for leaves in (False, True):
-            if own := rehearsal(size):
-                last = own
+            if checks := create_checks(size):
 
-                def tell(last: Rehearsal = last) -> None:
-                    note(last)
+                def tell(checks: CommunicatorChecks = checks) -> None:
+                    record(checks)
                     report()
 
-                own.lose(_case(request["lost"]), leaves=leaves, tell=tell)
-                note(own)
+                checks.lose(_case(request["lost"]), leaves=leaves, tell=tell)
+                record(checks)
     report()
-    # The default group misses a rank, of which its destruction would wait.
+    # Skip the destruction of the default group, which would wait for the lost rank.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""The checks of an attention backend's properties, on steps as a scheduler would batch them."""
+"""The checks of the properties that an attention backend declares, on scheduler-like steps."""
 
 from __future__ import annotations
 
@@ -9,47 +9,55 @@ from itertools import pairwise
 import torch
 
 from interposer import AttentionBackend, AttentionBatch, AttentionSpec, Site
+from interposer_testing._checks.attention_steps import chunked_steps, num_pages_needed
 from interposer_testing._checks.call import differences
 from interposer_testing._checks.fault import Fault
-from interposer_testing._checks.scenario import chunked_steps, pages_needed
 from interposer_testing.workload import moved_batch, random_projections, random_sinks
 
 
 def check_attention_determinism(
     backend: type[AttentionBackend], spec: AttentionSpec, site: Site, seed: int = 0
 ) -> list[Fault]:
-    """Return where the same steps over a cache of its own give other bits the second time."""
+    """Check that two runs of the same steps, each with a new cache, give the same bits."""
     first, second = (_outputs(backend(spec, site), spec, site, seed, alone=False) for _ in range(2))
-    found = differences(first, second)
-    return [Fault("determinism", where, f"once more it is {how}") for where, how in found]
+    return [
+        Fault("determinism", where, f"the second run differs: {difference}")
+        for where, difference in differences(first, second)
+    ]
 
 
 def check_attention_batches(
     backend: type[AttentionBackend], spec: AttentionSpec, site: Site, seed: int = 0
 ) -> list[Fault]:
-    """Return where a sequence by itself gives other bits than in the batch of its step."""
+    """Check that every sequence gives the same bits alone and in the batch of its step."""
     together, alone = (
         _outputs(backend(spec, site), spec, site, seed, alone=alone) for alone in (False, True)
     )
-    found = differences(together, alone)
-    return [Fault("batch", where, f"each sequence by itself it is {how}") for where, how in found]
+    return [
+        Fault("batch", where, f"the batch and single sequences differ: {difference}")
+        for where, difference in differences(together, alone)
+    ]
 
 
 def _outputs(
     backend: AttentionBackend, spec: AttentionSpec, site: Site, seed: int, *, alone: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the output of every step, of all sequences at once or ``alone``, one by one."""
+    """Run all steps, with all sequences in one batch or ``alone`` in batches of one sequence."""
     generator = torch.Generator().manual_seed(seed)
     device = site.resolver.device.torch_device
-    (cache,) = backend.kv_layout().allocate(1, pages_needed(spec.page_size), device)
+    (cache,) = backend.kv_layout().allocate(1, num_pages_needed(spec.page_size), device)
     sinks = random_sinks(spec, generator).to(device) if spec.sinks else None
-    found = {}
+    outputs_by_step = {}
     for step, batch in enumerate(chunked_steps(spec, generator)):
         num_tokens = int(batch.query_starts[-1])
-        given = random_projections(spec, len(batch.slots), generator, fused=False, batch=batch)
-        query, key, value = (tensor.to(device) for tensor in given)
+        projections = random_projections(
+            spec, len(batch.slots), generator, fused=False, batch=batch
+        )
+        query, key, value = (tensor.to(device) for tensor in projections)
         outputs = []
-        for start, end, part in _single(batch, spec) if alone else [(0, num_tokens, batch)]:
+        for start, end, part in (
+            _single_sequences(batch, spec) if alone else [(0, num_tokens, batch)]
+        ):
             rows = slice(start, end)
             plan = backend.plan(moved_batch(part, device))
             part_of_step = (query[rows], key[rows], value[rows], cache, plan)
@@ -58,14 +66,14 @@ def _outputs(
             else:
                 output = backend.forward_with_sinks(*part_of_step, sinks)
             outputs.append(output.clone())
-        found[f"output of step {step}"] = torch.cat(outputs)
-    return found
+        outputs_by_step[f"output of step {step}"] = torch.cat(outputs)
+    return outputs_by_step
 
 
-def _single(
+def _single_sequences(
     batch: AttentionBatch, spec: AttentionSpec
 ) -> Iterator[tuple[int, int, AttentionBatch]]:
-    """Yield the first token, the end and the batch of each sequence."""
+    """Yield (first token, end, batch of one sequence) for each sequence of a batch."""
     starts, lengths = batch.query_starts.tolist(), batch.seq_lens.tolist()
     for b, (start, end) in enumerate(pairwise(starts)):
         num_pages = -(-lengths[b] // spec.page_size)
