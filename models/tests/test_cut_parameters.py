@@ -115,7 +115,7 @@ def fill(layer: Linear, tensors: Mapping[str, torch.Tensor]) -> None:
     places: Mapping[str, TensorPlace] = places_of([layer])[0]
     for name, place in places.items():
         if name in tensors:
-            share = place.share(name, tensors[name], "test")
+            share = place.shard(name, tensors[name], "test")
             place.write(name, share, place.parameter.data, "test")
         else:
             place.write_default(place.parameter.data)

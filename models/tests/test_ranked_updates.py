@@ -21,7 +21,7 @@ from torch import nn
 
 from interposer.errors import ConfigError, RankError, RequestError
 from interposer_models import LanguageModel, Meeting, WeightsFrom, launched, load, send_weights
-from interposer_models._checkpoint.row_room import RowRoom
+from interposer_models._checkpoint.row_buffer import RowBuffer
 from interposer_models._checkpoint.tensor_places import TensorPlace
 from interposer_ops.layers.cuts import Slice
 
@@ -194,11 +194,11 @@ def test_rows_that_come_apart_are_the_share_of_the_whole(
     place, shape, steps, direct = drawn
     tensor = torch.arange(1.0, torch.Size(shape).numel() + 1).view(shape)
     wanted, found = (torch.zeros_like(place.parameter.data) for _ in range(2))
-    place.write("x", place.share("x", tensor, "test"), wanted, "test")
+    place.write("x", place.shard("x", tensor, "test"), wanted, "test")
     assert place.takes_rows(shape, torch.bfloat16)
     assert not place.takes_rows((*shape, 2), torch.float32)
     assert not place.takes_rows(shape, torch.int32)
-    room, start = RowRoom.of(place, found), 0
+    room, start = RowBuffer.of(place, found), 0
     for step, is_direct in zip(steps, direct, strict=True):
         rows = tensor[start : start + step]
         memory = room.memory(start, start + len(rows))

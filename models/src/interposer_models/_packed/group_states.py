@@ -42,7 +42,7 @@ def keep_states(
         except UnpackableError as error:
             raise UnpackableError(f"{state.get('prefix')}: {error}") from None
 
-    states[str(number)] = group.changed(changes)
+    states[str(number)] = group.compare_states(changes)
 
 
 def group_states(
