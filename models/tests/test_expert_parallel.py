@@ -80,7 +80,7 @@ def test_ranks_say_what_one_process_does_wherever_experts_are(
         lm: Any = loads(path, expert_parallel=settings, **SMALL)
         assert not any(sum(loads.rows) for loads in lm.expert_loads().values())
         check(lm, alone)
-        ranks = lm.engine.lead.everywhere("expert_loads", (), lm.expert_loads)
+        ranks = lm.engine.coordinator.call_on_all("expert_loads", (), lm.expert_loads)
         assert ranks[0] == ranks[1]
         moved = lm.rebalance_experts()
         # What chance weights choose is uneven, so that something is to be gained.

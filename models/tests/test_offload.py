@@ -30,7 +30,7 @@ from interposer import Config, hookimpl, register
 from interposer.errors import ConfigError
 from interposer.records import PlatformEntry
 from interposer_models import LanguageModel, load
-from interposer_models._offload.placing import BlockSize, placed
+from interposer_models._offload.placing import BlockSize, plan_offload
 from interposer_models._packed.packed_file import MappedMemory, PackedFile
 from interposer_ops.layers.experts import Experts
 
@@ -312,11 +312,11 @@ def test_what_is_resident_fits_into_the_budget(
 ) -> None:
     sizes = [BlockSize(str(i), *each) for i, each in enumerate(blocks)]
     try:
-        plan = placed(sizes, others, budget, source, can_map=can_map)
+        plan = plan_offload(sizes, others, budget, source, can_map=can_map)
     except ConfigError as error:
         least = int(str(error).rpartition("a budget of ")[2].split()[0])
         assert least > budget
-        placed(sizes, others, least, source, can_map=can_map)
+        plan_offload(sizes, others, least, source, can_map=can_map)
         return
     held, largest = others, 0
     for place in plan.places:

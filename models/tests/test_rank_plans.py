@@ -96,27 +96,28 @@ def whole_names(model: nn.Module) -> set[str]:
     }
 
 
-def told(path: Path) -> list[str]:
+def shard_notes(path: Path) -> list[str]:
     notes = plan(path, platform="cpu", tensor_parallel=2).resolver.notes
-    return [note for note in notes if note.startswith(("cut ", "whole "))]
+    return [note for note in notes if note.startswith(("sharded ", "replicated "))]
 
 
-def test_cuts_are_told_by_kind(llama: Path) -> None:
+def test_notes_list_shards_by_kind(llama: Path) -> None:
     heads, mlp = "model.layers.self_attn", "model.layers.mlp"
     norms = ("model.layers.input_layernorm", "model.layers.post_attention_layernorm", "model.norm")
     parts = "q_proj 32 of 64, k_proj 16 of 32, v_proj 16 of 32"
-    assert told(llama) == [
-        f"cut by heads: {heads}.qkv_proj ({parts})",
-        f"cut by outputs: {mlp}.gate_up_proj (gate_proj 48 of 96, up_proj 48 of 96)",
-        f"cut by inputs and added up: {heads}.o_proj (32 of 64), {mlp}.down_proj (48 of 96)",
-        "cut by tokens: model.embed_tokens (128 of 256), lm_head (128 of 256)",
-        f"whole on every rank: {', '.join(norms)}",
+    assert shard_notes(llama) == [
+        f"sharded by heads: {heads}.qkv_proj ({parts})",
+        f"sharded by outputs: {mlp}.gate_up_proj (gate_proj 48 of 96, up_proj 48 of 96)",
+        "sharded by inputs, then all-reduced: "
+        f"{heads}.o_proj (32 of 64), {mlp}.down_proj (48 of 96)",
+        "sharded by tokens: model.embed_tokens (128 of 256), lm_head (128 of 256)",
+        f"replicated on every rank: {', '.join(norms)}",
     ]
     assert plan(llama, platform="cpu").resolver.notes == []
 
 
-def test_experts_are_told_as_cut_inside_and_routers_as_whole(qwen3_moe: Path) -> None:
-    notes = {note.partition(": ")[0]: note for note in told(qwen3_moe)}
-    experts = notes["cut inside of every expert and added up"]
+def test_notes_list_experts_as_sharded_and_routers_as_replicated(qwen3_moe: Path) -> None:
+    notes = {note.partition(": ")[0]: note for note in shard_notes(qwen3_moe)}
+    experts = notes["sharded inside every expert, then all-reduced"]
     assert experts.endswith("model.layers.mlp.experts (24 of 48)")
-    assert "model.layers.mlp.router" in notes["whole on every rank"]
+    assert "model.layers.mlp.router" in notes["replicated on every rank"]

@@ -1,4 +1,4 @@
-"""The order that the engines of all ranks follow."""
+"""Coordination of ranks: the engines of all ranks run the same steps in the same order."""
 
 from __future__ import annotations
 
@@ -14,69 +14,72 @@ from interposer_models._parallel.codec import decode, encode
 from interposer_ops.communicators import TorchCommunicator
 
 T = TypeVar("T")
-_EVERY = 64  # steps, since a comparison takes as long as a tenth of a short one
+_COMPARISON_STEPS = 64  # between comparisons, which take a tenth of the time of a short step
 
 
-class Lead(Protocol):
-    """The side of one rank.
+class Coordinator(Protocol):
+    """Coordinates this rank with the others.
 
     Attributes:
-        is_one_program: calls come from the program of this rank, whose process groups it knows.
+        is_one_program: all ranks run the same program, which makes each call on every rank and
+            knows the process groups.
     """
 
     is_one_program: bool
 
     @property
     def trouble(self) -> str:
-        """The reason why no step can be computed; empty where none is known."""
+        """Why no step can be computed; empty if none is known."""
         ...
 
-    def tell(self, name: str, *arguments: Any, **options: Any) -> None:
-        """Have a method called on the other ranks as well, before it is here."""
+    def call_others(self, name: str, *arguments: Any, **options: Any) -> None:
+        """Call a method on the other ranks, before this rank calls it."""
         ...
 
-    def everywhere(
+    def call_on_all(
         self, name: str, arguments: tuple[Any, ...], call: Callable[[], T], **options: Any
     ) -> list[Any]:
-        """Return what a method returns on every rank, which is ``call`` on this one.
+        """Call a method on every rank, and return all results in the order of the ranks.
 
-        Raises: RankError: some ranks raised an error and others did not.
+        Args:
+            call: calls the method on this rank.
+        Raises: RankError: the call failed on some ranks and succeeded on others.
         """
         ...
 
     def begin(self, digest: int, *, fresh: bool, speculates: bool) -> None:
-        """Let the ranks begin a step.
+        """Start a step on all ranks.
 
         Args:
-            digest: of all that was computed and asked for.
-            fresh: it holds requests that no step has seen.
-            speculates: guesses are verified in the step.
+            digest: digest of all requests and all computed tokens.
+            fresh: there are requests that no step has seen.
+            speculates: draft tokens are verified in the step.
         """
         ...
 
     def decide(self, flag: bool) -> bool:
-        """Return what rank 0 says, where time or chance decides."""
+        """Return the flag of rank 0, for decisions that depend on time or chance."""
         ...
 
     def reason(self, error: RankError) -> RankError:
-        """Return why ranks were lost, where more is known than a collective could tell."""
+        """Return the reason for the loss of ranks, if known; otherwise the error."""
         ...
 
     def close(self) -> None:
-        """Give back what belongs to the lead alone."""
+        """Release the resources of the coordinator."""
         ...
 
 
-class Silent:
+class LocalCoordinator:
     """Coordination of a single rank: every method acts on this rank alone."""
 
     is_one_program = True
     trouble = ""
 
-    def tell(self, name: str, *arguments: Any, **options: Any) -> None:
+    def call_others(self, name: str, *arguments: Any, **options: Any) -> None:
         """Send no command."""
 
-    def everywhere(
+    def call_on_all(
         self, name: str, arguments: tuple[Any, ...], call: Callable[[], T], **options: Any
     ) -> list[Any]:
         """Call the function, and return a list with its result on this rank."""
@@ -97,7 +100,7 @@ class Silent:
         """Close nothing."""
 
 
-class Everyone(Silent):
+class PeerCoordinator(LocalCoordinator):
     """Coordination of ranks that all run the same program, without commands.
 
     The ranks compare their states at the first step of new requests, and at every 64th step.
@@ -108,47 +111,51 @@ class Everyone(Silent):
         self._communicator = TorchCommunicator(ranks, "cpu")
         self._steps = 0
 
-    def everywhere(
+    def call_on_all(
         self, name: str, arguments: tuple[Any, ...], call: Callable[[], T], **options: Any
     ) -> list[Any]:
         """Call the function on every rank, and return the results in the order of the ranks."""
-        own: Any = None
+        result: Any = None
         failure: Exception | None = None
         try:
-            own = call()
+            result = call()
         except Exception as error:  # noqa: BLE001 - raised below, once others know of it
             failure = error
         text = "" if failure is None else described(failure)
-        messages = gather_bytes(encode((text, own)), self._ranks.group, self._ranks.secret)
-        found = [decode(message) for message in messages]
-        check_outcomes(self._ranks.rank, name, [told for told, _ in found])
+        messages = gather_bytes(encode((text, result)), self._ranks.group, self._ranks.secret)
+        outcomes = [decode(message) for message in messages]
+        check_outcomes(self._ranks.rank, name, [error_text for error_text, _ in outcomes])
         if failure is not None:
             raise failure
-        return [value for _, value in found]
+        return [value for _, value in outcomes]
 
     def begin(self, digest: int, *, fresh: bool, speculates: bool) -> None:
-        """Compare the digests of all ranks, where it is time to."""
+        """Compare the digests of all ranks, if requests are new or the 64th step is reached."""
         self._steps += 1
-        if not fresh and self._steps % _EVERY:
+        if not fresh and self._steps % _COMPARISON_STEPS:
             return
-        own = torch.tensor([[self._steps, digest, speculates]], dtype=torch.int64)
-        found = self._communicator.all_gather(own, [1] * self._ranks.size).tolist()
-        for rank, each in enumerate(found):
-            if each != found[0]:
+        state = torch.tensor([[self._steps, digest, speculates]], dtype=torch.int64)
+        states = self._communicator.all_gather(state, [1] * self._ranks.size).tolist()
+        for rank, rank_state in enumerate(states):
+            if rank_state != states[0]:
                 raise drifted(self._ranks.rank, rank, self._steps)
 
     def decide(self, flag: bool) -> bool:
         """Return the flag of rank 0."""
-        own = torch.tensor([flag], dtype=torch.uint8)
-        return bool(self._communicator.broadcast(own, 0).item())
+        flags = torch.tensor([flag], dtype=torch.uint8)
+        return bool(self._communicator.broadcast(flags, 0).item())
 
     def close(self) -> None:
-        """Give back the communicator."""
+        """Close the communicator."""
         self._communicator.close()
 
 
 def drifted(rank: int, other: int, step: int, known: str = "") -> RankError:
-    """Return what to say where a rank computed something else than rank 0 until a step."""
+    """Return the error for a rank that computed other tokens than rank 0, found at ``step``.
+
+    Args:
+        known: an earlier error of that rank, which may be the cause.
+    """
     cause = f" Before, there: {known}." if known else ""
     return RankError(
         rank,
@@ -160,10 +167,10 @@ def drifted(rank: int, other: int, step: int, known: str = "") -> RankError:
 
 
 def check_outcomes(rank: int, name: str, texts: list[str]) -> None:
-    """Raise RankError where a call failed on some ranks only.
+    """Raise RankError if a call failed on some ranks only.
 
     Args:
-        texts: of the error of each rank; empty where there was none.
+        texts: error of each rank; empty if the call succeeded.
     """
     failed = [other for other, text in enumerate(texts) if text]
     if failed and len(failed) < len(texts):
