@@ -126,7 +126,7 @@ class Adapters:
         return sum(sequence.adapter == version for sequence in unfinished)
 
     def _drop_if_unused(self, version: int) -> None:
-        """Free a version that was replaced, after the last of its requests has ended."""
+        """Free a replaced version after its last request has ended."""
         if not self._num_users(version):
             self._set(self._loaded, self._current)
 

@@ -173,7 +173,7 @@ class _Target:
 
     Attributes:
         name: name of the module or parameter in the adapter's settings.
-        expert: the expert of the matrices; None if they belong to all experts, or to no expert.
+        expert: the expert of the matrices; None for matrices of all experts, or without experts.
     """
 
     place: AdapterPlace

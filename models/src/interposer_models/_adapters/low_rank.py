@@ -26,13 +26,13 @@ Members = Sequence[Mapping[AdapterPlace, Matrices]]
 
 @dataclass(frozen=True, slots=True)
 class LowRankSum:
-    """The kernels of a low-rank sum with their operands; platforms that fuse layers read this.
+    """Kernels and operands of a low-rank sum; platforms that fuse layers read this.
 
     Attributes:
         shrink: the kernel of ``lora_shrink``.
-        first: its prepared matrices, ``[A, P R, I]``.
-        expansions: for each part the kernel of ``lora_expand``, its prepared matrices, and the
-            first column of the output.
+        first: prepared matrices for ``shrink``, ``[A, P R, I]``.
+        expansions: for each part the kernel of ``lora_expand``, prepared matrices, and the first
+            column of the output.
     """
 
     shrink: Callable[..., Tensor]
@@ -43,7 +43,7 @@ class LowRankSum:
 class LowRank:
     """A forward hook that adds the low-rank sums of adapters to the outputs of a layer.
 
-    The first matrices of all parts are stacked, so that one matmul computes them. Matrices of a
+    The first matrices of all parts are stacked, so that one matmul is enough. Matrices of a
     smaller rank are padded with zeros.
 
     Attributes:
@@ -163,7 +163,7 @@ class LowRank:
 
 
 class LowRankTable(LowRank):
-    """The adapters of an embedding, whose first matrices are looked up by token id."""
+    """The adapters of an embedding: first matrices are looked up by token id."""
 
     def _bind(self, site: Site, first: Tensor, second: list[Tensor]) -> None:
         self._first = first

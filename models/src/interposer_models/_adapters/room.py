@@ -1,4 +1,4 @@
-"""The memory that adapters need, computed before their matrices are allocated.
+"""The memory that adapters need, computed before matrices are allocated.
 
 Dimensions: A adapters, E experts, R the largest rank of a layer, P parts, I inputs, O outputs.
 """
@@ -32,7 +32,7 @@ class AdapterRoom:
 
     @classmethod
     def of(cls, adapters: Collection[Adapter], itemsize: int, on_host: bool) -> AdapterRoom:
-        """Compute the memory of these adapters together.
+        """Compute the memory of all adapters together.
 
         Args:
             itemsize: bytes of a number in the model's dtype.

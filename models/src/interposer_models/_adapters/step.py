@@ -1,6 +1,6 @@
 """The LoRA adapter of each token of the current step, for layers with adapters.
 
-Dimensions: T tokens of the step, R tokens whose logits are computed.
+Dimensions: T tokens of the step, R tokens with logits.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class StepAdapters:
             versions: loaded versions; the number of a version in a step is its position.
             current: the version that new requests get, by name.
             num_tokens: tokens of the largest step, or of the largest graph if that is larger.
-            graphs: steps may be captured. Hooks stay attached then, as a graph never computes what
+            graphs: steps may be captured. Hooks stay attached then, as a graph only computes what
                 was not captured.
             leave: called with the version of a request that ended, if new requests get another one.
         """

@@ -23,7 +23,7 @@ _MEND = (
 
 
 class BaseCopies:
-    """Compares weights in an adapter's file with those of the base model.
+    """Compares weights in an adapter's file with weights of the base model.
 
     Args:
         checkpoint: checkpoint of the base model; None if unknown.
@@ -60,7 +60,7 @@ class BaseCopies:
             )
 
     def _base(self, names: Iterator[str]) -> Tensor | None:
-        """Return the base model's weight of a module; None if its checkpoint has none."""
+        """Return the base model's weight of a module; None if the checkpoint has none."""
         if not isinstance(self._checkpoint, Checkpoint):
             return None
         checkpoint = with_weights(self._checkpoint)

@@ -36,11 +36,11 @@ _MAX_LISTED = 3
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model directory whose config and list of shards have been read and are complete.
+    """A model directory with a complete config and list of shards.
 
     Attributes:
         shards: safetensors files in natural order; empty if only the description was read.
-        source: the hub to download the weights from; None if they are on the disk.
+        source: the hub to download the weights from; None for weights on the disk.
         tensors: file by tensor name, from the index; empty without an index.
     """
 
@@ -83,7 +83,7 @@ class Checkpoint:
 
     @classmethod
     def described(cls, root: Path, source: HubModel | None = None) -> Checkpoint:
-        """Open the description of the checkpoint at ``root``; its weights may be missing.
+        """Open the description of the checkpoint at ``root``; weights may be missing.
 
         Raises: CheckpointError: no directory, or the description is invalid.
         """
@@ -117,7 +117,7 @@ class Checkpoint:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``(name, tensor)``: tensors outside of blocks first, then block by block.
 
-        A layer needs memory for two forms while its weights are packed. The largest layers are
+        A layer needs memory for two forms while weights are packed. The largest layers are
         mostly embedding tables, which belong to no block, and come first while little else is in
         memory.
 
@@ -128,7 +128,7 @@ class Checkpoint:
         scales of quantized layers would arrive after the packed weights of all layers.
 
         Args:
-            wanted: says of a name whether its tensor is yielded; None yields all.
+            wanted: says of a name whether the tensor is yielded; None yields all.
         Raises: CheckpointError: a shard is truncated or not safetensors, or lacks a tensor that the
             index promises.
         """
@@ -225,7 +225,7 @@ def _indexed(root: Path) -> dict[str, str]:
 
 
 def _by_block(names: Iterable[str], in_blocks: bool) -> Iterator[str]:
-    """Yield names grouped by block, the blocks in the order of their first names.
+    """Yield names grouped by block, blocks in the order of first names.
 
     Args:
         in_blocks: yield the names in numbered blocks; otherwise the names outside of blocks.

@@ -21,7 +21,7 @@ Places = dict[str, TensorPlace]
 class ExpertMove:
     """Collects the new experts of one layer; the layer changes in ``finish`` only.
 
-    Groups whose experts stay on this rank are not read again.
+    Groups of experts that stay on this rank are not read again.
 
     Attributes:
         names: names of the tensors to read, as in the checkpoint.
@@ -80,7 +80,7 @@ class ExpertMove:
         path: object,
         names: Collection[str] | None,
     ) -> None:
-        """Store a tensor, and prepare its group once the group is complete.
+        """Store a tensor, and prepare the group once all tensors have arrived.
 
         Args:
             names: names of all tensors that will arrive, if known.

@@ -70,7 +70,7 @@ class HubModel(NamedTuple):
         return f"{self.repository}@{self.revision}" if self.revision else self.repository
 
     def description(self) -> Path:
-        """Download configuration and tokenizer, no weights, and return their folder.
+        """Download configuration and tokenizer, no weights; return the folder.
 
         Raises: CheckpointError: the model does not exist, needs permission, or cannot be
             downloaded.
@@ -89,14 +89,14 @@ class HubModel(NamedTuple):
             raise self._error(f"has no {', '.join(missing)}", mend)
 
     def adapter(self) -> Path:
-        """Download the LoRA adapter that is stored under this name, and return its folder.
+        """Download the LoRA adapter that has this name, and return the folder.
 
         Raises: CheckpointError: as ``description``.
         """
         return self._fetched(_ADAPTER, self.revision)
 
     def _fetched(self, patterns: Collection[str], revision: str | None) -> Path:
-        """Download the files that match ``patterns``, and return their folder in the cache."""
+        """Download the files that match ``patterns``; return the folder in the cache."""
         from huggingface_hub import constants, errors, snapshot_download
 
         try:

@@ -1,7 +1,7 @@
-"""Groups of layers that receive their weights together, and their states before and after.
+"""Groups of layers that are loaded together, and layer states before and after loading.
 
 Each layer keeps the state in which it was built, on the meta device, so that weights can be loaded
-any number of times: from a checkpoint, and whenever they are updated.
+any number of times: from a checkpoint, and for every update.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LayerGroup:
             vars(layer).update(state)
 
     def finalized_states(self, pending: PendingWeights) -> list[State]:
-        """Return the state that each layer would have with these weights; layers stay unchanged."""
+        """Return the state of each layer with the new weights; layers stay unchanged."""
         copies = [
             _copied(*pair) for pair in zip(self.layers, self._filled_states(pending), strict=True)
         ]
@@ -81,7 +81,7 @@ class LayerGroup:
         return [state_of(layer_copy) for layer_copy in copies]
 
     def _filled_states(self, pending: PendingWeights) -> Iterator[State]:
-        """Yield the states with the parameters of ``pending``, and remove them from ``pending``.
+        """Yield states with the parameters of ``pending``, after clearing ``pending``.
 
         Only the layer refers to a parameter then, so that memory is freed when the layer drops it.
         """
@@ -91,7 +91,7 @@ class LayerGroup:
             yield states.pop(0)
 
     def reset(self) -> None:
-        """Return the layers to the meta device, as they were built."""
+        """Return the layers to the built state, on the meta device."""
         for layer, state in zip(self.layers, self.states({}), strict=True):
             for name in state_of(layer).keys() - state.keys():
                 del vars(layer)[name]
@@ -99,14 +99,14 @@ class LayerGroup:
 
 
 class PendingWeights:
-    """Parameters of a group in memory, while their tensors arrive from a checkpoint.
+    """Parameters of a group in memory, while tensors arrive from a checkpoint.
 
     Attributes:
         parameters: by the ``id`` of the parameter on the meta device.
         missing: names of the tensors that have not arrived.
         can_borrow: tensors stay unchanged until the group is finalized, so that a parameter of
             which the finalized layer keeps nothing can use the tensor itself.
-        is_result_copied: whatever the group keeps is copied after it is finalized, so that no
+        is_result_copied: the finalized group's tensors are copied, so that no
             borrowed tensor needs a copy.
         refusal: the error for a tensor that is not finite. Layers are finalized before it is
             raised, because their own checks describe the tensor more precisely.
@@ -139,7 +139,7 @@ class PendingWeights:
         is_exclusive: bool = False,
         copy: Copy = plain_copy,
     ) -> bool | None:
-        """Copy a tensor to its place, or use the tensor itself as the parameter.
+        """Copy a tensor to its place, or use the same tensor as the parameter.
 
         Args:
             is_exclusive: nothing else uses the tensor's memory, so that no copy is necessary.
@@ -168,7 +168,7 @@ class PendingWeights:
         return is_finite
 
     def values(self, name: str) -> torch.Tensor:
-        """Return the values of a tensor that has arrived, as a view of its parameter."""
+        """Return the values of a tensor that has arrived, as a view of the parameter."""
         place = self.group.places[name]
         data = self.parameters[id(place.parameter)].data
         return data if place.takes_any_form else place.stored(data)
@@ -197,7 +197,7 @@ class PendingWeights:
         )
 
     def write_defaults(self) -> None:
-        """Fill missing optional tensors with their defaults."""
+        """Fill missing optional tensors with default values."""
         for name in sorted(self.missing):
             place = self.group.places[name]
             if place.is_optional:
@@ -206,7 +206,7 @@ class PendingWeights:
 
 
 def groups_of(layers: Iterable[PluggableLayer], places: dict[str, TensorPlace]) -> list[LayerGroup]:
-    """Return the groups of layers that share parameters, in the order of their first layers."""
+    """Return the groups of layers that share parameters, ordered by first layer."""
     members: dict[int, list[PluggableLayer]] = {}  # by the id of the group's first layer
     owners: dict[int, int] = {}
     for layer in layers:
@@ -230,7 +230,7 @@ def state_of(layer: nn.Module) -> State:
 
 
 def _mapped(state: State, parameters: dict[int, nn.Parameter]) -> State:
-    """Copy a state and its containers, with some parameters replaced."""
+    """Copy a state and all containers in it, with some parameters replaced."""
 
     def replaced(value: object) -> object:
         return parameters.get(id(value), value)

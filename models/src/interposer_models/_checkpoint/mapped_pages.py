@@ -31,7 +31,7 @@ class MappedPages:
                 self._ranges.append((start, end))
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Return the pages that lie entirely in ``tensor`` to the system, if the file holds it."""
+        """Return the pages entirely inside ``tensor`` to the system, if the file holds the tensor."""
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if start < end and any(first <= start and end <= last for first, last in self._ranges):

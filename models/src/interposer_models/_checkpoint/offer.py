@@ -1,4 +1,4 @@
-"""New weights that are offered to a model, and the buffers into which they can be received."""
+"""New weights that are offered to a model, and buffers of the model to receive weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class TensorBuffer(Protocol):
     """Memory of the model for one tensor that arrives some rows at a time."""
 
     def memory(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return the memory of stored rows; None if only ``put`` can store them."""
+        """Return the memory of stored rows; None if only ``put`` can store the rows."""
         ...
 
     def put(self, start: int, rows: torch.Tensor) -> None:
-        """Copy rows that begin at row ``start``, or the part of them that the model needs."""
+        """Copy rows from row ``start`` on, or the part that the model needs."""
         ...
 
 
@@ -64,8 +64,8 @@ class Offer:
         return iter(self._tensors)
 
     def is_exclusive(self, tensor: torch.Tensor) -> bool:
-        """Say whether the model may keep the tensor's memory, because nothing else uses it."""
+        """Say whether the model may keep the tensor's memory, as nothing else uses it."""
         return False
 
     def confirm(self) -> None:
-        """Return if the prepared weights may replace those of the model; raise otherwise."""
+        """Return if the prepared weights may replace the current ones; raise otherwise."""

@@ -1,4 +1,4 @@
-"""Checks that model and adapter files are regular files, made before any of them is opened."""
+"""Checks that model and adapter files are regular files, before any is opened."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _READ = frozenset(
 def check_regular(path: Path) -> None:
     """Refuse a FIFO, a device, a folder or a link loop; a missing file passes.
 
-    Raises: CheckpointError: ``path`` is not a regular file; the text names its kind.
+    Raises: CheckpointError: ``path`` is not a regular file; the text names the kind.
     """
     if fault := irregular(path):
         raise CheckpointError(path, fault, "put the file there, or remove it")

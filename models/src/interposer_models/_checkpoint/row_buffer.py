@@ -28,7 +28,7 @@ class RowBuffer:
 
     @classmethod
     def of(cls, place: TensorPlace, parameter_data: torch.Tensor) -> RowBuffer:
-        """Return the buffer for the tensor of ``place``, inside the data of its parameter."""
+        """Return the buffer for the tensor of ``place``, inside the parameter's data."""
         dim = 0 if place.slice is None else place.stored_dim(place.slice.dim)
         return cls(place.stored(parameter_data), dim, place.slice)
 

@@ -15,10 +15,10 @@ _ALL_BYTES = 1 << 62
 
 
 class SpareMemory:
-    """Memory of replaced and received weights, whose content is no longer needed.
+    """Memory of replaced and received weights, free for other content.
 
-    The system clears new memory, and a virtual machine may have to request it from its host. Both
-    take longer than receiving weights.
+    The system clears new memory, and a virtual machine may have to request memory from the host.
+    Both take longer than receiving weights.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class SpareMemory:
 
     @contextmanager
     def used(self, *, keeps: bool) -> Iterator[None]:
-        """Allocate from the spare memory, as far as it fits, within a ``with`` block.
+        """Allocate from the spare memory first, within a ``with`` block.
 
         Args:
             keeps: whether memory that becomes free is kept for the next block.

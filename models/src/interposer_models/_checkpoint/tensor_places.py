@@ -22,17 +22,17 @@ Copy = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
 def plain_copy(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Copy a tensor without a check of its numbers, and return True."""
+    """Copy a tensor without checking the numbers, and return True."""
     target.copy_(source)
     return True
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Entries ``start`` to ``stop`` along ``dim`` of a parameter; all of it if dim is None.
+    """Entries ``start`` to ``stop`` along ``dim`` of a parameter; all entries if dim is None.
 
     Attributes:
-        parameter: as registered, on the meta device; it stands for the parameter in memory.
+        parameter: as registered, on the meta device; stands for the parameter in memory.
         index: number of an expert's matrix in a stacked parameter; the other fields refer to that
             matrix. None if matrices are not stacked.
         slice: the shard of the stored tensor that this rank reads. The other fields describe the
@@ -62,7 +62,7 @@ class TensorPlace:
         return getattr(self.parameter, "stored_transposed", False)
 
     def shard(self, name: str, tensor: torch.Tensor, path: object) -> torch.Tensor:
-        """Return this rank's shard of a stored tensor, as a view if it is one range.
+        """Return this rank's shard of a stored tensor, as a view if the shard is one range.
 
         Raises: CheckpointError: the size differs from the config, or entries are numbers of groups
             that other ranks have.
@@ -106,7 +106,7 @@ class TensorPlace:
         return 1 - dim if self.is_transposed and dim < 2 else dim
 
     def takes_rows(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Say whether a stored tensor can be received by rows, entries of its first dimension.
+        """Say whether a stored tensor can be received by rows, entries of the first dimension.
 
         The answer is False if the tensor differs in form from the place, or if the parameter holds
         values that are computed from the tensor.
@@ -128,7 +128,7 @@ class TensorPlace:
         """Say whether ``tensor`` may replace the parameter ``data`` until the layer is finalized.
 
         Args:
-            is_result_copied: whatever the finalized layer keeps of the tensor is copied.
+            is_result_copied: parts of the tensor that the finalized layer keeps are copied.
         """
         is_same_form = (tensor.shape, tensor.dtype, tensor.device) == (
             (data.shape, data.dtype, data.device)

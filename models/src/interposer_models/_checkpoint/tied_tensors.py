@@ -71,7 +71,7 @@ def stored_names(
 ) -> dict[str, str]:
     """Return the checkpoint's name of each tensor, by its name in the model.
 
-    Empty if the weights are not on the disk yet, or if a plugin reads them.
+    Empty if the weights are not on the disk yet, or need a plugin.
     """
     if not isinstance(checkpoint, Checkpoint):
         return {}
@@ -101,7 +101,7 @@ def _are_equal(checkpoint: Checkpoint | CheckpointFile, *names: str) -> bool:
 
 
 def tensor_slice(shards: tuple[Path, ...], name: str, files: ExitStack) -> Any:
-    """Open a tensor of the shards without reading any of its rows."""
+    """Open a tensor of the shards without reading any rows."""
     for shard in shards:
         files.enter_context(reading(shard))
         file = files.enter_context(safe_open(shard, framework="pt"))

@@ -42,7 +42,7 @@ _MEND = "check that architectures and num_hidden_layers of config.json are those
 
 
 def unplaced(stored: str, name: str, path: object) -> CheckpointError:
-    """Return the error for a tensor without a place, with its file and the probable cause.
+    """Return the error for a tensor without a place, with file and probable cause.
 
     Args:
         stored: the tensor's name in the checkpoint.

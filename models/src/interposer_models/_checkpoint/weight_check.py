@@ -39,7 +39,7 @@ class WeightCheck:
         return cls(planned.resolver.config.weight_check, planned.placement.platform)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Copy a tensor, and return whether its numbers are finite; True if the check is off."""
+        """Copy a tensor, and return whether all numbers are finite; True if the check is off."""
         if self.policy == "off":
             return plain_copy(target, source)
         return self._platform.copy_finite(target, source)
@@ -61,7 +61,7 @@ class WeightCheck:
         stored: torch.Tensor | None = None,
         is_finite: bool | None = None,
     ) -> CheckpointError | None:
-        """Return the error for a tensor that is not finite, or log it if the policy is ``"warn"``.
+        """Return the error for a tensor that is not finite, or log one if the policy is ``"warn"``.
 
         Args:
             name: the tensor's name in the checkpoint.
@@ -87,7 +87,7 @@ class WeightCheck:
             self.check(name, parameter.data, path)
 
     def add(self, findings: Iterable[str]) -> None:
-        """Log findings, each of them once."""
+        """Log findings that have not been logged yet."""
         for finding in findings:
             if finding not in self.findings:
                 self.findings.append(finding)

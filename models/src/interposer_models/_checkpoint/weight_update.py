@@ -1,4 +1,4 @@
-"""Replaces a layer's tensors by those of new weights, in place if possible."""
+"""Replaces a layer's tensors by new weights, in place if possible."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GroupUpdate:
     """The prepared update of one group, which ``apply`` makes.
 
     Attributes:
-        pairs: ``(current tensor, new tensor)`` whose content is copied; None if the new state
+        pairs: ``(current tensor, new tensor)``, to copy content between; None if the new state
             differs in form, so that the attributes of the layers are replaced.
         memories: ``(current storage, new storage, address of the new memory)`` of tensors that are
             swapped instead of copied.
@@ -69,7 +69,7 @@ class GroupUpdate:
 def _split_swapped(pairs: list[Pair]) -> tuple[list[Memories], list[Pair]]:
     """Return the storages whose memory is swapped, and the pairs whose content is copied.
 
-    Copying a large weight takes as long as packing it did. Tensors and views of a swapped storage
+    Copying a large weight takes as long as packing. Tensors and views of a swapped storage
     see the new weights. Raw addresses do not: host kernels request them in each call, but graphs of
     other devices keep them, so that only host memory is swapped.
     """
@@ -85,12 +85,12 @@ def _split_swapped(pairs: list[Pair]) -> tuple[list[Memories], list[Pair]]:
 
 
 def _fills_storage(tensor: torch.Tensor) -> bool:
-    """Say whether the tensor uses all of its storage."""
+    """Say whether the tensor uses the complete storage."""
     return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _differ_in_content_only(current: Any, new: Any, pairs: list[Pair]) -> bool:
-    """Say whether two values differ at most in tensor content, and collect their tensors."""
+    """Say whether two values differ at most in tensor content, and collect the tensors."""
     if current is new:
         return True
     if type(current) is not type(new):

@@ -43,7 +43,7 @@ class Weights:
     Attributes:
         device: where parameters are allocated.
         fixed: why weights cannot be updated; empty if they can.
-        check: checks every tensor that has a place for NaN and infinity; None for no check.
+        check: the check for NaN and infinity; None for no check.
     """
 
     fixed: str = ""
@@ -72,9 +72,9 @@ class Weights:
         return isinstance(stored, str) and self._renamed(stored) in self._owners
 
     def _renamed(self, stored: str) -> str | None:
-        """Return the model's name of a checkpoint tensor, or None if the model does not use it.
+        """Return the model's name of a checkpoint tensor; None for an unused tensor.
 
-        A decoder that was saved without its head has names without the decoder's prefix.
+        A decoder that was saved without the head has names without the decoder's prefix.
         """
         name = self._family_name(stored)
         if name is None or name in self._owners or not self._decoder:
@@ -101,9 +101,9 @@ class Weights:
         keep: Keep | None = None,
         can_borrow: bool = False,
     ) -> None:
-        """Load every layer, and finalize it as soon as its tensors have arrived.
+        """Load every layer, and finalize each layer as soon as all tensors have arrived.
 
-        The checkpoint's form of the weights is in memory for few layers at a time. A tensor must
+        The checkpoint's form of the weights is in memory for few layers at a time. Tensors must
         stay unchanged until its layer is finalized. If an error is raised, the model is on the meta
         device again.
 
@@ -318,7 +318,7 @@ class Weights:
         path: object,
         is_exclusive: bool = False,
     ) -> None:
-        """Put a tensor into its place, and record the refusal if a number is not finite."""
+        """Store a tensor, and record the refusal if a number is not finite."""
         # Parameters of any form may be packed 4-bit values under a float dtype: any bits are valid.
         if self.check is None or pending.group.places[name].takes_any_form:
             pending.put(name, tensor, path, is_exclusive)
@@ -331,17 +331,16 @@ class Weights:
     def relocate(
         self, moves: Moves, tensors: Tensors, names: Collection[str] | None, path: object
     ) -> tuple[str, ...]:
-        """Move experts between ranks, layer by layer, and reset the counts of their rows.
+        """Move experts between ranks, layer by layer, and reset the row counts.
 
         Args:
             moves: the new placement of the experts of each layer.
-            tensors: tensors of the complete checkpoint; those of other layers and ranks are not
-                read.
+            tensors: tensors of the complete checkpoint; other layers and ranks are skipped.
             names: names of all tensors, if known.
         Returns: as ``update``.
         Raises:
-            CheckpointError: as ``load``. Layers that were complete keep their new experts, and the
-                others their old ones.
+            CheckpointError: as ``load``. Layers that were complete keep the new experts, and the
+                others the old ones.
             ConfigError: the weights are offloaded.
         """
         if self.fixed:
@@ -371,7 +370,7 @@ class Weights:
         return tuple(replaced_prefixes)
 
     def _stand_ins(self, names: Collection[str]) -> dict[str, str]:
-        """Map the name of a tied tensor that arrives alone to the name of the tensor it fills."""
+        """Map the name of a tied tensor that arrives alone to the name of the model's tensor."""
         # Of several tied names that arrive, the last one fills the tensor.
         tied_by_original = {
             original: tied

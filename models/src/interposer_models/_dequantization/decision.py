@@ -1,4 +1,4 @@
-"""Decides which layers dequantize their weights once, while loading, instead of in every step."""
+"""Decides which layers dequantize weights once, while loading, instead of in every step."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Choices = Mapping[tuple[object, ...], Choice]
 
 @dataclass(frozen=True, slots=True)
 class _SlowLayer:
-    """A layer whose matmul is computed by the reference implementation of an op.
+    """A layer with a matmul that the reference implementation of an op computes.
 
     Attributes:
-        references: choices of such ops, by their keys in the resolver.
+        references: choices of such ops, by key in the resolver.
         other_choices: choices of other ops that the layer's method calls.
         num_weights: number of weights of the matmul.
         dequantizing_method: returns the method that holds the weights dequantized.
@@ -48,11 +48,11 @@ class _SlowLayer:
 
 
 def dequantize_once(model: nn.Module, site: Site, placement: Placement) -> None:
-    """Let layers that would dequantize their weights in every step do so once, while loading.
+    """Let layers that would dequantize weights in every step do so once, while loading.
 
-    A layer keeps its method if a plain matmul cannot replace it. All layers keep their methods if
-    the memory is too small. Choices record the reason, and the resolver's notes the sizes. Call
-    this before weights are loaded.
+    A layer keeps its method if no plain matmul can replace the method. All layers keep their
+    methods if the memory is too small. Choices record the reason, and the resolver's notes the
+    sizes. Call this before weights are loaded.
 
     Args:
         site: site of the model.
@@ -103,7 +103,7 @@ def dequantize_once(model: nn.Module, site: Site, placement: Placement) -> None:
 
 
 def _slow_layers(model: nn.Module, site: Site) -> Iterator[_SlowLayer]:
-    """Yield the layers whose matmul falls back to a reference, as no kernel can compute it.
+    """Yield the layers with a matmul that no kernel computes, only a reference.
 
     Ops with a dim ``in_features`` are matmuls. A reference that the user requested does not count.
     """

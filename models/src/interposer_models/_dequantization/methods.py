@@ -46,7 +46,7 @@ class DequantizedLinear(LinearMethod):
         return self.method.dequantized(layer)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        """Return the kernel of the op ``linear``, and its weight and bias.
+        """Return the kernel of the op ``linear``, weight and bias.
 
         Raises: CheckpointError: as ``method`` does.
         """
@@ -103,7 +103,7 @@ class DequantizedEmbedding(EmbeddingMethod):
 def _dequantized_weight(
     method: LinearMethod | EmbeddingMethod, layer: nn.Module, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the weight in the model's dtype; None if the method cannot dequantize it."""
+    """Return the weight in the model's dtype; None if the method cannot dequantize."""
     exact = method.dequantized(_on_host(layer))
     if exact is None:
         prefix = getattr(layer, "prefix", "a layer")
@@ -117,7 +117,7 @@ def _dequantized_weight(
 
 
 def _on_host(layer: nn.Module) -> nn.Module:
-    """Return the layer, or a copy of it with its parameters on the host.
+    """Return the layer, or a copy with all parameters on the host.
 
     Some accelerators cannot compute in float64, and their memory might not hold several copies.
     """

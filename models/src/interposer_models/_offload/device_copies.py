@@ -1,7 +1,7 @@
 """Copies offloaded weights from pinned host memory to device buffers, parallel to the computation.
 
-On an H100, tokens equalled those of a resident model. Tests use a platform that presents the CPU as
-a device, where copies are synchronous.
+On an H100, tokens equalled the tokens of a resident model. Tests use a platform that presents the
+CPU as a device, where copies are synchronous.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PinnedBlock:
 
     Attributes:
         host: the pinned memory, uint8.
-        offsets: offset of each memory in bytes, by its number.
+        offsets: offset of each memory in bytes, by number.
     """
 
     def __init__(self, memories: dict[int, torch.Tensor], platform: Platform) -> None:

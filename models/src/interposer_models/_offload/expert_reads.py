@@ -68,7 +68,7 @@ class ExpertReads:
         experts.register_forward_pre_hook(read_chosen)
 
     def read(self, expert_ids: Iterable[int]) -> None:
-        """Let the system start to read these experts; ids must ascend."""
+        """Let the system start to read experts; ids must ascend."""
         runs: list[list[int]] = []
         for expert in expert_ids:
             for number in self._numbers_by_expert.get(expert, ()):

@@ -1,4 +1,4 @@
-"""Loads a model with offloaded blocks: its layers use buffers that are filled during the steps."""
+"""Loads a model with offloaded blocks: layers use buffers that are filled during the steps."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _FIXED = (
 
 
 class _BlockMemories:
-    """The memories of a model, by block, and by whether experts use them."""
+    """The memories of a model, by block, and separately for experts."""
 
     def __init__(self, planned: Plan, weights: Weights) -> None:
         self.blocks = blocks_of(planned.model)
@@ -74,9 +74,9 @@ class _BlockMemories:
         self.memories[self.owner[group]] += memories
 
     def experts(self, expert_layer: ExpertLayer, states: GroupData) -> dict[int, int | None]:
-        """Return the expert of each memory of a layer of experts; None if all experts share it.
+        """Return the expert of each memory of a layer; None for a memory that experts share.
 
-        Experts that are layers of their own are children whose names are their numbers.
+        Experts that are separate layers are children, named by number.
         """
         experts: dict[int, int | None] = {}
         for name, layer in expert_layer.named_modules():
@@ -88,7 +88,7 @@ class _BlockMemories:
         return experts
 
     def of(self, block: int, with_experts: bool) -> list[int]:
-        """Return the memories of a block, with or without those of its experts."""
+        """Return the memories of a block, with or without its experts."""
         experts = self.memories[block, True] if with_experts else []
         return [*self.memories[block, False], *experts]
 
@@ -111,7 +111,9 @@ def load_offloaded(
     weights: Weights,
     progress: Progress,
 ) -> None:
-    """Load the weights of a plan's model as its offload plan says, or load all weights without one.
+    """Load the weights of a plan's model as its offload plan says.
+
+    Without an offload plan, load all weights through ``load_weights``.
 
     Raises:
         CheckpointError: as ``Weights.load``.
@@ -143,7 +145,7 @@ def _from_disk(
     weights: Weights,
     progress: Progress,
 ) -> None:
-    """Map a packed file, and read its streamed blocks into buffers instead."""
+    """Map a packed file, and read streamed blocks into buffers instead."""
     file = packed_file(planned, checkpoint, weights, progress)
     memory, bounds = file.memory(ahead=False), file.facts.memories
     block_memories = _memories_of_file(planned, weights, file, memory.__getitem__)
@@ -262,7 +264,7 @@ def _attach(
 def _advise(
     plan: OffloadPlan, block_memories: _BlockMemories, file: PackedFile, memory: MappedMemory
 ) -> set[int]:
-    """Read mapped experts when tokens are routed to them, and return all their memories."""
+    """Read mapped experts on demand, and return the memories of all mapped experts."""
     expert_memory_numbers: set[int] = set()
     bounds = file.facts.memories
     for block, place in enumerate(plan.places):

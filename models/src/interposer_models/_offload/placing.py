@@ -37,7 +37,7 @@ class BlockSize:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """Where a block's weights and its experts lie, and the reason."""
+    """Where the weights and experts of a block lie, and the reason."""
 
     size: BlockSize
     where: Where

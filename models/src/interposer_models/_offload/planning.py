@@ -1,4 +1,4 @@
-"""Plans the offload of a model on the meta device: from where weights are read, and what stays."""
+"""Plans weight offload for a model on the meta device: source, resident and streamed blocks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Offloading:
         )
 
     def again(self, sizes: Sizes) -> OffloadPlan:
-        """Return the plan for these sizes.
+        """Return the plan for exact sizes.
 
         Raises: ConfigError: the budget is too small.
         """
@@ -97,13 +97,13 @@ def offloading(
 ) -> Offloading | None:
     """Return the offload plan of a model; None if all weights are resident.
 
-    Weights that exceed a host's memory are offloaded unless the option forbids it. For weights that
+    Weights that exceed a host's memory are offloaded unless ``asked`` is False. For weights that
     exceed a device's memory, the notes suggest offload.
 
     Args:
         notes: receives lines on the place of weights and the reason.
         packed: the setting of the ``Config``.
-        ranks: ranks that hold shards of the model; ranks of one host share its free memory.
+        ranks: ranks that hold shards of the model; ranks of one host share the free memory.
     Raises: ConfigError: offload is requested but impossible, or the budget is too small.
     """
     settings = Offload.of(asked)
@@ -148,7 +148,7 @@ def offloading(
 
 
 def blocks_of(model: CausalModel) -> Sequence[nn.Module]:
-    """Return the blocks that a model computes in order; empty unless it is a plain decoder."""
+    """Return the blocks that a decoder computes in order; empty for other models."""
     return [*model.model.layers] if isinstance(model, CausalLM) else []
 
 
@@ -189,7 +189,7 @@ def _source(model: CausalModel, placement: Placement, packed: str) -> tuple[Sour
 
 
 def _free_bytes(placement: Placement, asks: bool) -> int:
-    """Return the free memory for weights; ask the device only if ``asks``, which initializes it."""
+    """Return the free memory for weights; query, and initialize, the device only if ``asks``."""
     capability = placement.device.capability
     if placement.described or not asks:
         return capability.memory_bytes

@@ -14,7 +14,7 @@ class Filler(ABC):
 
     @abstractmethod
     def fill(self, block: int, buffer: int) -> Any:
-        """Start to fill a buffer after its last use, and return the handle for ``wait``."""
+        """Start to fill a buffer after the last use, and return the handle for ``wait``."""
 
     @abstractmethod
     def wait(self, handle: Any) -> None:
@@ -29,7 +29,7 @@ class Ring:
     """Assigns buffers to streamed blocks. A block always uses the same buffer, at fixed addresses.
 
     When a block has been computed, its buffer is filled for the next block that uses it, which may
-    belong to the next step. A block that is computed out of order waits for its weights.
+    belong to the next step. A block that is computed out of order waits for the weights.
     """
 
     def __init__(self, filler: Filler, num_blocks: int, num_buffers: int) -> None:
@@ -39,7 +39,7 @@ class Ring:
         self._handles = [filler.fill(block, block) for block in range(num_buffers)]
 
     def attach(self, blocks: Sequence[nn.Module]) -> None:
-        """Register hooks that wait for each block's weights, and release its buffer afterwards."""
+        """Register hooks that wait for each block's weights, and release the buffer afterwards."""
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(self._entering(number))
             block.register_forward_hook(self._leaving(number))

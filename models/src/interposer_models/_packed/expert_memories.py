@@ -1,4 +1,4 @@
-"""Finds the expert whose tensors lie in each memory of a layer, from the layer's packed state."""
+"""Assigns memories of a layer to experts, from the layer's packed state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from interposer_models._packed.layer_states import Data
 
 
 def expert_memories(changes: Mapping[str, Data], num_experts: int) -> dict[int, int | None]:
-    """Return the expert of each memory, by number of the memory; None if all experts share it.
+    """Return the expert of each memory, by number; None for a memory that experts share.
 
     A sequence of ``num_experts`` members in the layer's state has one member for each expert.
 

@@ -25,7 +25,7 @@ def keep_states(
     """Record the states of a finalized group in ``states``.
 
     Args:
-        hold: stores a memory, uint8 on ``device``, and returns its number. Called once for each
+        hold: stores a memory, uint8 on ``device``, and returns a number. Called once for each
             memory of the group.
     Raises: UnpackableError: a layer holds a value that no file can store.
     """

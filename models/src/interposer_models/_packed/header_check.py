@@ -1,4 +1,4 @@
-"""Checks the header of a packed file: types, bounds, and the form in which a writer writes it.
+"""Checks the header of a packed file: types, bounds, and the exact form that a writer produces.
 
 A checksum without a secret finds accidents only, no manipulated files. Before anything is mapped or
 built, the header is therefore compared with the file: memories lie inside the file without overlap,
@@ -77,7 +77,7 @@ def check_memories(memories: Any, digests: Any, num_bytes: int) -> None:
 
 
 def check_states(states: Any, memories: list[tuple[int, int]]) -> None:
-    """Refuse states that are not valid data of ``layer_states`` on these memories.
+    """Refuse states that are not valid data of ``layer_states``.
 
     Raises: ValueError: with the location of the first fault.
     """
@@ -231,7 +231,7 @@ def check_findings(findings: Any) -> None:
 
 
 def check_fields(value: Any, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict if it has exactly these fields.
+    """Return a dict that must have exactly the fields ``names``.
 
     Raises: ValueError: the value is not such a dict.
     """

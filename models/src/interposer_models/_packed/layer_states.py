@@ -1,7 +1,7 @@
 """Converts states of finalized layers to plain data and back.
 
 A layer's attributes after finalizing are tensors, functions of kernels, and settings that the layer
-had before its weights were loaded. A tensor is recorded by the number of its memory in the file. An
+had before loading. A tensor is recorded by the number of a memory in the file. An
 object that the layer had before is recorded by its path from the layer. A copy of such a layer is
 recorded by the path of the original and the differences. The data contain and name no code.
 """
@@ -34,7 +34,7 @@ _MAX_STEPS = 6  # from a layer to the function of a kernel that a method of a me
 
 
 class UnpackableError(Exception):
-    """A layer holds a value that no file can store; the text names it."""
+    """A layer holds a value that no file can store; the text names the value."""
 
 
 class StateWriter:
@@ -255,7 +255,7 @@ def _same(value: Any, built: Any) -> bool:
 
 
 def _reachable(built: State) -> Iterator[tuple[list[Any], Any]]:
-    """Yield the objects that the built state refers to, each with its path of names and numbers."""
+    """Yield ``(path, object)`` for all objects of the built state; paths have names and numbers."""
     queue = deque([([name], value) for name, value in built.items()])
     visited_ids: set[int] = set()
     while queue:

@@ -118,7 +118,7 @@ def restore(weights: Weights, states: GroupData, memory_of: MemoryOf) -> None:
 
 
 def repeat_findings(weights: Weights, facts: Facts) -> None:
-    """Log what the weight check found when the file was packed, unless the check is off now."""
+    """Log the findings of the weight check at packing, unless the check is off now."""
     if weights.check is not None and weights.check.policy != "off":
         weights.check.add(facts.non_finite or ())
 

@@ -1,4 +1,4 @@
-"""Files of packed weights: safetensors files whose data starts at a huge page of the file.
+"""Files of packed weights: safetensors files with data that starts at a huge page of the file.
 
 The header has a fixed size, so that memory can be packed into the file before the header is known.
 Each tensor of the file is the memory of tensors of layers. The metadata describe the layers, with a
@@ -61,7 +61,7 @@ class Facts:
         memories: ``(first byte, number of bytes)`` of each memory, counted from the end of the
             header.
         digests: SHA-256 of each memory.
-        non_finite: findings of the weight check, a line for each tensor; None if it was off.
+        non_finite: findings of the weight check, a line for each tensor; None if the check was off.
     """
 
     asked: dict[str, str]
@@ -81,7 +81,7 @@ def write_header(file: int, facts: Facts, num_bytes: int, secret: bytes | None) 
 
     Args:
         secret: signs the header; None writes no signature.
-    Raises: PackedFileError: the header is too large, or readers would refuse it.
+    Raises: PackedFileError: the header is too large, or invalid.
     """
     try:
         _check(facts, num_bytes)
@@ -203,7 +203,7 @@ class MappedMemory:
                 self._map.madvise(_WILL_NEED, begin, min(_ADVICE_BYTES, last - begin))
 
     def scatter(self, numbers: Iterable[int]) -> None:
-        """Let the system read single pages of these memories, except where ``advise`` was called.
+        """Let the system read single pages of memories, except where ``advise`` was called.
 
         By default the system would also read the neighbouring pages, up to ``read_ahead_kb``.
         """
@@ -233,10 +233,10 @@ class MappedMemory:
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A file whose header has been read and checked.
+    """A packed file with a valid header.
 
     Attributes:
-        identity: device, inode and size of the file whose header was read; None: not compared.
+        identity: device, inode and size of the file; None: not compared.
         is_of_root: root owns the file, and this process belongs to another user.
         signature: signature of ``digest``, "" without one.
         digest: checksum of the header.

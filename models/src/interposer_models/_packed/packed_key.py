@@ -23,7 +23,7 @@ _PARTS = ("interposer-models", "interposer-ops", "interposer-quantization")
 
 @dataclass(frozen=True, slots=True)
 class PackedKey:
-    """The key of packed weights: all facts that their bytes depend on, as texts by name.
+    """The key of packed weights: all facts that the packed bytes depend on, as texts by name.
 
     Attributes:
         asked: checkpoint, form and CPU level. Files with other values can exist side by side.
@@ -40,7 +40,7 @@ class PackedKey:
 
 
 def judge_layouts(planned: Plan) -> Verdict:
-    """Accept a plan if every kernel that prepares constants states their layout."""
+    """Accept a plan if every kernel that prepares constants states the layout."""
     placement = planned.placement
     if not is_host(placement.platform):
         return Verdict.refuse(f"memory of {placement.platform.name} maps no files")

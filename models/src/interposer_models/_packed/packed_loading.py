@@ -1,4 +1,4 @@
-"""Loads the weights of a plan: maps a packed file, or reads the checkpoint and packs it.
+"""Loads the weights of a plan: maps a packed file, or reads and packs the checkpoint.
 
 ``load_weights`` is the only integration point between model loading and packed files.
 """
@@ -46,7 +46,7 @@ def load_weights(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Load the weights of a plan's model, and note their source.
+    """Load the weights of a plan's model, and note the source.
 
     Args:
         sleep: waits for a number of seconds while another process writes the file.

@@ -28,7 +28,7 @@ _log = logging.getLogger("interposer")
 
 
 def folder_next_to(path: Path) -> Path:
-    """Return the folder for packed weights: in the model's folder, or next to its file.
+    """Return the folder for packed weights: in the model's folder, or next to the model's file.
 
     Other programs read all weight files of a model's folder, so that packed files need a subfolder.
     """
@@ -40,12 +40,12 @@ class PackedStore:
     """The packed weights of one key, next to the model or in the user's cache.
 
     Attributes:
-        key: identifies the weights and the versions that packed them.
+        key: identifies the weights and the versions of packages.
         model_folder: the folder next to the model.
         cache_folder: the folder in the cache.
         max_cache_bytes: limit for all files in ``cache_folder``.
         weight_check: the policy that a file must satisfy.
-        cache: the cache, whose secret signs the headers of files.
+        cache: the cache, with the secret that signs headers of files.
         refusals: why files that ``find`` has seen cannot be used.
     """
 
@@ -100,7 +100,7 @@ class PackedStore:
         return file
 
     def _signature_fault(self, file: PackedFile) -> str:
-        """Return why a file comes from neither this user nor root; "" if it is trusted."""
+        """Return why a file comes from neither this user nor root; "" for a trusted file."""
         secret = self.cache.secret()
         if file.is_of_root or (secret is not None and file.is_signed(secret)):
             return ""
@@ -110,7 +110,7 @@ class PackedStore:
         )
 
     def judge_space(self, num_bytes: int) -> str:
-        """Return why a checkpoint of ``num_bytes`` does not fit into the cache; "" if it fits."""
+        """Return why a checkpoint of ``num_bytes`` does not fit into the cache; "" if it does."""
         if num_bytes > self.max_cache_bytes:
             return f"it has {num_bytes} bytes, packed_bytes allows {self.max_cache_bytes}"
         folder = self.cache_folder
@@ -145,7 +145,7 @@ class PackedStore:
         threading.Thread(target=publish, name="interposer-packed", daemon=True).start()
 
     def evict(self, newest: Path) -> None:
-        """Remove the least recently used files, until the cache is within its limit."""
+        """Remove the least recently used files, until the cache is within the limit."""
         with suppress(OSError):
             stats = [(path.lstat(), path) for path in files_in(self.cache_folder)]
             files = [(stat.st_mtime_ns, stat.st_size, path) for stat, path in stats]

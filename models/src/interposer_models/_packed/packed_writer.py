@@ -27,14 +27,14 @@ _ALIGNED_BYTES = 64
 
 
 class PackedWriter:
-    """A new file next to its final path; one process at a time can write it.
+    """A new file next to the final path; only one process can write at a time.
 
-    The file is written under a temporary name and never read under it, so that the next writer can
+    The file is written under a temporary name, which nothing reads, so that the next writer can
     overwrite the remains of a process that ended.
 
     Args:
         secret: signs the header; None writes no signature.
-    Raises: PackedFileError: the file cannot be created; BeingWrittenError if another process is
+    Raises: PackedFileError: the file cannot be created; BeingWrittenError: another process is
         writing it.
     """
 
@@ -79,7 +79,7 @@ class PackedWriter:
         """Return memory for a packed tensor, or for a large temporary tensor that packing needs.
 
         Temporary tensors of a large vocabulary would be most of the anonymous memory, which a
-        system without swap cannot reclaim. They lie in an unnamed file instead.
+        system without swap cannot reclaim. Such tensors lie in an unnamed file instead.
 
         Args:
             lasting: the memory is for a packed tensor.
@@ -101,7 +101,7 @@ class PackedWriter:
         return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
 
     def keep(self, memory: torch.Tensor) -> int:
-        """Return the number of a memory, uint8; copy it to the file unless it lies there already.
+        """Return the number of a memory, uint8; copy memory that is not in the file yet.
 
         Raises: PackedFileError: the disk is full.
         """
@@ -125,7 +125,7 @@ class PackedWriter:
         return self._memory
 
     def publish(self, facts: Facts) -> None:
-        """Write checksums and header, sync the file to the disk, and give it its final name.
+        """Write checksums and header, sync the file to the disk, and rename the file.
 
         Raises: PackedFileError: the file cannot be written.
         """
@@ -138,7 +138,7 @@ class PackedWriter:
             raise PackedFileError(f"{self.path} cannot be written: {error}") from error
 
     def close(self) -> None:
-        """Release the file for other writers, and remove it unless it was published."""
+        """Release the file for other writers; remove an unpublished file."""
         if self._file >= 0:
             with suppress(OSError):
                 if os.path.samestat(os.fstat(self._file), self._part_path.lstat()):

@@ -1,6 +1,6 @@
-"""Messages between rank 0 and its follower ranks, over pairs of unnamed sockets.
+"""Messages between rank 0 and follower ranks, over pairs of unnamed sockets.
 
-A follower inherits its socket from rank 0, so that no other process can connect.
+A follower inherits a socket from rank 0, so that no other process can connect.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Channel:
         return decode(self._bytes(number))
 
     def close(self) -> None:
-        """Close this end, which ends the other rank; its unread reports are dropped."""
+        """Close this end, which ends the other rank; unread reports are dropped."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
         self._connection.close()

@@ -1,7 +1,7 @@
 """Encodes values for other ranks: tagged, of bounded length, and without code.
 
-A value is a byte that names its kind, followed by its content; lengths have 8 bytes. Instances of
-the classes in ``_classes`` are sent as the values of their fields, which the constructor checks.
+A value is a byte that names the kind, followed by the content; lengths have 8 bytes. Instances of
+the classes in ``_classes`` are sent as values of fields, which the constructor checks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CodecError(ValueError):
 
 @cache
 def _classes() -> dict[str, type[Any]]:
-    """Return the classes whose instances can be sent, by name."""
+    """Return the classes of instances that can be sent, by name."""
     from interposer_models._constraint import Constraint
     from interposer_models._engine.prefix_settings import PrefixCache
     from interposer_models._engine.sampling_params import SamplingParams
@@ -60,7 +60,7 @@ def _classes() -> dict[str, type[Any]]:
 def encode(value: Any) -> bytes:
     """Return the bytes of a value.
 
-    Raises: ConfigError: the value, or a part of it, has a type that cannot be sent.
+    Raises: ConfigError: the type of the value, or of a part, cannot be sent.
     """
     parts: list[bytes] = []
     _write(value, parts, 0)
@@ -68,7 +68,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(content: bytes) -> Any:
-    """Return the value of these bytes.
+    """Return the value that ``encode`` turned into bytes.
 
     Raises: CodecError: the bytes are truncated, too deeply nested, or of an unknown kind or class.
     """

@@ -33,7 +33,7 @@ class Coordinator(Protocol):
         ...
 
     def call_others(self, name: str, *arguments: Any, **options: Any) -> None:
-        """Call a method on the other ranks, before this rank calls it."""
+        """Call a method on the other ranks, before the call on this rank."""
         ...
 
     def call_on_all(
@@ -82,7 +82,7 @@ class LocalCoordinator:
     def call_on_all(
         self, name: str, arguments: tuple[Any, ...], call: Callable[[], T], **options: Any
     ) -> list[Any]:
-        """Call the function, and return a list with its result on this rank."""
+        """Call the function, and return a list with one result."""
         return [call()]
 
     def begin(self, digest: int, *, fresh: bool, speculates: bool) -> None:
@@ -103,7 +103,7 @@ class LocalCoordinator:
 class PeerCoordinator(LocalCoordinator):
     """Coordination of ranks that all run the same program, without commands.
 
-    The ranks compare their states at the first step of new requests, and at every 64th step.
+    The ranks compare digests at the first step of new requests, and at every 64th step.
     """
 
     def __init__(self, ranks: Ranks) -> None:

@@ -22,7 +22,7 @@ _REPLICATED = "replicated on every rank"
 def cut_notes(model: nn.Module) -> list[str]:
     """Describe how each layer with weights is sharded, and the size of this rank's shard.
 
-    Layers of several blocks are listed once if their sizes are equal.
+    Layers of several blocks are listed once if the sizes are equal.
     """
     layers_by_kind: dict[str, dict[str, None]] = {}
     for prefix, layer in model.named_modules():
@@ -46,7 +46,7 @@ def cut_notes(model: nn.Module) -> list[str]:
 
 
 def _shards(layer: nn.Module) -> Iterator[tuple[str, Cut]]:
-    """Yield the shards that a layer declares, by the name of the part; "" for the layer itself."""
+    """Yield ``(part, shard)`` of each sharded part; the name is "" for an undivided layer."""
     shards_by_part = getattr(layer, "cuts", None)
     if isinstance(shards_by_part, dict):
         yield from ((part, cut) for part, cut in shards_by_part.items() if isinstance(cut, Cut))

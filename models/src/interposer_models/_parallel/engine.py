@@ -77,11 +77,11 @@ class RankedEngine(Engine):
         return sequence
 
     def mark(self, error: Exception) -> None:
-        """Add an error to the digest, as it must occur on every rank."""
+        """Add an error to the digest; every rank must have the same error."""
         self.mix(type(error).__name__)
 
     def mix(self, text: str) -> None:
-        """Add a text to the digest, as it must be equal on every rank."""
+        """Add a text to the digest; every rank must add the same text."""
         self.digest = crc32(text.encode(), self.digest)
 
     def cancel(self, sequence: Sequence) -> None:

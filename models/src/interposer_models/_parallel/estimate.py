@@ -19,7 +19,7 @@ _CONTEXT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Rates of the connections between ranks. Latencies are those of the smallest message.
+    """Rates of the connections between ranks. Latencies apply to the smallest message.
 
     Attributes:
         link_bytes_per_s: from one rank to the others of its node, in one direction.
@@ -106,7 +106,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Collectives of one kind and size in a step; ``row_bytes`` is their size for one token."""
+    """Collectives of one kind and size in a step; ``row_bytes`` is the size for one token."""
 
     collective: str
     row_bytes: int
@@ -193,7 +193,7 @@ def exchanges_of(choices: Iterable[tuple[Choice, list[str]]]) -> tuple[Exchange,
 
 
 def estimated(model: CausalModel, resolver: Resolver) -> list[str]:
-    """Return lines on the estimated speed of described ranks, if their rates are declared."""
+    """Return lines on the estimated speed of described ranks, if rates are declared."""
     ranks, capability = resolver.ranks, resolver.device.capability
     if ranks is None or not (resolver.described and capability.rates):
         return []

@@ -17,7 +17,7 @@ _DISTRIBUTIONS = ("interposer", "interposer-ops", "interposer-models")
 
 
 def facts_of(planned: Plan, **options: object) -> dict[str, object]:
-    """Return the facts that ranks compare before they read weights, by name.
+    """Return the facts that ranks compare before reading weights, by name.
 
     Args:
         options: options of ``load``, as the user passed them.

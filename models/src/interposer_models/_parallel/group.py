@@ -45,10 +45,10 @@ class Group:
         timeout_seconds: float = TIMEOUT_SECONDS,
         secret: bytes = b"",
     ) -> None:
-        """Create a process group of its own for these ranks.
+        """Create a new process group for the ranks of ``process_group``.
 
         Args:
-            process_group: a process group of torch.distributed with these ranks.
+            process_group: a process group of torch.distributed.
             coordinator_of: creates the coordinator of the engine.
             timeout_seconds: time limit for each rank to reach a step.
             secret: secret of the launch, which signs messages between ranks; empty under torchrun.
@@ -63,7 +63,7 @@ class Group:
             self._group = ordered_group(members, "gloo", _LOADING_SECONDS)
 
     def placement(self, config: Config) -> Placement:
-        """Select the device of this rank: ranks of one host use its devices in turn."""
+        """Select the device of this rank: ranks of one host use the devices in turn."""
         with self.together("the choice of a platform"):
             placement = place(config)
         with self._raise_rank_errors("tell of platforms"):
@@ -131,11 +131,11 @@ class Group:
         return inner_group
 
     def engine(self, *parts: Any, **facts: Any) -> RankedEngine:
-        """Create the engine of this rank; followers do not execute its steps before ``model``."""
+        """Create the engine of this rank; followers execute no steps before ``model``."""
         return RankedEngine(*parts, **facts, shared_seed=self._seed)
 
     def model(self, engine: Engine, *parts: Any) -> LanguageModel:
-        """Create the model of an engine, and coordinate its steps with the other ranks."""
+        """Create the model of an engine, and coordinate steps with the other ranks."""
         assert self.ranks is not None
         assert isinstance(engine, RankedEngine)
         model = RankedLanguageModel(engine, *parts)

@@ -20,7 +20,7 @@ def joined(tensor_parallel: Any) -> SingleProcess | Group:
 
     Args:
         tensor_parallel: see ``load``.
-    Raises: ConfigError: the processes do not exist, or their number differs.
+    Raises: ConfigError: the processes do not exist, or the number differs.
     """
     if tensor_parallel is None:
         return SingleProcess()
@@ -48,7 +48,7 @@ def joined(tensor_parallel: Any) -> SingleProcess | Group:
 def described_ranks(
     tensor_parallel: int | Ranks | None, platform: str, expert_parallel: Any = None
 ) -> Ranks | None:
-    """Return the ranks to plan for: those of the option, or as many ranks on one host.
+    """Return the ranks to plan for: given ranks, or a number of ranks on one host.
 
     Args:
         platform: platform name of all ranks.
@@ -86,7 +86,7 @@ def check_number(tensor_parallel: object) -> int:
 
 
 def _world(size: int) -> Any:
-    """Return the group of all processes; create it if torchrun started the processes."""
+    """Return the group of all processes, after creating one under torchrun."""
     import torch.distributed as dist
 
     if not dist.is_initialized():

@@ -1,4 +1,4 @@
-"""The model of one rank, whose methods run on every rank."""
+"""The model of one rank; methods run on every rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from interposer_models._transfer.receiver import WeightsFrom, at_rank
 class RankedLanguageModel(LanguageModel):
     """A model that several ranks compute; each call runs on every rank.
 
-    If a command started the other ranks, rank 0 makes their calls. Otherwise every rank must make
+    If a command started the other ranks, rank 0 makes all calls. Otherwise every rank must make
     the same calls. ``close`` releases the memory that ranks share.
     """
 
@@ -103,8 +103,8 @@ class RankedLanguageModel(LanguageModel):
     ) -> tuple[str, ...]:
         """Replace weights on every rank; see ``LanguageModel.update_weights``.
 
-        Each rank receives all weights from a trainer and keeps its shards. Therefore all ranks must
-        be in the trainer's group.
+        Each rank receives all weights from a trainer and keeps one shard of each. Therefore all
+        ranks must be in the trainer's group.
 
         Raises: ConfigError: ranks that follow this one cannot be in the group.
         """
@@ -138,7 +138,7 @@ class RankedLanguageModel(LanguageModel):
         return loads_of(self.engine.model)
 
     def rebalance_experts(self) -> dict[str, ExpertLoads]:
-        """Place experts by their loads on every rank, and reset the counts.
+        """Place experts by load on every rank, and reset the counts.
 
         Call this at any time between steps; requests continue, as keys and values stay unchanged.
         Each rank reads its new experts from the files: complete layers if one tensor stores all

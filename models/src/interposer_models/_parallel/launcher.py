@@ -88,7 +88,7 @@ class Launched:
         self._group: Group | None = None
 
     def __enter__(self) -> Self:
-        """Start the followers, and wait until they have joined."""
+        """Start the followers, and wait until all have joined."""
         try:
             self._start()
         except BaseException as error:
@@ -172,7 +172,7 @@ class Launched:
         reader: threading.Thread,
         lines: deque[str],
     ) -> None:
-        """Wait for the end of a follower, and report a loss unless it was expected."""
+        """Wait for the end of a follower, and report an unexpected end as a loss."""
         code = process.wait()
         reader.join(1.0)
         text = "".join(f"\n  {line}" for line in lines)
@@ -225,14 +225,14 @@ class Launched:
             process.wait()
 
     def _raise(self, error: BaseException | None) -> None:
-        """Raise the loss of a follower instead of the error that it caused on this rank."""
+        """Raise the loss of a follower instead of the resulting error on this rank."""
         loss = self._losses.first
         if loss is not None and isinstance(error, RankError | KeyboardInterrupt | None):
             raise loss from error
 
 
 def _read(rank: int, process: subprocess.Popen[bytes], lines: deque[str]) -> None:
-    """Forward a follower's output, and keep its last lines."""
+    """Forward a follower's output, and keep the last lines."""
     assert process.stderr is not None
     for line in process.stderr:
         text = line.decode(errors="replace").rstrip()

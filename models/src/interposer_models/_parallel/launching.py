@@ -18,10 +18,10 @@ def launched(
     *,
     timeout_seconds: float = 60.0,
 ) -> Iterator[Callable[..., LanguageModel]]:
-    """Start the other ranks of this host, and return a function that loads a model on all of them.
+    """Start the other ranks of this host, and return a function that loads a model on all ranks.
 
     The other ranks run that one model in parallel to this process, and end with the ``with`` block.
-    Each rank of a host's platform computes on an equal share of its cores.
+    Each rank of a host's platform computes on an equal share of the cores.
 
     Args:
         tensor_parallel: number of ranks, including this process; None or 1 starts none.

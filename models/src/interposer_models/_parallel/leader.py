@@ -1,4 +1,4 @@
-"""Coordination by rank 0, which sends each of its calls to the follower ranks."""
+"""Coordination by rank 0, which sends each call to the follower ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GRACE_SECONDS = 2.0
 
 
 class Losses:
-    """The first unexpected loss of a follower; losses after the first are its consequences.
+    """The first unexpected loss of a follower; later losses are consequences.
 
     Attributes:
         first: the error; None while all followers are alive.
@@ -56,10 +56,10 @@ class Losses:
 
 
 class Leader:
-    """Sends each call to the followers before this rank makes it, in the order of the calls.
+    """Sends each call to the followers before making the call on this rank.
 
-    A follower compares the digest of each step with its own. If they differ, it reports the error
-    and ends.
+    A follower compares the digest of each step with the local digest. If digests differ, the
+    follower reports the error and ends.
     """
 
     is_one_program = False
@@ -78,7 +78,7 @@ class Leader:
         self._is_report_due = False
 
     def call_others(self, name: str, *arguments: Any, **options: Any) -> None:
-        """Call a method on all followers, before this rank calls it.
+        """Call a method on all followers, before the call on this rank.
 
         Raises: RankError: a follower was lost.
         """
@@ -104,7 +104,7 @@ class Leader:
         return [result, *(value for _, value in replies)]
 
     def begin(self, digest: int, *, fresh: bool, speculates: bool) -> None:
-        """Start a step on the followers, and check regularly that they are alive."""
+        """Start a step on the followers, and check regularly that all are alive."""
         flags = SPECULATES * speculates
         if self._steps % _REPORT_STEPS == 0:
             if self._is_report_due:
@@ -116,7 +116,7 @@ class Leader:
         self._send(lambda channel: channel.send("step", flags, digest))
 
     def decide(self, flag: bool) -> bool:
-        """Send the flag to the followers, and return it."""
+        """Send the flag to the followers, and return the flag."""
         self._send(lambda channel: channel.send("decision", flag))
         return flag
 

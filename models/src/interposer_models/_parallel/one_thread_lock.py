@@ -1,4 +1,4 @@
-"""The lock of an engine whose ranks all run the same program."""
+"""The lock of an engine, for ranks that all run the same program."""
 
 from __future__ import annotations
 

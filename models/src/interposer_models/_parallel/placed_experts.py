@@ -17,10 +17,10 @@ NOTE = "expert loads: "
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoads:
-    """The number of rows that each expert of one layer has computed since it was placed.
+    """The number of rows that each expert of one layer has computed since the last placement.
 
     Attributes:
-        rows: rows of each expert, by its number. A token is one row of each expert that it is
+        rows: rows of each expert, by number. A token is one row of each expert that it is
             routed to.
         placement: the rank of each expert.
     """
@@ -51,7 +51,7 @@ def loads_of(model: nn.Module) -> dict[str, ExpertLoads]:
 
 
 def better_placements(model: nn.Module) -> dict[PlacedExperts, ExpertPlacement]:
-    """Return new placements for the layers whose load a new placement balances better."""
+    """Return new placements for the layers that a new placement balances better."""
     placements = {}
     for layer in placed_layers(model).values():
         current = layer.routes.placement
@@ -62,7 +62,7 @@ def better_placements(model: nn.Module) -> dict[PlacedExperts, ExpertPlacement]:
 
 
 def check_placed(model: nn.Module, resolver: Resolver, ranks: Ranks | None) -> None:
-    """Raise ConfigError if expert parallelism is requested and no layer supports it."""
+    """Raise ConfigError if expert parallelism is requested but unsupported by all layers."""
     if ranks is None or ranks.experts is None or placed_layers(model):
         return
     reasons = [note for note in resolver.notes if note.startswith("experts of ")]

@@ -14,7 +14,7 @@ _START_TIMEOUT = timedelta(minutes=5)
 
 
 def main() -> None:
-    """Join the ranks of rank 0, and execute its commands until it ends."""
+    """Join the ranks, and execute commands of rank 0 until rank 0 ends."""
     parent, lifeline, connection = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     end_with_parent(parent, lifeline)

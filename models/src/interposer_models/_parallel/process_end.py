@@ -13,7 +13,7 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def end_with_parent(parent: int, lifeline: int) -> None:
-    """End this process when its parent process ends, whatever this process is doing.
+    """End this process when the parent process ends, even during a computation.
 
     A thread waits for the end of a pipe. On Linux the kernel also kills this process, which ends a
     stopped process too.
@@ -37,7 +37,7 @@ def _watch(lifeline: int) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """Describe how a process ended, from its return code as in ``subprocess``."""
+    """Describe how a process ended, from the return code as in ``subprocess``."""
     if code >= 0:
         return f"ended with exit status {code}"
     try:

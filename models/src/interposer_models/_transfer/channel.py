@@ -1,4 +1,4 @@
-"""Broadcasts and votes among a trainer and its receivers."""
+"""Broadcasts and votes among a trainer and receivers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_REASON_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A tensor whose broadcast has started; its memory is in use until ``wait`` returns."""
+    """A tensor that is being broadcast; the memory is in use until ``wait`` returns."""
 
     tensor: torch.Tensor
     wait: Callable[[], None]
@@ -37,7 +37,7 @@ class Channel:
 
     Attributes:
         device: device of the transferred tensors: the host if the group uses gloo for the host.
-        bucket_bytes: bucket size of the trainer; receivers know it after the first vote.
+        bucket_bytes: bucket size of the trainer; known to receivers after the first vote.
     """
 
     def __init__(

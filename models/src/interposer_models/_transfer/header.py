@@ -61,7 +61,7 @@ class Piece:
 
     @classmethod
     def of(cls, fields: Any) -> Piece:
-        """Return the piece from its fields in a header.
+        """Return the piece from fields in a header.
 
         Raises: ValueError: the fields describe no valid piece.
         """
@@ -152,7 +152,7 @@ class Header:
 
 
 def fits(texts: Iterable[str]) -> bool:
-    """Say whether pieces with these texts fit into one header."""
+    """Say whether pieces with such texts fit into one header."""
     return len(_text("", True, "")) + sum(len(text) + 1 for text in texts) <= HEADER_BYTES
 
 

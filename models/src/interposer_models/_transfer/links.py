@@ -1,4 +1,4 @@
-"""Connections between a trainer and its receivers, over a process group of torch.distributed."""
+"""Connections between a trainer and receivers, over a process group of torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight transfers between processes that share no process group of their programs."""
+"""Weight transfers between processes without a common process group."""
 
 from __future__ import annotations
 

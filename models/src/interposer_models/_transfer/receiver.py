@@ -61,7 +61,7 @@ def offer_of(tensors: Tensors | WeightsFrom) -> Offer:
 
 @dataclass(slots=True)
 class _Bucket:
-    """A bucket whose broadcasts have started.
+    """A bucket that is being broadcast.
 
     Attributes:
         buffers: model memory for the tensors of some pieces, by the number of the piece.
@@ -97,7 +97,7 @@ class Reception(Offer):
         self._stage = "ready"  # the next stage to vote on; "" if the group is unusable
 
     def __enter__(self) -> Self:
-        """Leave cores to the transfer: one for its thread here, and one for a local trainer's."""
+        """Leave cores to the transfer: one for the thread here, and one for a local trainer."""
         self._num_threads = torch.get_num_threads()
         if self._channel.device.type == "cpu":
             # Threads that work on one weight spin until the slowest is done, which would take
@@ -175,7 +175,7 @@ class Reception(Offer):
             raise self._protocol_error("the last tensor lacks pieces")
 
     def _received_buckets(self) -> Iterator[_Bucket]:
-        """Yield buckets, while the next bucket and the header after it arrive."""
+        """Yield buckets, while the next bucket and header arrive."""
         try:
             yield from self._pipelined_buckets()
         except RankError:
@@ -232,7 +232,7 @@ class Reception(Offer):
         return bucket
 
     def _buffer(self, piece: Piece) -> TensorBuffer | None:
-        """Return model memory for a piece; None if its tensor must be assembled outside."""
+        """Return model memory for a piece; None if the tensor must be assembled outside."""
         if not piece.start:
             # A row that is longer than a bucket is split between pieces.
             has_rows = 0 < piece.row_bytes <= self._channel.bucket_bytes

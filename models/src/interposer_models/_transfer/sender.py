@@ -163,7 +163,7 @@ class _Outbox:
         self._settle()
 
     def end(self, failure: str = "") -> None:
-        """Send the end of the transfer, with the reason if it failed."""
+        """Send the end of the transfer, with the reason for a failure."""
         header = Header(ends=True, failure=failure).encoded()
         posted_header = self._channel.post(header.to(self._channel.device))
         self._settle_all()
