@@ -167,6 +167,7 @@ class Adapters:
         self._loaded = dict(zip(adapters, members, strict=True))
         self._current = dict(current)
         engine.runner.adapters = step if adapters else None
+        # Captured graphs do not contain the new hooks.
         if graphs is not None:
             graphs.forget()
 
@@ -175,6 +176,7 @@ class Adapters:
         """Replace the kernel choices of previous hooks by choices made in the ``with`` block."""
         choices = self._plan.resolver.choices
         before = {key: (choice, [*prefixes]) for key, (choice, prefixes) in choices.items()}
+        # Remove the prefixes that hooks have added, and choices that only hooks had.
         for key, num_base_prefixes in self._hook_choices.items():
             if not num_base_prefixes:
                 choices.pop(key, None)

@@ -33,6 +33,7 @@ class ReplacedForward:
 
     def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
         self._layer = layer
+        # An instance attribute takes precedence over the method of the class.
         vars(layer)["forward"] = forward
 
     def remove(self) -> None:
@@ -231,6 +232,7 @@ def _parts(site: Site, layer: Experts) -> Parts:
         raise _refused(layer, "tokens are sent to other ranks for")
     if type(layer.kernel) is ExpertLoop:
         return LoopParts(layer.kernel, layer.operands[0])
+    # Methods of online quantization wrap a plain one.
     method: Any = layer.method
     while not isinstance(method, PlainExperts):
         method = getattr(method, "method", None)

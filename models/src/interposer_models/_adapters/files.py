@@ -122,6 +122,7 @@ def read_adapter(
         for key in tensors.keys():  # noqa: SIM118 - the file is not a mapping
             match = _KEY.fullmatch(key)
             copy_match = _COPY.fullmatch(key) if match is None else None
+            # PEFT can save copies of the embedding and the head next to the matrices.
             if copy_match is not None and places.has_table(copy_match["module"]):
                 names = places.names(copy_match["module"])
                 copies.check(file, key, names, tensors.get_tensor(key))
@@ -188,6 +189,7 @@ class _Target:
 
 def _target(file: Path, module: str, places: AdapterPlaces, settings: AdapterSettings) -> _Target:
     stem = module
+    # Each wrapper of PEFT adds ".base_layer" to the name.
     while stem.endswith(_WRAPPER):
         stem = stem.removesuffix(_WRAPPER)
     if (layer := places.experts(stem)) is not None:

@@ -58,6 +58,7 @@ class LowRank:
     def __init__(self, site: Site, members: Members, step: StepAdapters, device: str) -> None:
         self.prefix, self._step = site.prefix, step
         places = {place: None for member in members for place in member}
+        # The order of the stacked matrices.
         self.places = sorted(places, key=lambda place: place.part)
         self._rank = max(m.rank for member in members for m in member.values())
         self._dtype, self._device = site.dtype, device

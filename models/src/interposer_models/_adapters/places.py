@@ -174,7 +174,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, AdapterPlace]]:
     of_experts = {part for layer in expert_layers for part in layer.modules()}
     for layer in model.modules():
         if layer in of_experts:
-            continue
+            continue  # experts that are linear layers: see ExpertPlaces
         if isinstance(layer, Linear):
             parent, dot, _ = layer.prefix.rpartition(".")
             offset = 0

@@ -133,7 +133,7 @@ def _check_kind(path: Path, fields: dict[str, Any]) -> None:
             reason = f"{name} is {value!r:.100}, which is not computed"
             raise CheckpointError(path, reason, _HINTS.get(name, _MERGE))
     init = fields.get("init_lora_weights")
-    if not any(init is known or init == known for known in _INITS):
+    if not any(init is supported or init == supported for supported in _INITS):
         reason = f"init_lora_weights is {init!r:.100}, which changes weights of the base model"
         raise CheckpointError(path, reason, _HINTS["init_lora_weights"])
 
@@ -148,6 +148,6 @@ def _check_number(path: Path, name: str, value: Any, is_integer: bool = False) -
 def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
     """Return the value of the first pattern that matches the end of a name, as PEFT does."""
     for key, value in patterns.items():
-        if re.match(rf"(.*\.)?({key})$", module):
+        if re.match(rf"(.*\.)?({key})$", module):  # PEFT's own expression
             return value
     return default

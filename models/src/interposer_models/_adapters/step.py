@@ -126,6 +126,7 @@ class StepAdapters:
 
         Raises: ConfigError: the layer computes other rows.
         """
+        # The number of rows identifies them: the head computes only rows with logits.
         if count == len(self._tokens):
             return self._tokens
         if count == len(self._rows):

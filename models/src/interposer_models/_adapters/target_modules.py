@@ -56,6 +56,7 @@ class TargetModules:
         """
         if self.excluded and _matches(self.excluded, module):
             return "exclude_modules"
+        # "all-linear" means every linear layer except the head.
         if self.targets == _ALL:
             return "target_modules" if module.rpartition(".")[2] == "lm_head" else ""
         if not _matches(self.targets, module):

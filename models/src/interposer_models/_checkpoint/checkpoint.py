@@ -143,6 +143,7 @@ class Checkpoint:
                             tensor = file.get_tensor(name)
                             pages = pages or MappedPages(shard)
                             yield name, tensor
+                            # Without this, memory would grow by the size of the file.
                             pages.drop(tensor)
         for name, shard_name in self.tensors.items():
             if name not in stored_names:
@@ -218,6 +219,7 @@ def _indexed(root: Path) -> dict[str, str]:
         raise CheckpointError(root / _INDEX, "has no 'weight_map'")
     if not all(isinstance(name, str) for name in tensors.values()):
         raise CheckpointError(root / _INDEX, "has a 'weight_map' that names no files")
+    # An index must not make the reader open files outside of the model's folder.
     for name in sorted(set(tensors.values())):
         if (root / name).parent != root:
             raise CheckpointError(root / _INDEX, f"names {name!r}, outside the directory")
@@ -235,6 +237,7 @@ def _by_block(names: Iterable[str], in_blocks: bool) -> Iterator[str]:
         match = _BLOCK.match(name)
         if (match is not None) == in_blocks:
             blocks.setdefault(match[0] if match else name.rpartition(".")[0], []).append(name)
+    # Sorted, so that weights and scales of a layer follow each other.
     for block in blocks.values():
         yield from sorted(block)
 

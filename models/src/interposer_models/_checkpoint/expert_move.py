@@ -89,6 +89,7 @@ class ExpertMove:
         group = self._owners[name]
         pending = self._pending.get(group)
         if pending is None:
+            # The group keeps its old places until ``finish``.
             moved_group = copy(group)
             moved_group.places = self._places[group]
             pending = self._pending[group] = PendingWeights(moved_group, device, True)
@@ -119,15 +120,16 @@ class ExpertMove:
         slices, prefix = self._layer.slices, self._layer.prefix
         places = {}
         for name, place in local_places.items():
+            # Only a stacked tensor of all experts has a slice; tensors of single experts have none.
             shard = slices.get(("", name.removeprefix(f"{prefix}.")))
             is_stacked = shard is not None and place.slice is not None
             places[self._names.stored(name)] = replace(place, slice=shard) if is_stacked else place
         return places
 
 
-def _differ(places: Places, others: Places) -> bool:
+def _differ(places: Places, previous: Places) -> bool:
     """Say whether the places read other tensors, or other parts of the same tensors."""
-    return places.keys() != others.keys() or any(
-        (place.index, place.slice) != (others[name].index, others[name].slice)
+    return places.keys() != previous.keys() or any(
+        (place.index, place.slice) != (previous[name].index, previous[name].slice)
         for name, place in places.items()
     )

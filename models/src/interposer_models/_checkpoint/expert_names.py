@@ -46,6 +46,7 @@ class ExpertNames:
         """Yield layer, expert number and the match of the number, if an expert has the tensor."""
         if not self._layers_by_prefix:
             return
+        # A name has the numbers of block and expert: the prefix of a layer ends before the expert.
         for match in _NUMBER.finditer(name):
             layer = self._layers_by_prefix.get(name[: match.start()])
             if layer is not None:

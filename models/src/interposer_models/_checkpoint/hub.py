@@ -97,6 +97,7 @@ class HubModel(NamedTuple):
 
     def _fetched(self, patterns: Collection[str], revision: str | None) -> Path:
         """Download the files that match ``patterns``; return the folder in the cache."""
+        # Imported here: most models are folders, and the import takes long.
         from huggingface_hub import constants, errors, snapshot_download
 
         try:

@@ -86,6 +86,7 @@ class LayerGroup:
         Only the layer refers to a parameter then, so that memory is freed when the layer drops it.
         """
         states = self.states(pending.parameters)
+        # ``states`` must hold the only references, so that each state is freed after its layer.
         pending.parameters.clear()
         while states:
             yield states.pop(0)
@@ -93,6 +94,7 @@ class LayerGroup:
     def reset(self) -> None:
         """Return the layers to the built state, on the meta device."""
         for layer, state in zip(self.layers, self.states({}), strict=True):
+            # Attributes that finalizing has added.
             for name in state_of(layer).keys() - state.keys():
                 del vars(layer)[name]
             vars(layer).update(state)
@@ -159,6 +161,7 @@ class PendingWeights:
         elif (self.can_borrow or is_exclusive) and place.can_borrow(
             tensor, memory.data, self.is_result_copied or is_exclusive
         ):
+            # Attributes such as ``stored_as`` lie in the parameter's ``__dict__``.
             borrowed = nn.Parameter(tensor, requires_grad=False)
             borrowed.__dict__.update(place.parameter.__dict__)
             self.parameters[id(place.parameter)] = borrowed
@@ -211,6 +214,7 @@ def groups_of(layers: Iterable[PluggableLayer], places: dict[str, TensorPlace]) 
     owners: dict[int, int] = {}
     for layer in layers:
         keys = {id(p) for p in layer._parameters.values() if p is not None}
+        # A layer that shares parameters with several groups merges these groups.
         first, *merged = sorted({owners[key] for key in keys if key in owners}) or [id(layer)]
         members.setdefault(first, []).append(layer)
         for merged_group in merged:
@@ -253,6 +257,7 @@ def _mapped(state: State, parameters: dict[int, nn.Parameter]) -> State:
 
 def _copied(layer: L, state: State) -> L:
     """Return a copy of a layer in another state, which shares no mutable state with the layer."""
+    # copy.copy would share containers such as ``_modules`` with the layer.
     layer_copy = object.__new__(type(layer))
     vars(layer_copy).update(_mapped(vars(layer), {}), **state)
     return layer_copy

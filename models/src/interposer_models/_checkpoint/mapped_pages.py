@@ -24,6 +24,7 @@ class MappedPages:
             return
         self._library = ctypes.CDLL(None)
         name = str(path.resolve())
+        # A line is "start-end permissions offset device inode path"; a file can have several.
         for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
             addresses, _, fields = line.partition(" ")
             if fields.endswith(f" {name}"):
@@ -31,7 +32,8 @@ class MappedPages:
                 self._ranges.append((start, end))
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Return the pages entirely inside ``tensor`` to the system, if the file holds the tensor."""
+        """Return the pages entirely inside ``tensor`` to the system, if they belong to the file."""
+        # Round inwards: the first and last page may hold parts of other tensors.
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if start < end and any(first <= start and end <= last for first, last in self._ranges):

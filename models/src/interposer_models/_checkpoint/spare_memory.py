@@ -44,6 +44,7 @@ class SpareMemory:
         self._free.clear()
         for storage in storages:
             memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+            # Kernels expect the alignment that the allocator guarantees.
             if memory.data_ptr() % _ALIGNED_BYTES == 0:
                 self._free[memory.nbytes].append(memory)
 

@@ -91,6 +91,7 @@ class TensorPlace:
             return shard_sizes.to(tensor.device) if is_correct else shard
         if slice_.groups is None:
             return shard
+        # Renumber groups from the first one of this rank.
         first, last = slice_.groups
         if shard.numel() and not first <= int(shard.min()) <= int(shard.max()) < last:
             raise CheckpointError(
@@ -103,6 +104,7 @@ class TensorPlace:
 
     def stored_dim(self, dim: int) -> int:
         """Return the dimension of the stored tensor that is ``dim`` of the parameter."""
+        # Only the two matrix dimensions are swapped.
         return 1 - dim if self.is_transposed and dim < 2 else dim
 
     def takes_rows(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
@@ -223,7 +225,7 @@ def places_of(layers: Iterable[PluggableLayer]) -> tuple[dict[str, TensorPlace],
             if parameter is None:
                 continue
             stored_name = getattr(parameter, "stored_as", f"{layer.prefix}.{name}")
-            if id(parameter) in owners:
+            if id(parameter) in owners:  # tied: the first layer's name counts
                 tied[stored_name] = owners[id(parameter)]
                 continue
             owners[id(parameter)] = stored_name

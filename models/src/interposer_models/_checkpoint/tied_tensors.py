@@ -90,9 +90,10 @@ def _are_equal(checkpoint: Checkpoint | CheckpointFile, *names: str) -> bool:
         if first != second or not first:
             return False
         width = max(1, torch.Size(first[1:]).numel())
-        step = max(1, _CHUNK_BYTES // (4 * width))
+        step = max(1, _CHUNK_BYTES // (4 * width))  # rows, counted as float32
         for start in range(0, first[0], step):
             rows = [part[start : start + step] for part in slices]
+            # torch.equal needs tensors of one dtype.
             if rows[0].dtype != rows[1].dtype:
                 rows = [part.float() for part in rows]
             if not torch.equal(*rows):

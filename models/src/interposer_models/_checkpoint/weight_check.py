@@ -126,5 +126,6 @@ def _refusal(
 
 def _non_finite_indices(tensor: torch.Tensor) -> torch.Tensor:
     """Return the indices ``[N, dimensions]`` of the NaN and infinite numbers."""
+    # Not every dtype, such as 8-bit floats, has isfinite.
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
     return (~wide.isfinite()).nonzero()

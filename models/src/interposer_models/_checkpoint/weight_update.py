@@ -48,6 +48,7 @@ class GroupUpdate:
             current = {name: vars(layer).get(name) for name in state}
             if not _differ_in_content_only(current, state, pairs):
                 return cls(group, states, None)
+        # Copying between tensors that alias differently would overwrite new values.
         if not _alias_alike(pairs):
             return cls(group, states, None)
         memories, copied_pairs = _split_swapped([*_distinct(pairs)])
@@ -62,7 +63,7 @@ class GroupUpdate:
         for current, new in self.pairs:
             current.copy_(new)
         for storage, new_storage, address in self.memories:
-            if storage.data_ptr() != address:
+            if storage.data_ptr() != address:  # not swapped by an earlier, interrupted call
                 storage._swap_data_ptr_(new_storage)  # type: ignore[attr-defined]
 
 

@@ -176,6 +176,7 @@ class Weights:
             names |= {*stand_ins.values()}
         for stored, tensor in tensors:
             name = self._renamed(stored) or stored
+            # A tied tensor that arrives alone fills the tensor of the first layer.
             if name in stand_ins:
                 name = stand_ins[name]
                 group: LayerGroup | None = self._owners[name]
@@ -208,6 +209,7 @@ class Weights:
             raise CheckpointError(
                 path, f"lacks the tensor {_listed(missing)}", "copy the checkpoint again"
             )
+        # Groups without tensors, and those that only wait for optional ones.
         for group in unfinished:
             if keep is None or group.places:
                 pending = pending_by_group.pop(group, None)
@@ -445,7 +447,7 @@ def _check_form(group: LayerGroup, name: str, tensor: torch.Tensor, path: object
     """Refuse a tensor of another shape, before memory for the expected shape is allocated."""
     place = group.places[name]
     if not place.takes_any_form:
-        place.fitting(name, place.share(name, tensor, path), path)
+        place.fitting(name, place.shard(name, tensor, path), path)
 
 
 def _listed(names: Iterable[str]) -> str:

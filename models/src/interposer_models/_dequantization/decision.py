@@ -83,6 +83,7 @@ def dequantize_once(model: nn.Module, site: Site, placement: Placement) -> None:
     if not (slow_layers and verdict):
         return
     layers_by_choice: dict[tuple[object, ...], list[_SlowLayer]] = defaultdict(list)
+    # A choice is idle if all layers that made the choice are dequantized.
     for layer in slow_layers:
         for key in (*layer.references, *layer.other_choices):
             layers_by_choice[key].append(layer)
@@ -137,6 +138,7 @@ def _slow_layers(model: nn.Module, site: Site) -> Iterator[_SlowLayer]:
         return  # the embedding table and the head of other models are unknown
     head, table = model.lm_head, model.model.embed_tokens
     hidden, vocab = model.model.config.hidden_size, model.config.vocab_size
+    # One tied table serves embedding and head: both prefixes have choices.
     if table.is_tied:
         head_site = Site(site.resolver, head.prefix, site.dtype)
         tied_prefixes = head.prefix, table.prefix

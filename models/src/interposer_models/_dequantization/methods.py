@@ -57,6 +57,7 @@ class DequantizedLinear(LinearMethod):
         stored = self.method.finalize(layer)
         if weight is None:
             return stored
+        # The stored method has checked the weights; free its operands before packing the plain one.
         del stored
         _replace_parameters(layer, weight, bias)
         return self.plain.finalize(layer)

@@ -32,6 +32,7 @@ class PinnedBlock:
         for number, memory in memories.items():
             self.offsets[number] = end
             end += -(-memory.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        # Only copies from pinned memory run parallel to the host.
         self.host = platform.pin_memory(torch.empty(end, dtype=torch.uint8))
         for number, offset in self.offsets.items():
             memory = memories.pop(number)  # free it: one block is in memory twice, not the model
@@ -66,6 +67,7 @@ class DeviceCopies(Filler):
         """Queue the copy of a block, after the last work that uses the buffer."""
         pinned_block = self._host_blocks[block]
         with self._platform.stream(self._device):
+            # The block that used the buffer before may still be computing.
             if (last_use := self._last_uses[buffer]) is not None:
                 last_use.wait()
             self._buffers[buffer][: pinned_block.nbytes].copy_(pinned_block, non_blocking=True)

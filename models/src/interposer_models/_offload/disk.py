@@ -67,6 +67,7 @@ class DiskReader(Filler):
     def __init__(self, path: Path, blocks: Sequence[Extents], num_buffers: int) -> None:
         self._blocks = blocks
         size = -(-max(extents.num_bytes for extents in blocks) // _PIECE_BYTES) * _PIECE_BYTES
+        # mmap aligns buffers to pages, which direct I/O requires.
         self._buffers = [_buffer(size) for _ in range(num_buffers)]
         self._views = [memoryview(buffer) for buffer in self._buffers]
         try:
@@ -87,6 +88,7 @@ class DiskReader(Filler):
         """Start to read a block in threads."""
         view, futures = self._views[buffer], []
         for begin, end, part_offset in self._blocks[block].parts:
+            # Pieces of one part are read by several threads at a time.
             for start in range(begin, end, _PIECE_BYTES):
                 stop = min(start + _PIECE_BYTES, end)
                 offset = part_offset + start - begin

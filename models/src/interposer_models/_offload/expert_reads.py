@@ -69,6 +69,7 @@ class ExpertReads:
 
     def read(self, expert_ids: Iterable[int]) -> None:
         """Let the system start to read experts; ids must ascend."""
+        # Neighbouring experts of a shared memory need one advice.
         runs: list[list[int]] = []
         for expert in expert_ids:
             for number in self._numbers_by_expert.get(expert, ()):

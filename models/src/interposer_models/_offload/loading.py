@@ -59,6 +59,7 @@ class _BlockMemories:
         self.owner: dict[int, tuple[int | None, bool]] = {}
         for number, group in weights.groups():
             blocks = {owners.get(layer) for layer in group.layers}
+            # A group that several blocks share must be resident.
             block = blocks.pop() if len(blocks) == 1 else None
             self.owner[number] = block, block is not None and experts.issuperset(group.layers)
         self.memories: dict[tuple[int | None, bool], list[int]] = defaultdict(list)
@@ -170,6 +171,7 @@ def _from_disk(
 
     restore(weights, file.facts.states, memory_of)
     mapped_on_demand = _advise(plan, block_memories, file, memory)
+    # Start to read resident memories now; others are read when blocks or experts need them.
     for number in range(len(bounds)):
         if number not in mapped_on_demand and number not in places:
             memory.advise(number)
@@ -210,6 +212,7 @@ def _from_host(
             for memory_number in new_memories:
                 memories[memory_number] = memories[memory_number].to("cpu")
 
+    # ``keep`` holds the tensors of finalized layers without a copy, so that none may be borrowed.
     read(planned, checkpoint, weights, progress, keep, copies=False)
 
     def pinned(numbers: Iterable[int]) -> PinnedBlock:
@@ -258,6 +261,7 @@ def _attach(
 ) -> None:
     ring = Ring(filler, len(plan.streamed), plan.num_buffers)
     ring.attach([block_memories.blocks[number] for number in plan.streamed])
+    # An update would be overwritten when the block's buffer is filled the next time.
     weights.fixed = _FIXED
 
 

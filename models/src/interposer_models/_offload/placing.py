@@ -119,6 +119,7 @@ def plan_offload(
     resident = set(all_blocks)
     if other_bytes + sum(block_bytes) > budget_bytes:
         num_buffers = min(_DISK_BUFFERS if source == "disk" else _HOST_BUFFERS, len(sizes))
+        # Each buffer must hold the largest block.
         min_bytes = other_bytes + num_buffers * max(block_bytes)
         if min_bytes > budget_bytes:
             raise ConfigError(
@@ -150,6 +151,7 @@ def _spread(sizes: Sequence[int], free_bytes: int) -> set[int]:
     While a resident block computes, streamed blocks after it are being read.
     """
     count = len(sizes)
+    # Blocks differ in size: try each number, from all blocks down.
     for num_resident in range(count, 0, -1):
         chosen = {(2 * i + 1) * count // (2 * num_resident) for i in range(num_resident)}
         if sum(sizes[i] for i in chosen) <= free_bytes:

@@ -72,6 +72,7 @@ class Offloading:
 
         Raises: ConfigError: the budget is too small.
         """
+        # Sizes on the meta device can exceed those of quantized or packed weights.
         if self.is_automatic and sizes.num_bytes <= _MAX_RESIDENT_FRACTION * self.free_bytes:
             budget = sizes.num_bytes  # the quantized weights fit
         else:
@@ -88,7 +89,7 @@ class Offloading:
 
 
 def offloading(
-    asked: bool | int | str | None,
+    option: bool | int | str | None,
     model: CausalModel,
     placement: Placement,
     notes: list[str],
@@ -97,7 +98,7 @@ def offloading(
 ) -> Offloading | None:
     """Return the offload plan of a model; None if all weights are resident.
 
-    Weights that exceed a host's memory are offloaded unless ``asked`` is False. For weights that
+    Weights that exceed a host's memory are offloaded unless ``option`` is False. For weights that
     exceed a device's memory, the notes suggest offload.
 
     Args:
@@ -106,13 +107,14 @@ def offloading(
         ranks: ranks that hold shards of the model; ranks of one host share the free memory.
     Raises: ConfigError: offload is requested but impossible, or the budget is too small.
     """
-    settings = Offload.of(asked)
-    if asked is False:
+    settings = Offload.of(option)
+    if option is False:
         return None
     source_or_refusal = _source(model, placement, packed)
     if settings is not None and isinstance(source_or_refusal, Verdict):
         raise ConfigError(f"offload was asked for, but {source_or_refusal.reason}")
     free_bytes = _free_bytes(placement, asks=settings is not None or is_host(placement.platform))
+    # Devices belong to one rank each, but the ranks of a host share its memory.
     if ranks is not None and is_host(placement.platform):
         free_bytes //= _neighbours(ranks)
     sizes = _sizes(model)
@@ -206,10 +208,13 @@ def _sizes(model: CausalModel) -> Sizes:
     blocks, block_parameters = [], set()
     for number, block in enumerate(blocks_of(model)):
         layers = expert_layers(block)
+        # By id, so that a parameter that several layers share counts once.
         experts = {id(p): p.nbytes for part in layers for p in part.parameters(recurse=False)}
-        others = {id(p): p.nbytes for p in block.parameters() if id(p) not in experts}
-        block_parameters |= experts.keys() | others.keys()
-        blocks.append(BlockSize(f"block {number}", sum(others.values()), sum(experts.values())))
+        outside_experts = {id(p): p.nbytes for p in block.parameters() if id(p) not in experts}
+        block_parameters |= experts.keys() | outside_experts.keys()
+        blocks.append(
+            BlockSize(f"block {number}", sum(outside_experts.values()), sum(experts.values()))
+        )
     other_bytes = sum(p.nbytes for p in model.parameters() if id(p) not in block_parameters)
     return Sizes(tuple(blocks), other_bytes)
 

@@ -36,6 +36,7 @@ class Ring:
         self.filler = filler
         self._num_blocks, self._num_buffers = num_blocks, num_buffers
         self._block_of: list[int] = list(range(num_buffers))
+        # Start at once with the first blocks of the first step.
         self._handles = [filler.fill(block, block) for block in range(num_buffers)]
 
     def attach(self, blocks: Sequence[nn.Module]) -> None:

@@ -29,6 +29,7 @@ def _walked(data: Data, num_experts: int, expert: int | None) -> Iterator[tuple[
         case "tensor" | "parameter":
             yield content[0], expert
         case "tuple" | "list":
+            # The outermost such sequence counts; deeper ones belong to one expert.
             if expert is None and len(content) == num_experts:
                 for number, part in enumerate(content):
                     yield from _walked(part, num_experts, number)

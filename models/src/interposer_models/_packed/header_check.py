@@ -70,6 +70,7 @@ def check_memories(memories: Any, digests: Any, num_bytes: int) -> None:
         if type(digest) is not str or not _DIGEST.fullmatch(digest):
             raise ValueError(f"memory {number} has the digest {digest!r:.80}")
     end = 0
+    # Overlapping memories would let a write to one tensor change another.
     for start, size in sorted(memories):
         if size and start < end:
             raise ValueError(f"memories overlap at byte {start}")
@@ -110,6 +111,7 @@ class _StateChecker:
         if type(changes) is not dict:
             self._refuse(at, "is no dict", changes)
         for name, data in changes.items():
+            # Attributes such as ``__class__`` would change the layer itself.
             if not _NAME.fullmatch(name) or (name.startswith("__") and name.endswith("__")):
                 self._refuse(at, "has an attribute of that name", name)
             self._data(data, f"{at}, {name}", level + 1)
@@ -208,10 +210,12 @@ def check_view(form: list[Any], num_bytes: int, at: str) -> None:
         or not all(map(is_number, [*shape, *strides, offset]))
     ):
         raise ValueError(f"{at} has the shape {shape!r:.80} and strides {strides!r:.80}")
+    # An empty tensor needs an empty memory, as a writer stores it.
     if 0 in shape:
         if num_bytes:
             raise ValueError(f"{at} has the shape {shape!r:.80} in {num_bytes} bytes")
         return
+    # Strides are not negative, so that the last element has the largest offset.
     last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     if (last + 1) * itemsize > num_bytes:
         raise ValueError(f"{at}: a tensor {shape!r:.80} does not lie in {num_bytes} bytes")

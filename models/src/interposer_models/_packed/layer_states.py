@@ -79,6 +79,7 @@ class StateWriter:
             return [type(value).__name__, [self._data(part) for part in value]]
         if type(value) is dict and all(type(key) is str for key in value):
             return ["dict", {key: self._data(part) for key, part in value.items()}]
+        # An object that the layer had before, such as the function of a kernel.
         if (path := self._path(value)) is not None:
             return ["built", path]
         if type(value) is partial:
@@ -194,6 +195,7 @@ class _StateReader:
                 return _PRODUCTS[name](*(self.value(part, at) for part in members))
             case "method":
                 owner, name = self.value(content[0], at), content[1]
+                # The file must not reach anything but a method of that name.
                 method = getattr(owner, name)
                 if type(method) is not MethodType or method.__func__.__name__ != name:
                     raise ValueError(f"{name!r:.80} is no method of {type(owner).__name__}")
@@ -225,6 +227,7 @@ class _StateReader:
         built_value: Any = self._built
         for name in at:
             built_value = built_value.get(name) if isinstance(built_value, dict) else None
+        # Restore attributes such as ``stored_as`` of the parameter at the same place.
         if isinstance(built_value, nn.Parameter):
             parameter.__dict__.update(built_value.__dict__)
         return parameter
@@ -268,6 +271,7 @@ def _reachable(built: State) -> Iterator[tuple[list[Any], Any]]:
             continue
         visited_ids.add(id(value))
         yield path, value
+        # Breadth first, so that each object gets its shortest path.
         if len(path) < _MAX_STEPS:
             queue += [([*path, name], part) for name, part in _members(value)]
 
@@ -278,7 +282,7 @@ def _members(value: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(value, tuple | list):
         yield from enumerate(value)
     elif isinstance(value, nn.Module | type):
-        return
+        return  # other layers and classes have states of their own
     elif is_dataclass(value):
         yield from ((field.name, getattr(value, field.name)) for field in fields(value))
     else:

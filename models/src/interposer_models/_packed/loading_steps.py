@@ -194,6 +194,7 @@ def packed_file(
             break
         except BeingWrittenError:
             sleep(PAUSE_SECONDS)
+    # From here on this process holds the lock of the file.
     try:
         if (file := packed_store.find()) is None:  # another process may have written one meanwhile
             facts = pack_into(writer, packed_store, planned, checkpoint, weights, progress)

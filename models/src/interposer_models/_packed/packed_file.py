@@ -137,6 +137,7 @@ def _read_header(file: int) -> dict[str, Any]:
         PackedFileError: the file is truncated.
         ValueError: the header has another format.
     """
+    # Without read-ahead: data of several GiB follow the header.
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
     content = bytearray()
@@ -169,6 +170,7 @@ class MappedMemory:
         size = os.fstat(file).st_size
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         self._memories = memories
+        # Private and writable: layers may write to tensors, and the file must stay unchanged.
         self._map = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=protection)
         for advice in ("MADV_HUGEPAGE", "MADV_WILLNEED")[: 1 + ahead]:
             with suppress(OSError):  # without the advice, pages are read at first access
@@ -214,6 +216,7 @@ class MappedMemory:
             else:
                 spans.append([memory_start, memory_start + num_bytes])
         for begin, end in spans:
+            # Only pages that lie entirely inside the span.
             first = -(-(HEADER_BYTES + begin) // mmap.PAGESIZE) * mmap.PAGESIZE
             size = (HEADER_BYTES + end) // mmap.PAGESIZE * mmap.PAGESIZE - first
             for advice in ("MADV_NOHUGEPAGE", "MADV_RANDOM"):
@@ -290,6 +293,7 @@ class PackedFile:
             ) from error
         facts.memories[:] = [(start, size) for start, size in facts.memories]
         tensors = {name: entry for name, entry in header.items() if name != _METADATA}
+        # The safetensors entries are redundant, but other programs read them.
         if canonical_json(tensors) != canonical_json(_tensors(facts, num_bytes)):
             raise PackedFileError("it is corrupt: tensors and memories of its header differ")
         identity = (status.st_dev, status.st_ino, status.st_size)
@@ -314,6 +318,7 @@ class PackedFile:
             try:
                 status = os.fstat(file)
                 identity = (status.st_dev, status.st_ino, status.st_size)
+                # The path may name another file than the one whose header was checked.
                 if self.identity not in (None, identity):
                     raise PackedFileError("another file took its place while it was opened")
                 return MappedMemory(file, self.facts.memories, ahead)

@@ -73,7 +73,7 @@ def packed_key(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> Packed
     for choice, prefixes in planned.resolver.choices.values():
         request, chosen = choice.request, choice.chosen
         if request.kind == "platform":
-            continue
+            continue  # part of ``asked``
         distributions.add(chosen.provider)
         layout = getattr(chosen.record, "layout", 0)
         location = checksum([list(map(str, request.key)), prefixes])[:12]
@@ -83,6 +83,7 @@ def packed_key(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> Packed
     for plugin in registry.plugins.loaded:
         if plugin.distribution in distributions:
             installed = plugin.source.installed
+            # The fingerprint of the installed files: a version may be edited in place.
             code = "" if installed is None else f" ({installed.fingerprint[:16]})"
             made_by[f"code of {plugin.distribution}"] = f"{plugin.version}{code}"
     return PackedKey(asked, made_by)

@@ -61,6 +61,7 @@ def load_weights(
 
     if setting != "off":
         refusal = try_loading(mapped, progress)
+        # With "auto", reading the checkpoint is faster than waiting for another process.
         while setting == "on" and isinstance(refusal, BeingWrittenError):
             sleep(PAUSE_SECONDS)
             refusal = try_loading(mapped, progress)
@@ -113,6 +114,7 @@ def _map(
         raise PackedFileError(refusal)
     writer = packed_store.writer(packed_store.cache_folder)
     try:
+        # The model uses the mapped file at once; a thread publishes it afterwards.
         facts = pack_into(writer, packed_store, planned, checkpoint, weights, progress)
         restore(weights, facts.states, writer.memory().__getitem__)
     except BaseException:

@@ -113,6 +113,7 @@ class PackedStore:
         """Return why a checkpoint of ``num_bytes`` does not fit into the cache; "" if it does."""
         if num_bytes > self.max_cache_bytes:
             return f"it has {num_bytes} bytes, packed_bytes allows {self.max_cache_bytes}"
+        # disk_usage needs an existing folder; the cache may not exist yet.
         folder = self.cache_folder
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent

@@ -132,6 +132,7 @@ class PackedWriter:
         try:
             facts.digests[:] = self.memory().digests()
             write_header(self._file, facts, self._end, self._secret)
+            # Data must reach the disk before the name: a crash must not publish a corrupt file.
             os.fsync(self._file)
             self._part_path.replace(self.path)
         except OSError as error:
@@ -160,6 +161,7 @@ class PackedWriter:
             raise PackedFileError(f"{self._part_path} cannot be written: {error}") from error
         _ask_for_huge_pages(self._segment)
         address = torch.frombuffer(self._segment, dtype=torch.uint8).data_ptr()
+        # A segment is unmapped when the last tensor in it is gone; addresses are reused then.
         mapped = [segment for segment in self._segments if segment[0]() is not None]
         self._segments = [*mapped, (weakref.ref(self._segment), address, address + size, start)]
         self._segment_start, self._segment_end = start, start + size

@@ -41,6 +41,7 @@ class CodecError(ValueError):
 @cache
 def _classes() -> dict[str, type[Any]]:
     """Return the classes of instances that can be sent, by name."""
+    # Imported at first use: these modules load the engine.
     from interposer_models._constraint import Constraint
     from interposer_models._engine.prefix_settings import PrefixCache
     from interposer_models._engine.sampling_params import SamplingParams
@@ -204,6 +205,7 @@ class _Reader:
 
     def _take(self, count: int) -> bytes:
         end = self.at + count
+        # Checked before slicing, which would silently return fewer bytes.
         if end > len(self._content):
             raise CodecError(f"it ends at byte {len(self._content)} of {end}")
         content = self._content[self.at : end]

@@ -121,6 +121,7 @@ class PeerCoordinator(LocalCoordinator):
             result = call()
         except Exception as error:  # noqa: BLE001 - raised below, once others know of it
             failure = error
+        # Exchange the outcome even after a failure, or the other ranks would wait forever.
         text = "" if failure is None else described(failure)
         messages = gather_bytes(encode((text, result)), self._ranks.group, self._ranks.secret)
         outcomes = [decode(message) for message in messages]
@@ -150,19 +151,19 @@ class PeerCoordinator(LocalCoordinator):
         self._communicator.close()
 
 
-def drifted(rank: int, other: int, step: int, known: str = "") -> RankError:
+def drifted(rank: int, other_rank: int, step: int, earlier_error: str = "") -> RankError:
     """Return the error for a rank that computed other tokens than rank 0, found at ``step``.
 
     Args:
-        known: an earlier error of that rank, which may be the cause.
+        earlier_error: an earlier error of that rank, which may be the cause.
     """
-    cause = f" Before, there: {known}." if known else ""
+    cause = f" Before, there: {earlier_error}." if earlier_error else ""
     return RankError(
         rank,
-        f"rank {other} had other requests or computed other tokens than rank 0 before step {step}."
-        f"{cause} Try: the same calls in the same order on every rank, and kernels that promise "
-        "'deterministic': Config(require='deterministic')",
-        [other],
+        f"rank {other_rank} had other requests or computed other tokens than rank 0 before step "
+        f"{step}.{cause} Try: the same calls in the same order on every rank, and kernels that "
+        "promise 'deterministic': Config(require='deterministic')",
+        [other_rank],
     )
 
 
@@ -172,7 +173,7 @@ def check_outcomes(rank: int, name: str, texts: list[str]) -> None:
     Args:
         texts: error of each rank; empty if the call succeeded.
     """
-    failed = [other for other, text in enumerate(texts) if text]
+    failed = [failed_rank for failed_rank, text in enumerate(texts) if text]
     if failed and len(failed) < len(texts):
         raise RankError(
             rank,

@@ -40,6 +40,7 @@ def facts_of(planned: Plan, **options: object) -> dict[str, object]:
 def _weights(planned: Plan) -> list[tuple[str, int, str]]:
     """Return names, sizes and sampled digests of the weight files that are on the disk."""
     path = planned.path
+    # Pickled files are not read, but also show that the folders of two ranks differ.
     if isinstance(planned.checkpoint, Checkpoint):
         files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.bin"))
     else:

@@ -82,6 +82,7 @@ class Follower:
         try:
             model = load(path, tensor_parallel=self._group, **options)
         except Exception:
+            # If rank 0 knows of the error, it reports the error to the user.
             if not self._group.is_error_shared:
                 raise
             return  # rank 0 ends, and this rank with it
@@ -123,6 +124,7 @@ class Follower:
         try:
             value = getattr(self.model, name)(*arguments, **options)
         except RankError as error:
+            # A lost rank of this model leaves no one to reply to.
             if name not in _WITH_OTHERS:
                 raise
             text = described(error)

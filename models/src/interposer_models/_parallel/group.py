@@ -69,6 +69,7 @@ class Group:
         with self._raise_rank_errors("tell of platforms"):
             ranks = Ranks.of(self._group, placement.platform, self._timeout_seconds, self._secret)
         self.ranks = ranks
+        # All ranks must draw the same noise: rank 0 chooses the seed.
         self._seed = self._gathered(secrets.randbits(62))[0]
         devices = placement.platform.devices()
         kind = ranks.hosts[self.rank], ranks.platforms[self.rank]
@@ -87,6 +88,7 @@ class Group:
         except Exception as error:  # noqa: BLE001 - raised below, after the others know of it
             failure = error
         text = None if failure is None else f"{type(failure).__name__}: {failure}"
+        # Every rank takes part, even after a failure, or the others would wait forever.
         try:
             texts = self._gathered(text)
         except RankError:
@@ -125,6 +127,7 @@ class Group:
 
     def inner(self) -> Group:
         """Return the group for a draft model, which steps within the steps of another model."""
+        # Without __init__, which would create another process group.
         inner_group = object.__new__(Group)
         inner_group.__dict__.update(self.__dict__)
         inner_group._coordinator_of = lambda _: LocalCoordinator()
@@ -140,6 +143,7 @@ class Group:
         assert isinstance(engine, RankedEngine)
         model = RankedLanguageModel(engine, *parts)
         engine.coordinator = self._coordinator_of(self.ranks)
+        # Ranks of one program cannot order the calls of several threads.
         if engine.coordinator.is_one_program:
             engine.lock = OneThreadLock(lambda: engine.busy)
         return model

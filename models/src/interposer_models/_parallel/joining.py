@@ -30,6 +30,7 @@ def joined(tensor_parallel: Any) -> SingleProcess | Group:
             return SingleProcess()
     import torch.distributed as dist
 
+    # Imported here: a single process does not need these modules.
     from interposer_models._parallel.coordination import PeerCoordinator
     from interposer_models._parallel.group import Group
 

@@ -172,8 +172,9 @@ class RankedLanguageModel(LanguageModel):
             with self._plan.numerics():
                 replaced_prefixes = relocate(self._plan, self.weights, moves)
             self._adapters.renew()
-            if replaced_prefixes:
+            if replaced_prefixes:  # captured graphs use the old operands
                 self.engine.runner.renew()
+        # Ranks that moved experts differently must fail at the next step.
         self.engine.mix(repr([*moves.values()]))
         return {
             layer.prefix: replace(loads[layer.prefix], placement=placement)

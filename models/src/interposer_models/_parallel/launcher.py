@@ -183,6 +183,7 @@ class Launched:
         self, rank: int, process: subprocess.Popen[bytes], connection: int
     ) -> None:
         """Wait until a follower closes its connection, and report a loss if the process hangs."""
+        # Only the end of the connection: data that arrives belongs to the main thread.
         poll = select.poll()
         poll.register(connection, _CLOSED)
         poll.poll()

@@ -107,6 +107,7 @@ class Leader:
         """Start a step on the followers, and check regularly that all are alive."""
         flags = SPECULATES * speculates
         if self._steps % _REPORT_STEPS == 0:
+            # Reports are read one interval later, so that no step waits for followers.
             if self._is_report_due:
                 for rank in range(1, len(self._channels) + 1):
                     self._report(rank)
@@ -167,6 +168,7 @@ class Leader:
         channel = self._channels[rank - 1]
         try:
             kind, _, number = channel.receive(_CALL_SECONDS)
+            # A report of an earlier step can precede the reply.
             while kind == "report":
                 self._is_report_due = False
                 kind, _, number = channel.receive(_CALL_SECONDS)

@@ -30,6 +30,7 @@ class OneThreadLock(FairLock):
         if self.owner not in (None, thread):
             raise _second_thread()
         super().__enter__()
+        # The last thread may have returned between two steps of its requests.
         if self._user not in (None, thread) and self._is_busy():
             super().__exit__()
             raise _second_thread()

@@ -17,6 +17,7 @@ def main() -> None:
     """Join the ranks, and execute commands of rank 0 until rank 0 ends."""
     parent, lifeline, connection = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
+    # Before the imports below, which take seconds.
     end_with_parent(parent, lifeline)
 
     import torch.distributed as dist

@@ -30,6 +30,7 @@ def end_with_parent(parent: int, lifeline: int) -> None:
 
 
 def _watch(lifeline: int) -> None:
+    # Nobody writes to the pipe: it becomes readable when the parent ends.
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
     poll.poll()

@@ -19,6 +19,7 @@ def bound_to_share_of_cores(platform: Platform, rank: int, size: int) -> Iterato
     if not all(platform.provides(member) for member in ("cores", "bind_threads")):
         yield
         return
+    # A core is a set of processors, which are its hardware threads. Use one thread per core.
     cores = sorted(platform.cores(), key=min)
     num_cores, num_threads = len(cores) // size, torch.get_num_threads()
     if not num_cores:

@@ -94,6 +94,7 @@ class Channel:
             "bucket_bytes": self.bucket_bytes,
             "refusal": refusal[:_MAX_REASON_CHARACTERS],
         }
+        # All votes have one size, as required by an all-gather: shorten a refusal if necessary.
         text = json.dumps(facts)
         while len(text) > _VOTE_BYTES:
             facts["refusal"] = facts["refusal"][: len(facts["refusal"]) // 2]
@@ -119,6 +120,7 @@ class Channel:
                 if rank == self.source:
                     self.bucket_bytes = int(fields["bucket_bytes"])
             except (ValueError, KeyError, TypeError):
+                # Another version, or another use of the group.
                 different, reason = ["message"], ""
                 fields = {"message": vote[:100]}
             if different:

@@ -116,7 +116,7 @@ class Header:
         """
         first: int | None = None
         for number, (start, piece) in enumerate(self.placed()):
-            if first is None:
+            if first is None:  # the start of pieces that are sent together
                 first = start
             if piece.is_apart:
                 if first < start:
@@ -131,6 +131,7 @@ class Header:
         """Return the header as uint8 ``[HEADER_BYTES]``: JSON, padded with blanks."""
         pieces = ",".join(piece.text for piece in self.pieces)
         text = _text(pieces, self.ends, self.failure)
+        # The failure of a trainer can be any text.
         while len(text) > HEADER_BYTES and self.failure:
             text = _text(pieces, self.ends, self.failure[: HEADER_BYTES // 16])
         return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES).encode()), dtype=torch.uint8)

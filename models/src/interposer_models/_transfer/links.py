@@ -57,6 +57,7 @@ class GroupLink:
                 "Try: torch.distributed.init_process_group, or a Meeting as group"
             )
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+        # A process outside of the group has no backend.
         self.device = device_of(distributed.get_backend_config(group)) if self.rank >= 0 else _HOST
         self._group = group
 

@@ -54,6 +54,7 @@ def linked(meeting: Meeting, timeout_seconds: float) -> Link:
             f"{meeting.address!r} is no address to meet at. "
             "Try: 'tcp://host:port' or 'file:///path'"
         )
+    # Later transfers of the process reuse the connections: an address can be used only once.
     if meeting not in _LINKS:
         _LINKS[meeting] = _MeetingLink(meeting, timedelta(seconds=timeout_seconds))
     return _LINKS[meeting]

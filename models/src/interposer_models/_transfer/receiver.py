@@ -137,6 +137,7 @@ class Reception(Offer):
         self._vote()
 
     def _vote(self, refusal: str = "") -> None:
+        # If the vote fails, the group is unusable and the stage stays empty.
         stage, self._stage = self._stage, ""
         self._channel.vote(stage, refusal)
         self._stage = {"ready": "prepared", "prepared": "applied"}.get(stage, "")
@@ -184,6 +185,7 @@ class Reception(Offer):
 
     def _pipelined_buckets(self) -> Iterator[_Bucket]:
         channel = self._channel
+        # Double buffering: one bucket arrives while the caller uses the other.
         memories = [self._memory(channel.bucket_bytes) for _ in range(2)]
         previous: _Bucket | None = None
         posted_header = channel.post(self._memory(HEADER_BYTES))
@@ -243,6 +245,7 @@ class Reception(Offer):
             last, buffer = self._last_piece
             if (last.name, last.start + last.count) != (piece.name, piece.start):
                 raise self._protocol_error(f"a piece of {piece.name!r} comes before its first")
+        # send_weights splits tensors between rows if a row fits into a bucket.
         if buffer is not None and piece.count % piece.row_bytes:
             raise self._protocol_error(f"a piece of {piece.name!r} holds a part of a row")
         self._last_piece = None if buffer is None or piece.is_last else (piece, buffer)

@@ -60,6 +60,7 @@ def send_weights(
     except RankError:
         raise
     except Exception as error:
+        # Receivers wait for an end, and must learn that weights are missing.
         outbox.end(f"{type(error).__name__}: {error}")
         raise
     outbox.end()
@@ -117,6 +118,7 @@ class _Outbox:
             if is_split:
                 count -= count % unit
             piece = Piece(name, dtype, shape, start, count, is_apart)
+            # Send the bucket if the piece does not fit, and try again with an empty one.
             if self._pieces and (
                 (is_split and total <= self._channel.bucket_bytes)
                 or count <= 0 < total
