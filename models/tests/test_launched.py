@@ -41,12 +41,12 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(scope="module")
 def loads() -> Iterator[Loads]:
-    with launched(2, timeout_seconds=WAIT_SECONDS) as found:
-        yield found
+    with launched(2, timeout_seconds=WAIT_SECONDS) as load:
+        yield load
 
 
-def told(found: list[Completion]) -> list[tuple[int, ...]]:
-    return [tuple(each.token_ids) for each in found]
+def told(completions: list[Completion]) -> list[tuple[int, ...]]:
+    return [tuple(completion.token_ids) for completion in completions]
 
 
 def both(loads: Loads, path: Path, **options: Any) -> tuple[LanguageModel, LanguageModel]:
@@ -63,8 +63,8 @@ def test_many_requests_get_the_tokens_of_one_process(loads: Loads, llama: Path) 
     for _ in range(2):  # the noise of requests without a seed goes on with a second call
         assert told(lm.generate(PROMPTS, params)) == told(alone.generate(PROMPTS, params))
     # Sums over ranks have other roundings: of 2**-24 each, over some hundred numbers of a logit.
-    found, expected = lm.logits(PROMPTS[1]), alone.logits(PROMPTS[1])
-    torch.testing.assert_close(found, expected, rtol=0, atol=2**-14 * float(expected.abs().max()))
+    logits, expected = lm.logits(PROMPTS[1]), alone.logits(PROMPTS[1])
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2**-14 * float(expected.abs().max()))
     first, second = lm.explanations()
     assert first["choices"] == second["choices"]
 
@@ -73,8 +73,10 @@ def test_a_cache_that_is_too_small_makes_both_ranks_give_way(loads: Loads, llama
     lm, alone = both(loads, llama, cache_tokens=96, prefix_cache=True)
     prompts = [PROMPTS[1][:30] + extra for extra in PROMPTS[:6] if len(extra) < 20]
     for _ in range(2):
-        own = lm.generate(prompts, max_new_tokens=30, temperature=0.7)
-        assert told(own) == told(alone.generate(prompts, max_new_tokens=30, temperature=0.7))
+        completions = lm.generate(prompts, max_new_tokens=30, temperature=0.7)
+        assert told(completions) == told(
+            alone.generate(prompts, max_new_tokens=30, temperature=0.7)
+        )
     assert lm.engine.prefixes is not None
     assert lm.engine.prefixes == alone.engine.prefixes
 
@@ -82,8 +84,8 @@ def test_a_cache_that_is_too_small_makes_both_ranks_give_way(loads: Loads, llama
 def test_guesses_that_pay_by_the_clock_are_those_of_rank_0(loads: Loads, llama: Path) -> None:
     lm, alone = both(loads, llama, cache_tokens=512, speculation=Speculation("ngram"))
     prompt = [5, 6, 7, 8] * 8
-    own = lm.generate([prompt, prompt[1:]], max_new_tokens=80)
-    assert told(own) == told(alone.generate([prompt, prompt[1:]], max_new_tokens=80))
+    completions = lm.generate([prompt, prompt[1:]], max_new_tokens=80)
+    assert told(completions) == told(alone.generate([prompt, prompt[1:]], max_new_tokens=80))
     assert lm.speculation is not None
     assert lm.speculation.plain_steps + lm.speculation.drafted_steps > 0
 
@@ -108,8 +110,8 @@ def test_errors_of_requests_leave_the_ranks_alike(loads: Loads, llama: Path) -> 
     stream.close()  # type: ignore[attr-defined]  # cancels it
     # That request drew no noise of its own, as it was greedy; its seed was drawn all the same.
     alone.generate([[1]], max_new_tokens=1)
-    asked: dict[str, Any] = {"max_new_tokens": 20, "seed": 3, "temperature": 1.0}
-    assert told(lm.generate(PROMPTS[:3], **asked)) == told(alone.generate(PROMPTS[:3], **asked))
+    options: dict[str, Any] = {"max_new_tokens": 20, "seed": 3, "temperature": 1.0}
+    assert told(lm.generate(PROMPTS[:3], **options)) == told(alone.generate(PROMPTS[:3], **options))
 
 
 def test_adapters_and_weights_change_on_both_ranks(
@@ -119,8 +121,8 @@ def test_adapters_and_weights_change_on_both_ranks(
     write_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (64, 64)})
     for model in (lm, alone):
         model.load_adapter("a", tmp_path / "a")
-    asked: dict[str, Any] = {"max_new_tokens": 12, "adapter": "a"}
-    assert told(lm.generate(PROMPTS[:2], **asked)) == told(alone.generate(PROMPTS[:2], **asked))
+    options: dict[str, Any] = {"max_new_tokens": 12, "adapter": "a"}
+    assert told(lm.generate(PROMPTS[:2], **options)) == told(alone.generate(PROMPTS[:2], **options))
     with pytest.raises(ConfigError, match="Meeting"):
         lm.update_weights(WeightsFrom(source=1))
     with pytest.raises(CheckpointError):
@@ -129,8 +131,8 @@ def test_adapters_and_weights_change_on_both_ranks(
     name = "model.norm.weight"
     new = {name: torch.linspace(-1, 1, 64)}
     assert lm.update_weights(new) == alone.update_weights(new)
-    own = lm.generate(PROMPTS[:2], max_new_tokens=12)
-    assert told(own) == told(alone.generate(PROMPTS[:2], max_new_tokens=12))
+    completions = lm.generate(PROMPTS[:2], max_new_tokens=12)
+    assert told(completions) == told(alone.generate(PROMPTS[:2], max_new_tokens=12))
 
 
 def test_the_thread_of_the_asynchronous_front_leads(loads: Loads, llama: Path) -> None:

@@ -52,8 +52,8 @@ def test_loading_pauses_while_another_writes_the_file(way: str, llama: Path, on:
     store = packed_store_of(planned, checkpoint)
     pauses = Pauses(store.writer(store.cache_folder))
     fill = load_weights if way == "mapped" else packed_file
-    done: list[int] = []
-    fill(planned, checkpoint, weights, done.append, sleep=pauses)
+    progress: list[int] = []
+    fill(planned, checkpoint, weights, progress.append, sleep=pauses)
     assert len(pauses.seconds) == 3
     assert min(pauses.seconds) > 0
-    assert sum(done) > 0
+    assert sum(progress) > 0

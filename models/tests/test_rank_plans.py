@@ -42,30 +42,30 @@ def model_types() -> dict[str, str]:
 def stated() -> dict[str, tuple[dict[str, Any], Mapping[str, str]]]:
     """Return an example and the plan of each family for which transformers has one."""
     types = model_types()
-    found: dict[str, tuple[dict[str, Any], Mapping[str, str]]] = {}
+    plans: dict[str, tuple[dict[str, Any], Mapping[str, str]]] = {}
     for name, config in family_configs():
         kind = types.get(config["architectures"][0], "")
         cuts = getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None) if kind else None
         if cuts:
-            found.setdefault(name.partition("-")[0], (config, cuts))
-    return found
+            plans.setdefault(name.partition("-")[0], (config, cuts))
+    return plans
 
 
 def cuts_of(model: nn.Module) -> dict[str, str]:
     """Return how each projection is cut, by its name without the numbers of blocks."""
-    found = {}
+    shards = {}
     for layer in model.modules():
         parent = str(getattr(layer, "prefix", "")).rpartition(".")[0]
         if isinstance(layer, ColumnLinear):
-            found.update({f"{parent}.{part}": "column" for part in layer.parts})
+            shards.update({f"{parent}.{part}": "column" for part in layer.parts})
         elif isinstance(layer, RowLinear):
-            found[layer.prefix] = "row"
+            shards[layer.prefix] = "row"
         elif isinstance(layer, DividedExperts):
             # Of matrices that are stored inputs first it names the dimension in the file.
             kinds = ("row", "column") if layer.spec.inputs_first else ("column", "row")
             names = (f"{layer.prefix}.gate_up_proj", f"{layer.prefix}.down_proj")
-            found.update(zip(names, kinds, strict=True))
-    return {re.sub(r"\.\d+\.", ".*.", name): kind for name, kind in found.items()}
+            shards.update(zip(names, kinds, strict=True))
+    return {re.sub(r"\.\d+\.", ".*.", name): kind for name, kind in shards.items()}
 
 
 @pytest.mark.parametrize("family", sorted(stated()))
@@ -74,15 +74,19 @@ def test_layers_are_cut_as_transformers_cuts_them(family: str, tmp_path: Path) -
     path = write_config(tmp_path, config)
     with with_ranks(Ranks(0, 2, (0, 0), ("cpu", "cpu"))):
         planned = plan(path, platform="cpu")
-    own = cuts_of(planned.model)
-    assert own, planned.resolver.notes
-    names = {re.sub(r"^.*?(?=layers\.)", "", name): kind for name, kind in own.items()}
+    shards = cuts_of(planned.model)
+    assert shards, planned.resolver.notes
+    names = {re.sub(r"^.*?(?=layers\.)", "", name): kind for name, kind in shards.items()}
     both = {name for name in names if cuts.get(name) in KINDS}
     assert {name: names[name] for name in both} == {name: KINDS[cuts[name]] for name in both}
     # What it cuts here is not left whole: where its name is known, some of it is cut.
-    whole = whole_names(planned.model)
+    replicated = whole_names(planned.model)
     expected = {name for name, style in cuts.items() if style in KINDS and name not in names}
-    uncut = {name for name in expected if any(other.endswith(name) for other in whole)}
+    uncut = {
+        name
+        for name in expected
+        if any(replicated_name.endswith(name) for replicated_name in replicated)
+    }
     assert not uncut, planned.resolver.notes
 
 

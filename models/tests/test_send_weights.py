@@ -76,11 +76,11 @@ def written(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
     folder, tensors = tmp_path_factory.mktemp("sent"), load_file(llama / WEIGHTS)
 
     def of(kind: str) -> list[Path]:
-        made = [folder / f"{kind}-{seed}" for seed in (1, 2)]
-        for seed, path in enumerate(made, 1):
+        folders = [folder / f"{kind}-{seed}" for seed in (1, 2)]
+        for seed, path in enumerate(folders, 1):
             if not path.exists():
                 write(path, llama, kind, stored(kind, tensors, seed))
-        return made
+        return folders
 
     return of
 
@@ -120,35 +120,35 @@ def test_models_of_all_receivers_are_those_that_would_be_loaded(
     bucket_bytes: int,
 ) -> None:
     old, new = written(kind)
-    lm, wanted = load(old, dtype, cache_tokens=64), digest(load(new, dtype, cache_tokens=64))
+    lm, expected = load(old, dtype, cache_tokens=64), digest(load(new, dtype, cache_tokens=64))
     options = f", bucket_bytes={bucket_bytes}"
     with group.sending(sent(new, options), there(old, dtype=dtype)) as answers:
         assert lm.update_weights(WeightsFrom()) == ()
-    assert answers == [[None, "", ""], [["", wanted], "", ""]]
-    assert digest(lm) == wanted
+    assert answers == [[None, "", ""], [["", expected], "", ""]]
+    assert digest(lm) == expected
     with group.sending(sent(old, options), there(old, dtype=dtype)) as answers:
         lm.update_weights(WeightsFrom(source=0))
-    assert answers[1][0] == ["", digest(lm)] != ["", wanted]
+    assert answers[1][0] == ["", digest(lm)] != ["", expected]
 
 
 def addresses(lm: LanguageModel) -> list[int]:
     """Return where the large weights lie."""
-    found = [
-        held.data_ptr()
+    pointers = [
+        tensor.data_ptr()
         for module in lm.engine.model.modules()
         for operand in getattr(module, "operands", ())
-        for held in (operand if isinstance(operand, tuple) else (operand,))
-        if isinstance(held, torch.Tensor) and held.nbytes >= 1 << 16
+        for tensor in (operand if isinstance(operand, tuple) else (operand,))
+        if isinstance(tensor, torch.Tensor) and tensor.nbytes >= 1 << 16
     ]
-    assert found
-    return found
+    assert pointers
+    return pointers
 
 
 def test_kept_memory_serves_the_next_weights(
     group: Group, written: Callable[[str], list[Path]]
 ) -> None:
     old, new = written("plain")
-    lm, wanted = (
+    lm, expected = (
         load(old, "float32", cache_tokens=64),
         digest(load(new, "float32", cache_tokens=64)),
     )
@@ -157,12 +157,12 @@ def test_kept_memory_serves_the_next_weights(
     with group.sending(f"[{', '.join(calls)}]") as answers:
         assert lm.update_weights(WeightsFrom(keeps_memory=True)) == ()
         second = addresses(lm)
-        assert digest(lm) == wanted
+        assert digest(lm) == expected
         assert lm.update_weights(WeightsFrom(keeps_memory=True)) == ()
         assert digest(lm) == before
         assert (addresses(lm), set(first) & set(second)) == (first, set())
         assert lm.update_weights(WeightsFrom()) == ()
-        assert digest(lm) == wanted
+        assert digest(lm) == expected
     assert answers == [[[None] * 3, "", ""]]
 
 
@@ -297,13 +297,15 @@ def test_tensors_of_any_form_arrive_as_they_were(
 ) -> None:
     call = f"send_weights(noise({seed}), bucket_bytes={bucket_bytes})"
     with group.sending(call) as answers, offer_of(WeightsFrom()) as offer:
-        for (name, tensor), (wanted_name, wanted) in zip(
+        for (name, tensor), (wanted_name, expected) in zip(
             offer.given(lambda *_: None), noise(seed), strict=True
         ):
             assert name == wanted_name
             assert isinstance(tensor, torch.Tensor)
-            assert (tensor.shape, tensor.dtype) == (wanted.shape, wanted.dtype)
-            codes = [each.contiguous().view(-1).view(torch.uint8) for each in (tensor, wanted)]
+            assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype)
+            codes = [
+                values.contiguous().view(-1).view(torch.uint8) for values in (tensor, expected)
+            ]
             assert torch.equal(*codes)
         offer.agree()
     assert answers == [[None, "", ""]]
@@ -314,7 +316,7 @@ def test_an_asynchronous_model_takes_them_between_requests(
 ) -> None:
     old, new = written("plain")
     lm = load(old, "float32", cache_tokens=512)
-    wanted = load(new, "float32", cache_tokens=512).generate([TOKENS], max_new_tokens=8)
+    expected = load(new, "float32", cache_tokens=512).generate([TOKENS], max_new_tokens=8)
 
     async def run() -> None:
         async with AsyncLanguageModel(lm) as model:
@@ -323,8 +325,8 @@ def test_an_asynchronous_model_takes_them_between_requests(
             await asyncio.sleep(0)
             after = await model.generate([TOKENS], max_new_tokens=8)
             assert await update == ()
-            assert after[0].token_ids == wanted[0].token_ids
-            assert after[0].logprobs == wanted[0].logprobs != before[0].logprobs
+            assert after[0].token_ids == expected[0].token_ids
+            assert after[0].logprobs == expected[0].logprobs != before[0].logprobs
 
     with group.sending(sent(new)) as answers:
         asyncio.run(run())

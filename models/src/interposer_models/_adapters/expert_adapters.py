@@ -232,7 +232,7 @@ def _parts(site: Site, layer: Experts) -> Parts:
         raise _refused(layer, "tokens are sent to other ranks for")
     if type(layer.kernel) is ExpertLoop:
         return LoopParts(layer.kernel, layer.operands[0])
-    # Methods of online quantization wrap a plain one.
+    # Methods that dequantize stored experts wrap a plain method.
     method: Any = layer.method
     while not isinstance(method, PlainExperts):
         method = getattr(method, "method", None)
