@@ -425,7 +425,7 @@ def _update_of(group: LayerGroup, pending: PendingWeights) -> GroupUpdate:
 
     Raises: CheckpointError: a layer refuses the weights, or a number is not finite.
     """
-    states = group.finalized(pending)
+    states = group.finalized_states(pending)
     if pending.refusal is not None:
         raise pending.refusal
     return GroupUpdate.of(group, states)
