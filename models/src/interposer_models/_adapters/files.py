@@ -265,6 +265,7 @@ def _matrices(
                 f"the model{of_experts} ask for {expected[side]}",
                 f"load the base model{base}",
             )
+    # float32, so that the scale does not round twice.
     a, b = sides["A"].float(), sides["B"].float() * settings.scale_of(target.name)
     if place.row is not None:
         a = place.row.of(a, 1)

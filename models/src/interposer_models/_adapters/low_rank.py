@@ -130,7 +130,7 @@ class LowRank:
 
     def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
         """Add the low-rank sums to ``y`` in place."""
-        rows = y.view(-1, y.shape[-1])
+        rows = y.view(-1, y.shape[-1])  # a view, so that ``y`` changes in place
         ids = self.adapter_ids(len(rows))
         self._add(self._shrunk(layer, inputs[0], ids, y.dtype), ids, rows)
 

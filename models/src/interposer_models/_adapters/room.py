@@ -64,6 +64,7 @@ def _matrices(layer: Adaptable, adapters: Collection[Adapter]) -> int:
         if place.layer is layer
     ]
     rank = max(matrices.rank for _, matrices in members)
+    # All adapters have matrices for each place: missing ones are zeros.
     places = {place: None for place, _ in members}
     per_adapter = sum(
         (place.experts or 1) * rank * (place.inputs + place.outputs) for place in places

@@ -51,6 +51,7 @@ class BaseCopies:
                 f"{list(base.shape)}: the vocabulary was resized",
                 "merge the adapter by merge_and_unload() of PEFT, and load the merged model",
             )
+        # The copy may be stored in another dtype than the base model.
         if not torch.equal(base.to(copy.dtype), copy):
             raise CheckpointError(
                 file,

@@ -18,6 +18,7 @@ def sampled_digest(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         for number in range(_SAMPLES):
+            # The first sample covers the header, which differs between most files.
             file.seek(size * number // _SAMPLES)
             digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]

@@ -42,6 +42,7 @@ class LayerGroup:
     ) -> None:
         self.layers = tuple(layers)
         self.places = dict(places)
+        # A copy: finalizing replaces attributes and changes containers of the layer.
         self._built = [_mapped(state_of(layer), {}) for layer in self.layers]
 
     def states(self, parameters: dict[int, nn.Parameter]) -> list[State]:

@@ -39,7 +39,7 @@ class RowBuffer:
         """
         if self.slice is not None:
             if self.dim:
-                return None
+                return None  # this rank has a part of each row
             containing = [
                 (offset, lower)
                 for offset, lower, upper in self._ranges()

@@ -49,6 +49,7 @@ def unplaced(stored: str, name: str, path: object) -> CheckpointError:
         name: the tensor's name in the model.
         path: path of the checkpoint.
     """
+    # The name in the model helps if the family renames tensors.
     alias = "" if stored == name else f" (here {name!r})"
     reason = f"holds the tensor {stored!r}{alias}, which the model has no place for"
     for pattern, (cause, mend) in _CAUSES.items():

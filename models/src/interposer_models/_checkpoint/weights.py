@@ -233,6 +233,7 @@ class Weights:
         """
         if self.fixed:
             raise ConfigError(self.fixed)
+        # New states need as much memory as the current weights: reuse that of the last update.
         with self._spare.used(keeps=tensors.keeps_memory):
             prefixes = self._update(tensors, path)
         host_memory.trim()

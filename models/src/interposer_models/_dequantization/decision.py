@@ -165,6 +165,7 @@ def _judge_memory(
     device = placement.device
     if device.torch_device.partition(":")[0] == "cpu":
         needed_bytes += _TEMPORARY_BYTES * max(layer.num_weights for layer in slow_layers)
+    # A described device is not present: its declared memory counts as free.
     if placement.described:
         free_bytes = device.capability.memory_bytes
     else:

@@ -47,7 +47,7 @@ class Offload:
             return None
         if option is True:
             return cls()
-        if isinstance(option, int):
+        if isinstance(option, int):  # bool is handled above
             return cls(resident_bytes=option)
         if isinstance(option, str) and (match := _TEXT.fullmatch(option)):
             number, unit = float(match[1]), match[2].upper()

@@ -51,6 +51,7 @@ def pack(
             print(
                 "\n".join(f"{path}: {fault or 'sound'}" for path, fault in faults_by_path.items())
             )
+        # A script must notice damaged files.
         if any(faults_by_path.values()):
             raise typer.Exit(1)
         return

@@ -33,6 +33,7 @@ def keep_states(
 
     def number_of(memory: torch.Tensor) -> int:
         address = memory.data_ptr()
+        # Empty tensors all have the address 0, but are different memories.
         if address not in numbers or not address:
             numbers[address] = hold(memory)
         return numbers[address]

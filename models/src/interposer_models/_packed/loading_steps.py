@@ -154,6 +154,7 @@ def pack_into(
     def keep(number: int, group: LayerGroup) -> None:
         keep_states(states, number, group, writer.keep)
 
+    # Kernels allocate packed tensors inside the file, so that nothing is copied.
     with host_memory.placed(writer.place):
         read(planned, checkpoint, weights, progress, keep)
     check = weights.check

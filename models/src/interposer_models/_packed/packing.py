@@ -70,6 +70,7 @@ def pack(
         packed_store = packed_store_of(planned, checkpoint)
         writer = packed_store.writer(packed_store.model_folder if output is None else Path(output))
         try:
+            # With the numerics of ``load``, kernels prepare the same constants.
             with planned.numerics():
                 facts = pack_into(writer, packed_store, planned, checkpoint, weights, advance)
             writer.publish(facts)

@@ -72,6 +72,7 @@ class RankedEngine(Engine):
         except Exception as error:
             self.mark(error)
             raise
+        # Followers compute the same digest from the same requests and tokens.
         tokens = array("q", (sequence.seed, *sequence.prompt, *sequence.source))
         self.digest = crc32(tokens.tobytes(), self.digest)
         return sequence
@@ -86,7 +87,7 @@ class RankedEngine(Engine):
 
     def cancel(self, sequence: Sequence) -> None:
         """End a request early on all ranks; see ``Engine.cancel``."""
-        if sequence.finish_reason is None:
+        if sequence.finish_reason is None:  # otherwise followers have removed the request
             self.coordinator.call_others("cancel", sequence.id)
             super().cancel(sequence)
 

@@ -63,6 +63,7 @@ class Links:
         Data from other nodes crosses the network once, and is passed on within the node.
         """
         node_ranks = max(1, ranks // nodes)
+        # Each rank receives from all others over its own link, one after another.
         seconds = (ranks - 1) * num_bytes / self.link_bytes_per_s if node_ranks > 1 else 0.0
         if node_ranks > 1:
             seconds += self.link_seconds

@@ -65,6 +65,7 @@ def check_placed(model: nn.Module, resolver: Resolver, ranks: Ranks | None) -> N
     """Raise ConfigError if expert parallelism is requested but unsupported by all layers."""
     if ranks is None or ranks.experts is None or placed_layers(model):
         return
+    # Layers that declined expert parallelism have noted the reason.
     reasons = [note for note in resolver.notes if note.startswith("experts of ")]
     explanation = "; ".join(reasons) or "it has no layer of experts that ranks share"
     raise ConfigError(

@@ -225,6 +225,7 @@ class Reception(Offer):
             if number_apart is not None and buffer is not None:
                 piece = header.pieces[number_apart]
                 first = piece.start // piece.row_bytes
+                # Receive directly into the model if dtype and device match; otherwise convert.
                 rows = buffer.memory(first, first + piece.count // piece.row_bytes)
                 is_same_device = rows is not None and rows.device.type == target.device.type
                 if rows is not None and is_same_device and rows.dtype == piece.dtype:

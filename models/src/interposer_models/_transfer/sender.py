@@ -100,6 +100,7 @@ class _Outbox:
         if not fits([Piece(name, dtype, shape, tensor.nbytes, tensor.nbytes).text]):
             raise CheckpointError(path, f"the name {name!r:.100} exceeds {HEADER_BYTES} bytes")
         flat, start = None, 0
+        # NCCL and gloo send contiguous memory on the group's device without a copy.
         is_apart = (
             tensor.nbytes >= min(_MIN_APART_BYTES, self._channel.bucket_bytes)
             and tensor.is_contiguous()
