@@ -298,7 +298,7 @@ def test_tensors_of_any_form_arrive_as_they_were(
     call = f"send_weights(noise({seed}), bucket_bytes={bucket_bytes})"
     with group.sending(call) as answers, offer_of(WeightsFrom()) as offer:
         for (name, tensor), (wanted_name, expected) in zip(
-            offer.given(lambda *_: None), noise(seed), strict=True
+            offer.tensors(lambda *_: None), noise(seed), strict=True
         ):
             assert name == wanted_name
             assert isinstance(tensor, torch.Tensor)
@@ -307,7 +307,7 @@ def test_tensors_of_any_form_arrive_as_they_were(
                 values.contiguous().view(-1).view(torch.uint8) for values in (tensor, expected)
             ]
             assert torch.equal(*codes)
-        offer.agree()
+        offer.confirm()
     assert answers == [[None, "", ""]]
 
 
