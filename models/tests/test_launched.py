@@ -69,7 +69,7 @@ def test_many_requests_get_the_tokens_of_one_process(loads: Loads, llama: Path) 
     assert first["choices"] == second["choices"]
 
 
-def test_a_cache_that_is_too_small_makes_both_ranks_give_way(loads: Loads, llama: Path) -> None:
+def test_both_ranks_preempt_requests_if_the_cache_is_too_small(loads: Loads, llama: Path) -> None:
     lm, alone = both(loads, llama, cache_tokens=96, prefix_cache=True)
     prompts = [PROMPTS[1][:30] + extra for extra in PROMPTS[:6] if len(extra) < 20]
     for _ in range(2):
@@ -81,7 +81,7 @@ def test_a_cache_that_is_too_small_makes_both_ranks_give_way(loads: Loads, llama
     assert lm.engine.prefixes == alone.engine.prefixes
 
 
-def test_guesses_that_pay_by_the_clock_are_those_of_rank_0(loads: Loads, llama: Path) -> None:
+def test_rank_0_decides_when_speculation_pays_off(loads: Loads, llama: Path) -> None:
     lm, alone = both(loads, llama, cache_tokens=512, speculation=Speculation("ngram"))
     prompt = [5, 6, 7, 8] * 8
     completions = lm.generate([prompt, prompt[1:]], max_new_tokens=80)
@@ -90,7 +90,7 @@ def test_guesses_that_pay_by_the_clock_are_those_of_rank_0(loads: Loads, llama: 
     assert lm.speculation.plain_steps + lm.speculation.drafted_steps > 0
 
 
-def test_answers_of_a_clock_are_those_that_the_ranks_agree_on() -> None:
+def test_ranks_agree_on_answers_of_a_clock() -> None:
     ahead, behind = Balance(lambda _: True), Balance(lambda _: False)
     for balance, says in ((ahead, True), (behind, False)):
         assert balance.rests() is balance.allows(1) is says
@@ -99,7 +99,7 @@ def test_answers_of_a_clock_are_those_that_the_ranks_agree_on() -> None:
         assert balance.rests() is balance.allows(1) is says
 
 
-def test_errors_of_requests_leave_the_ranks_alike(loads: Loads, llama: Path) -> None:
+def test_request_errors_keep_the_ranks_equal(loads: Loads, llama: Path) -> None:
     lm, alone = both(loads, llama, cache_tokens=128)
     with pytest.raises(RequestError, match="999999"):
         lm.generate([[999_999]])
@@ -135,7 +135,7 @@ def test_adapters_and_weights_change_on_both_ranks(
     assert told(completions) == told(alone.generate(PROMPTS[:2], max_new_tokens=12))
 
 
-def test_the_thread_of_the_asynchronous_front_leads(loads: Loads, llama: Path) -> None:
+def test_the_thread_of_an_asynchronous_model_coordinates_ranks(loads: Loads, llama: Path) -> None:
     lm, alone = both(loads, llama, cache_tokens=512)
 
     async def answers() -> list[tuple[int, ...]]:
@@ -146,7 +146,7 @@ def test_the_thread_of_the_asynchronous_front_leads(loads: Loads, llama: Path) -
     assert asyncio.run(answers()) == told(alone.generate(PROMPTS, max_new_tokens=15, seed=1))
 
 
-def test_each_rank_offloads_its_own_share(loads: Loads, tmp_path: Path) -> None:
+def test_each_rank_offloads_its_shard(loads: Loads, tmp_path: Path) -> None:
     write_checkpoint(LlamaConfig(**{**SIZES, "num_hidden_layers": 9}), tmp_path)
     expected = told(load(tmp_path, **SMALL, cache_tokens=256).generate(PROMPTS, max_new_tokens=6))
     for _ in range(2):  # a packed file of each rank is written, and then found
@@ -157,9 +157,7 @@ def test_each_rank_offloads_its_own_share(loads: Loads, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("not os.path.isdir('/proc/self/fd')", reason="needs /proc")
-def test_an_error_of_one_rank_while_loading_is_told_with_the_rank(
-    loads: Loads, llama: Path
-) -> None:
+def test_a_loading_error_of_one_rank_names_the_rank(loads: Loads, llama: Path) -> None:
     folder = os.open(llama, os.O_RDONLY)
     try:
         with pytest.raises(RankError, match=r"rank 1 failed during planning: CheckpointError"):
@@ -175,7 +173,7 @@ def test_an_error_of_one_rank_while_loading_is_told_with_the_rank(
     "not hasattr(os, 'sched_getaffinity') or (os.cpu_count() or 1) < 2",
     reason="needs Linux with two processors",
 )
-def test_ranks_compute_on_cores_of_their_own(loads: Loads, llama: Path) -> None:
+def test_ranks_compute_on_disjoint_cores(loads: Loads, llama: Path) -> None:
     loads(llama, **SMALL, cache_tokens=64)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     (follower,) = (
@@ -186,7 +184,7 @@ def test_ranks_compute_on_cores_of_their_own(loads: Loads, llama: Path) -> None:
     assert not os.sched_getaffinity(0) & os.sched_getaffinity(int(follower))
 
 
-def test_numbers_of_processes_that_cannot_be_are_refused(loads: Loads, llama: Path) -> None:
+def test_impossible_numbers_of_processes_are_refused(loads: Loads, llama: Path) -> None:
     for number in (0, -1, True, 2.0):
         with pytest.raises(ConfigError, match="tensor_parallel is"):
             load(llama, tensor_parallel=number)  # type: ignore[arg-type]
@@ -196,7 +194,7 @@ def test_numbers_of_processes_that_cannot_be_are_refused(loads: Loads, llama: Pa
         load(llama, tensor_parallel=4)
 
 
-def test_ranks_find_each_other_by_a_file_of_this_user_alone(loads: Loads) -> None:
+def test_ranks_connect_through_a_private_file(loads: Loads) -> None:
     """A store with a port takes writes of every local process."""
     store: Any = dist.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):

@@ -69,7 +69,7 @@ def cuts_of(model: nn.Module) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("family", sorted(stated()))
-def test_layers_are_cut_as_transformers_cuts_them(family: str, tmp_path: Path) -> None:
+def test_layers_are_sharded_like_in_transformers(family: str, tmp_path: Path) -> None:
     config, cuts = stated()[family]
     path = write_config(tmp_path, config)
     with with_ranks(Ranks(0, 2, (0, 0), ("cpu", "cpu"))):

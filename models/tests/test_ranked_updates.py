@@ -50,7 +50,7 @@ def paths(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.process
-def test_each_rank_has_its_share_of_new_weights_or_of_the_old_ones(
+def test_all_ranks_have_shards_of_the_same_weights_after_an_update(
     paths: list[Path], tmp_path: Path
 ) -> None:
     old, new = paths
@@ -79,7 +79,7 @@ def test_each_rank_has_its_share_of_new_weights_or_of_the_old_ones(
 
 
 @pytest.mark.process
-def test_followers_come_to_a_meeting_with_the_trainer(
+def test_followers_join_a_meeting_with_the_trainer(
     paths: list[Path], trainer: Peer, tmp_path: Path
 ) -> None:
     old, new = paths

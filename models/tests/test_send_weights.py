@@ -112,7 +112,7 @@ def there(path: Path, call: str = "updated", dtype: str = "float32", options: st
         every=3,
     ),
 )
-def test_models_of_all_receivers_are_those_that_would_be_loaded(
+def test_all_receivers_get_the_sent_weights(
     group: Group,
     written: Callable[[str], list[Path]],
     kind: str,
@@ -177,7 +177,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", sorted(WRONG))
-def test_what_a_model_refuses_changes_none_and_reaches_the_trainer(
+def test_a_refused_tensor_changes_no_model_and_reaches_the_trainer(
     group: Group, written: Callable[[str], list[Path]], wrong: str
 ) -> None:
     old, new = written("plain")
@@ -198,7 +198,7 @@ def test_what_a_model_refuses_changes_none_and_reaches_the_trainer(
     assert receiver == ["CheckpointError", True]
 
 
-def test_a_refusal_of_one_receiver_changes_none_and_the_group_goes_on(
+def test_a_refusal_of_one_receiver_changes_no_model_and_the_group_stays_usable(
     group: Group, written: Callable[[str], list[Path]]
 ) -> None:
     old, new = written("plain")
@@ -221,7 +221,7 @@ def test_a_refusal_of_one_receiver_changes_none_and_the_group_goes_on(
     assert digest(lm) != before
 
 
-def test_what_one_of_two_cannot_prepare_is_renewed_in_none(
+def test_weights_that_one_receiver_cannot_prepare_change_no_model(
     group: Group, written: Callable[[str], list[Path]], smaller: Path
 ) -> None:
     old, new = written("plain")
@@ -237,7 +237,7 @@ def test_what_one_of_two_cannot_prepare_is_renewed_in_none(
     assert digest(lm) == before
 
 
-def test_a_trainer_that_fails_tells_its_reason(
+def test_receivers_get_the_error_of_a_failed_trainer(
     group: Group, written: Callable[[str], list[Path]]
 ) -> None:
     old, new = written("plain")
@@ -292,9 +292,7 @@ def test_a_trainer_that_dies_changes_nothing(
 
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**31), st.integers(4096, 20_000))
-def test_tensors_of_any_form_arrive_as_they_were(
-    group: Group, seed: int, bucket_bytes: int
-) -> None:
+def test_tensors_of_any_form_arrive_unchanged(group: Group, seed: int, bucket_bytes: int) -> None:
     call = f"send_weights(noise({seed}), bucket_bytes={bucket_bytes})"
     with group.sending(call) as answers, offer_of(WeightsFrom()) as offer:
         for (name, tensor), (wanted_name, expected) in zip(
@@ -311,7 +309,7 @@ def test_tensors_of_any_form_arrive_as_they_were(
     assert answers == [[None, "", ""]]
 
 
-def test_an_asynchronous_model_takes_them_between_requests(
+def test_an_asynchronous_model_updates_between_requests(
     group: Group, written: Callable[[str], list[Path]]
 ) -> None:
     old, new = written("plain")
@@ -336,7 +334,7 @@ def test_an_asynchronous_model_takes_them_between_requests(
 @pytest.mark.parametrize(
     ("call", "said"), [("other_vote()", "something else"), ("other_bucket()", "no weights")]
 )
-def test_other_talk_in_the_group_is_refused(
+def test_other_messages_in_the_group_are_refused(
     group: Group, written: Callable[[str], list[Path]], call: str, said: str
 ) -> None:
     lm = load(written("plain")[0], "float32", cache_tokens=64)
@@ -346,7 +344,7 @@ def test_other_talk_in_the_group_is_refused(
     assert digest(lm) == before
 
 
-def test_groups_without_two_sides_are_refused(
+def test_groups_without_trainer_or_receiver_are_refused(
     group: Group, written: Callable[[str], list[Path]]
 ) -> None:
     lm = load(written("plain")[0], "float32", cache_tokens=64)
@@ -376,5 +374,5 @@ def test_groups_without_two_sides_are_refused(
         ("cpu:mpi", "cpu"),
     ],
 )
-def test_buckets_lie_where_the_backend_takes_them(config: str, device: str) -> None:
+def test_buckets_are_on_the_device_of_the_backend(config: str, device: str) -> None:
     assert device_of(config) == torch.device(device)
