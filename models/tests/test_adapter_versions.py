@@ -99,7 +99,7 @@ MOVES = st.one_of(
 
 @settings(max_examples=num_examples(20), deadline=None)
 @given(moves=st.lists(MOVES, min_size=3, max_size=22))
-def test_each_request_has_the_version_that_it_began_with(
+def test_a_request_keeps_the_version_it_started_with(
     lm: LanguageModel,
     folders: list[Path],
     alone: Callable[[int, int | None], tuple[int, ...]],
@@ -139,7 +139,7 @@ def test_each_request_has_the_version_that_it_began_with(
     assert not any(module._forward_hooks for module in lm.engine.model.modules())
 
 
-def test_another_version_takes_the_place_of_one_in_use(
+def test_a_new_version_replaces_one_in_use(
     lm: LanguageModel,
     folders: list[Path],
     alone: Callable[[int, int | None], tuple[int, ...]],
@@ -168,7 +168,7 @@ def test_another_version_takes_the_place_of_one_in_use(
         start(lm, 1, "sql")
 
 
-def test_a_name_that_is_removed_leaves_a_version_to_its_requests(
+def test_requests_keep_a_version_whose_name_was_removed(
     lm: LanguageModel,
     folders: list[Path],
     alone: Callable[[int, int | None], tuple[int, ...]],
@@ -209,7 +209,7 @@ def test_a_version_is_freed_when_its_last_request_ends(
     assert matrices() == before < alone_bytes
 
 
-def test_adapters_of_load_have_room_beside_the_cache(
+def test_adapters_of_load_have_reserved_memory(
     llama: Path, folders: list[Path], alone: Callable[[int, int | None], tuple[int, ...]]
 ) -> None:
     given_ = {"sql": folders[0], "shell": folders[1]}

@@ -216,7 +216,9 @@ def test_adapters_come_and_go_while_requests_run(
     assert tuple(swapped.sequence.output) != alone(IDS, "root")
 
 
-def test_nothing_is_left_of_the_last_adapter(llama: Path, adapters: dict[str, Path]) -> None:
+def test_removing_the_last_adapter_restores_the_model(
+    llama: Path, adapters: dict[str, Path]
+) -> None:
     lm = load(llama, cache_tokens=512)
     before, explained = lm.logits(IDS), str(explain(lm))
     kinds = [type(module) for module in lm.engine.model.modules()]
@@ -240,7 +242,7 @@ def test_nothing_is_left_of_the_last_adapter(llama: Path, adapters: dict[str, Pa
     assert torch.equal(lm.logits(IDS), before)
 
 
-def test_new_weights_of_the_base_keep_adapters(llama: Path, adapters: dict[str, Path]) -> None:
+def test_adapters_survive_an_update_of_the_base(llama: Path, adapters: dict[str, Path]) -> None:
     lm = load(llama, cache_tokens=512)
     lm.load_adapter("all", adapters["all"])
     expected = lm.logits(IDS, adapter="all")
@@ -269,7 +271,7 @@ def test_a_quantized_base_takes_adapters(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tape")
-def test_captured_steps_have_adapters(
+def test_captured_graphs_compute_adapters(
     llama: Path, adapters: dict[str, Path], alone: Callable[[list[int], str | None], Any]
 ) -> None:
     plugins = ("interposer-models", "interposer-ops", "interposer-quantization")
@@ -330,7 +332,7 @@ def bare(llama: Path) -> LanguageModel:
 
 
 @pytest.mark.parametrize(("changed", "told"), CONFIG_FAULTS, ids=str)
-def test_settings_that_are_not_computed_are_refused(
+def test_unsupported_settings_are_refused(
     bare: LanguageModel, copied_adapter: Path, changed: dict[str, Any], told: str
 ) -> None:
     file = copied_adapter / CONFIG
@@ -442,7 +444,7 @@ def saved_with_tables(llama: Path, tmp_path: Path) -> tuple[Path, torch.Tensor]:
     return tmp_path, logits_of(wrapped)
 
 
-def test_copies_of_the_base_model_beside_matrices_are_compared_with_it(
+def test_stored_copies_of_base_weights_are_compared_with_the_base(
     llama: Path, saved_with_tables: tuple[Path, torch.Tensor]
 ) -> None:
     folder, expected = saved_with_tables

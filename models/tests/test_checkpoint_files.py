@@ -105,7 +105,7 @@ def written(path: Path, target: Path) -> Path:
     return path
 
 
-def test_a_file_is_the_model_that_it_tells(tmp_path: Path) -> None:
+def test_a_checkpoint_file_loads_the_model_it_describes(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     path = written(tmp_path / "model.link", SHIPPED)
     lm = load(path, dtype="float32", progress=lambda *facts: told.append(facts))
@@ -115,7 +115,7 @@ def test_a_file_is_the_model_that_it_tells(tmp_path: Path) -> None:
     assert told[-1][0] <= told[-1][1]
 
 
-def test_a_layer_waits_for_what_is_optional_only_if_names_are_unknown(
+def test_a_layer_waits_for_optional_tensors_only_if_names_are_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPTQ need not store the groups of inputs if groups follow each other."""
@@ -135,9 +135,9 @@ def test_a_layer_waits_for_what_is_optional_only_if_names_are_unknown(
     monkeypatch.setattr(Link, "stream", stream)
     without = load(path, dtype="float32").logits(TOKENS)
     monkeypatch.setattr(Link, "names", lambda self: frozenset(tensors))
-    known = load(path, dtype="float32").logits(TOKENS)
+    logits_with_names = load(path, dtype="float32").logits(TOKENS)
     assert ready == [False, True]
-    assert torch.equal(without, known)
+    assert torch.equal(without, logits_with_names)
 
 
 def test_the_choice_is_explained(tmp_path: Path) -> None:
@@ -148,17 +148,17 @@ def test_the_choice_is_explained(tmp_path: Path) -> None:
     assert "checkpoint '.link'" in str(explanation)
 
 
-def test_what_a_plugin_says_of_a_file_is_passed_on(tmp_path: Path) -> None:
+def test_the_checkpoint_error_of_a_plugin_is_passed_on(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="leads to an empty folder"):
         plan(written(tmp_path / "model.link", Path("empty")))
 
 
-def test_what_a_plugin_did_not_mean_to_raise_has_its_name(tmp_path: Path) -> None:
+def test_an_unexpected_error_names_the_plugin(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match="cannot be opened: FileNotFoundError"):
         plan(written(tmp_path / "model.link", tmp_path / "missing"))
 
 
-def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_tokenizer_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "model.bad", SHIPPED)
     with pytest.raises(CheckpointError, match=r"model\.bad: is not a valid tokenizer"):
         load(path).tokenizer.read()

@@ -48,8 +48,8 @@ def examples() -> Iterator[Any]:
     for plugin in PLUGINS:
         for record in plugin.interposer_records():
             if isinstance(record, SchemeEntry) and record.examples:
-                for label, stated in load_target(record.examples)().items():
-                    yield pytest.param(record, stated, id=f"{record.method}: {label}")
+                for label, settings in load_target(record.examples)().items():
+                    yield pytest.param(record, settings, id=f"{record.method}: {label}")
 
 
 @pytest.fixture(scope="module")
@@ -107,15 +107,15 @@ def random(parameter: torch.nn.Parameter, generator: torch.Generator) -> torch.T
 
 def orders(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Return the names of tensors that number groups which do not follow each other."""
-    found = [name for name in tensors if name.endswith("g_idx")]
-    return [name for name in found if not torch.equal(tensors[name], tensors[name].sort().values)]
+    names = [name for name in tensors if name.endswith("g_idx")]
+    return [name for name in names if not torch.equal(tensors[name], tensors[name].sort().values)]
 
 
 def fill(layer: Linear, tensors: Mapping[str, torch.Tensor]) -> None:
     places: Mapping[str, TensorPlace] = places_of([layer])[0]
     for name, place in places.items():
         if name in tensors:
-            share = place.share(name, tensors[name], "test")
+            share = place.shard(name, tensors[name], "test")
             place.write(name, share, place.parameter.data, "test")
         else:
             place.write_default(place.parameter.data)
@@ -123,25 +123,25 @@ def fill(layer: Linear, tensors: Mapping[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize(("record", "stated"), landing_sample(examples(), every=3))
-def test_shares_are_parts_of_the_whole_weight(
+def test_shards_are_parts_of_the_full_weight(
     registry: Registry, record: SchemeEntry, stated: Mapping[str, Any], kind: str
 ) -> None:
     scheme = load_target(record.target).parse(stated)
     alone = site_of(registry, scheme, None)
     projection = projections(alone)[kind]
-    whole = projection.whole(alone.at(projection.name))
-    assert isinstance(whole.method, LinearMethod)
-    if any(getattr(p, "any_form", False) for p in whole.parameters()):
+    layer = projection.whole(alone.at(projection.name))
+    assert isinstance(layer.method, LinearMethod)
+    if any(getattr(p, "any_form", False) for p in layer.parameters()):
         for ranks in ranks_of(2):
             site = site_of(registry, scheme, ranks)
             assert divides(site, projections(site)[kind]) is None
             (note,) = site.resolver.notes
             assert "is held in whatever form it is stored" in note
         return
-    tensors = stored(whole)
-    weight = whole.method.dequantized(whole)
+    tensors = stored(layer)
+    weight = layer.method.dequantized(layer)
     for count in (2, 4):
-        found: list[Any] = []
+        shards: list[Any] = []
         for ranks in ranks_of(count):
             site = site_of(registry, scheme, ranks)
             projection = projections(site)[kind]
@@ -150,7 +150,7 @@ def test_shares_are_parts_of_the_whole_weight(
                 # What has no share is told with its name; see the tests of single schemes.
                 assert f"{BLOCK.replace('.0', '')}" in site.resolver.notes[0]
                 assert kind == "row" or count == 4, site.resolver.notes
-                found = []
+                shards = []
                 break
             share = (ColumnLinear if kind == "column" else RowLinear)(
                 site.at(projection.name), projection, slices[0]
@@ -162,16 +162,16 @@ def test_shares_are_parts_of_the_whole_weight(
                 return
             fill(share, tensors)
             if weight is not None:
-                own = share.method.dequantized(share)
-                assert own is not None
-                found.append(own)
+                shard_weight = share.method.dequantized(share)
+                assert shard_weight is not None
+                shards.append(shard_weight)
             share.finalize()
-        if found and weight is not None and "online" not in record.method:
+        if shards and weight is not None and "online" not in record.method:
             if kind == "row":
-                assert torch.equal(torch.cat(found, 1), weight)
+                assert torch.equal(torch.cat(shards, 1), weight)
             else:
                 halves = [
-                    torch.cat(part) for part in zip(*(f.chunk(2) for f in found), strict=True)
+                    torch.cat(part) for part in zip(*(f.chunk(2) for f in shards), strict=True)
                 ]
                 assert torch.equal(torch.cat(halves), weight)
 
@@ -183,14 +183,14 @@ def test_shares_are_parts_of_the_whole_weight(
     bias=st.booleans(),
 )
 @settings(deadline=None, max_examples=num_examples(25))
-def test_plain_weights_of_any_size_are_cut(
+def test_plain_weights_of_any_size_are_sharded(
     registry: Registry, parts: dict[str, int], inputs: int, count: int, bias: bool
 ) -> None:
     parts = {name: size * count for name, size in parts.items()}
     alone = site_of(registry, None, None)
-    whole = Projection("whole", inputs, parts, bias, kind=MergedLinear).whole(alone.at("whole"))
-    tensors = stored(whole)
-    found: dict[str, list[torch.Tensor]] = {}
+    layer = Projection("whole", inputs, parts, bias, kind=MergedLinear).whole(alone.at("whole"))
+    tensors = stored(layer)
+    shards: dict[str, list[torch.Tensor]] = {}
     for ranks in ranks_of(count):
         site = site_of(registry, None, ranks)
         cuts = {name: even_cut(site, "column", size) for name, size in parts.items()}
@@ -201,7 +201,7 @@ def test_plain_weights_of_any_size_are_cut(
         share = ColumnLinear(site.at("whole"), projection, slices[0])
         fill(share, tensors)
         for name, place in places_of([share])[0].items():
-            found.setdefault(name, []).append(place.of(place.parameter.data))
-    assert found.keys() == tensors.keys()
-    for name, shares in found.items():
+            shards.setdefault(name, []).append(place.of(place.parameter.data))
+    assert shards.keys() == tensors.keys()
+    for name, shares in shards.items():
         assert torch.equal(torch.cat(shares), tensors[name])

@@ -251,29 +251,29 @@ def test_a_model_computes_what_the_reference_does(tenths: Path, dtype: str, erro
     expected = reference.logits(TOKENS)
     torch.testing.assert_close(lm.logits(TOKENS), expected, rtol=error, atol=error)
     if dtype == "float32":
-        (found,), (wanted,) = (m.generate([TOKENS], max_new_tokens=8) for m in (lm, reference))
-        assert found.token_ids == wanted.token_ids
+        completions = [m.generate([TOKENS], max_new_tokens=8)[0] for m in (lm, reference)]
+        assert completions[0].token_ids == completions[1].token_ids
 
 
 def tensors_of(layer: Any) -> list[Tensor]:
     """Return all that a finalized layer holds."""
-    held = [dict(layer._parameters), getattr(layer, "constants", ()), layer.operands]
-    return [leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor)]
+    values = [dict(layer._parameters), getattr(layer, "constants", ()), layer.operands]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 @every_kind
-def test_what_was_stored_is_freed(tenths: Path) -> None:
+def test_stored_tensors_are_freed_after_dequantizing(tenths: Path) -> None:
     model: Any = loaded(tenths).engine.model
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     for layer in (*layers, model.lm_head):
-        held = tensors_of(layer)
-        assert held
+        stored = tensors_of(layer)
+        assert stored
         assert all(not name.endswith(("codes", "scale")) for name, _ in layer.named_parameters())
-        assert torch.int8 not in {tensor.dtype for tensor in held}
+        assert torch.int8 not in {tensor.dtype for tensor in stored}
 
 
 @every_kind
-def test_the_memory_is_told(
+def test_notes_state_the_memory(
     tenths: Path, pair: tuple[Path, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     tensors = load_file(pair[0] / "model.safetensors")
@@ -296,8 +296,8 @@ def test_the_memory_is_told(
         assert row.choice.idle
         dims, count = row.choice.request.dims, len(row.prefixes)
         plain = 4 * count * int(dims["in_features"]) * int(dims["out_features"]) / MIB
-        told = f"not called at {count} of {count} places: their weights are dequantized once, "
-        assert row.choice.notes[-1].startswith(f"{told}while loading, to {plain:.1f} MiB instead")
+        start = f"not called at {count} of {count} places: their weights are dequantized once, "
+        assert row.choice.notes[-1].startswith(f"{start}while loading, to {plain:.1f} MiB instead")
 
 
 def beside_the_cache(explained: Explanation) -> list[str]:
@@ -315,7 +315,7 @@ def beside_the_cache(explained: Explanation) -> list[str]:
     ],
     ids=["switched off", "pinned", "preferred"],
 )
-def test_the_reference_stays_where_it_is_wanted(tenths: Path, policy: dict[str, Any]) -> None:
+def test_a_requested_reference_is_kept(tenths: Path, policy: dict[str, Any]) -> None:
     lm = loaded(tenths, **policy)
     assert functions(lm) == {tenths_linear.reference}
     assert beside_the_cache(explain(lm)) == []
@@ -324,12 +324,12 @@ def test_the_reference_stays_where_it_is_wanted(tenths: Path, policy: dict[str, 
 @untied
 def test_a_pin_keeps_the_reference_at_its_places(tenths: Path) -> None:
     lm = loaded(tenths, kernels={"tenths_linear@*.down_proj": "reference"})
-    kept = {
+    idle = {
         module.prefix
         for module in lm.engine.model.modules()
         if isinstance(module, Linear) and module.kernel is tenths_linear.reference
     }
-    assert kept == {f"model.layers.{index}.mlp.down_proj" for index in range(3)}
+    assert idle == {f"model.layers.{index}.mlp.down_proj" for index in range(3)}
 
 
 @untied
@@ -343,7 +343,7 @@ def test_a_kernel_is_called_where_there_is_one(tenths: Path) -> None:
 
 
 @untied
-def test_what_does_not_fit_is_left_to_the_reference(tenths: Path, tmp_path: Path) -> None:
+def test_weights_beyond_the_memory_stay_quantized(tenths: Path, tmp_path: Path) -> None:
     described = json.loads(DeviceDescription.of(place()).to_json())
     for free, fits in ((0, True), (MIB, False), (64 * MIB, True)):
         device = tmp_path / f"{free}.json"
@@ -360,7 +360,7 @@ def test_what_does_not_fit_is_left_to_the_reference(tenths: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("pair", KINDS[1:], indirect=True)
-def test_references_that_are_not_called_keep_no_step_from_a_graph(tenths: Path) -> None:
+def test_idle_references_do_not_prevent_graphs(tenths: Path) -> None:
     graphs = {
         dequantize: explain(tenths, "h200", Config(dequantize=dequantize, disable=["example-norm"]))
         for dequantize in (True, False)
@@ -384,7 +384,7 @@ def test_a_method_that_changes_inputs_keeps_its_kernel(tenths: Path) -> None:
 
 
 @every_kind
-def test_what_no_weight_can_be_computed_with_is_refused_as_before(tenths: Path) -> None:
+def test_invalid_stored_values_are_still_refused(tenths: Path) -> None:
     stored = load_file(tenths / "model.safetensors")
     name = "model.embed_tokens.scale" if "lm_head.scale" not in stored else "lm_head.scale"
     stored[name][3] = 0
@@ -396,11 +396,11 @@ def test_what_no_weight_can_be_computed_with_is_refused_as_before(tenths: Path) 
 @every_kind
 def test_weights_are_exchanged_in_place(tenths: Path) -> None:
     lm = loaded(tenths)
-    held = [*tensors_of(lm.engine.model.lm_head)]
+    operands = [*tensors_of(lm.engine.model.lm_head)]
     stored = load_file(tenths / "model.safetensors")
     changed = {name: tensor.flip(0) for name, tensor in stored.items() if "codes" in name}
     lm.update_weights({**stored, **changed})
     save_file({**stored, **changed}, tenths / "model.safetensors")
     # Tensors stay, whose memory may be that of the new weights.
-    assert all(map(operator.is_, tensors_of(lm.engine.model.lm_head), held))
+    assert all(map(operator.is_, tensors_of(lm.engine.model.lm_head), operands))
     torch.testing.assert_close(lm.logits(TOKENS), loaded(tenths).logits(TOKENS))

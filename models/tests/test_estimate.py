@@ -48,14 +48,14 @@ def planned_notes(path: Path, size: int, hosts: tuple[int, ...]) -> list[str]:
     return [note for note in notes if "of weights for each" in note or note.startswith("on paper")]
 
 
-def test_an_all_reduce_takes_the_shorter_way() -> None:
+def test_an_all_reduce_uses_the_faster_algorithm() -> None:
     # Each of 8 reads 7 parts of 16 KiB, 115 kB, at 400 GB/s.
     assert LINKS.all_reduce(16384, 8) == pytest.approx(2e-6 + 7 * 16384 / 4e11)
     # Of 16 MiB it sends and gets seven eighths, in two steps.
     assert LINKS.all_reduce(1 << 24, 8) == pytest.approx(4e-6 + 2 * 7 / 8 * (1 << 24) / 4e11)
 
 
-def test_nodes_exchange_a_share_of_each_rank() -> None:
+def test_nodes_all_reduce_the_shard_of_each_rank() -> None:
     inside = 2 * (2e-6 + 7 / 8 * 16384 / 4e11)
     assert LINKS.all_reduce(16384, 16, 2) == pytest.approx(inside + 2e-5 + 16384 / 8 / 5e10)
     # One rank on each node has nobody beside it.
@@ -66,36 +66,40 @@ def test_nodes_exchange_a_share_of_each_rank() -> None:
 def test_more_bytes_and_more_nodes_take_longer(size: int, inside: int, nodes: int) -> None:
     ranks = inside * nodes
     for collective in (LINKS.all_reduce, LINKS.all_gather):
-        taken = collective(size, ranks, nodes)
-        assert collective(2 * size, ranks, nodes) > taken
-        assert collective(size, ranks * 2, nodes * 2) > taken
+        seconds = collective(size, ranks, nodes)
+        assert collective(2 * size, ranks, nodes) > seconds
+        assert collective(size, ranks * 2, nodes * 2) > seconds
 
 
 def test_a_plan_says_whether_ranks_hold_a_model_and_what_bounds_a_step(llama: Path) -> None:
-    fits, one, many = planned_notes(llama, 8, (0,) * 8)
+    fits, batch_of_1, batch_of_64 = planned_notes(llama, 8, (0,) * 8)
     # 7.9e9 weights, without the table that a step does not read, in two bytes over eight ranks.
     assert fits.startswith("1.8 GiB of weights for each of 8 ranks, of 139.8 GiB: they fit")
     # 8 layers with two sums, the sum of the table and the head's logits.
-    assert "bound by memory" in one
-    assert one.endswith("in 18 collectives")
-    assert "a step of 64 behind 1024 tokens" in many
+    assert "bound by memory" in batch_of_1
+    assert batch_of_1.endswith("in 18 collectives")
+    assert "a step of 64 behind 1024 tokens" in batch_of_64
 
 
-def test_an_explanation_is_of_ranks_that_are_not_there(llama: Path) -> None:
-    found = explain(llama, "h200", tensor_parallel=8)
-    assert any(note.startswith("1.8 GiB of weights for each of 8 ranks") for note in found.notes)
+def test_ranks_can_be_explained_without_processes(llama: Path) -> None:
+    explanation = explain(llama, "h200", tensor_parallel=8)
+    assert any(
+        note.startswith("1.8 GiB of weights for each of 8 ranks") for note in explanation.notes
+    )
     chosen = {
-        row.choice.request.name for row in found.rows if row.choice.request.kind == "communicator"
+        row.choice.request.name
+        for row in explanation.rows
+        if row.choice.request.kind == "communicator"
     }
     assert chosen == {"all_reduce", "all_gather"}
 
 
 def test_a_second_node_makes_collectives_the_bound(llama: Path) -> None:
-    _, one, _ = planned_notes(llama, 16, (0,) * 8 + (1,) * 8)
-    assert "bound by collectives" in one
+    _, batch_of_1, _ = planned_notes(llama, 16, (0,) * 8 + (1,) * 8)
+    assert "bound by collectives" in batch_of_1
 
 
-def test_nothing_is_estimated_of_a_device_without_rates(llama: Path) -> None:
+def test_a_device_without_rates_has_no_estimate(llama: Path) -> None:
     placement = described_placement(current_registry(), "t4")
     ranks = Ranks(0, 2, (0, 0), ("cuda", "cuda"))
     notes = plan(llama, placement=placement, tensor_parallel=ranks).resolver.notes

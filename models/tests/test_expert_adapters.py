@@ -117,7 +117,7 @@ def test_logits_are_those_of_peft(lm: LanguageModel, base: Path, name: str) -> N
     close(lm.logits(IDS), plain)
 
 
-def test_requests_of_a_batch_have_their_own(
+def test_requests_of_a_batch_have_different_adapters(
     lm: LanguageModel, base: Path, adapters: dict[str, Path]
 ) -> None:
     names = [None, *KINDS, None, "last", "both"]
@@ -133,9 +133,7 @@ def test_requests_of_a_batch_have_their_own(
                 assert completion.token_ids == alone.generate([prompt], own)[0].token_ids
 
 
-def test_experts_of_one_matrix_each_are_those_stored_together(
-    family: str, base: Path, tmp_path: Path
-) -> None:
+def test_matrices_by_expert_equal_stacked_ones(family: str, base: Path, tmp_path: Path) -> None:
     """Gates and what they act on have ranks of their own, which PEFT has behind each other."""
     rank, generator = 2, torch.Generator().manual_seed(4)
     config = FAMILIES[family]
@@ -178,7 +176,7 @@ def test_experts_of_one_matrix_each_are_those_stored_together(
 
 
 @torch.no_grad()
-def test_a_quantized_base_takes_them(base: Path, tmp_path: Path) -> None:
+def test_a_quantized_moe_base_takes_adapters(base: Path, tmp_path: Path) -> None:
     """PEFT adapts a model whose weights are those that the quantized experts multiply by."""
     method = {"quant_method": "int8", "activations": "none", "head": "plain"}
     lm = load(base, cache_tokens=256, quantization=method)
@@ -211,7 +209,7 @@ def test_a_quantized_base_takes_them(base: Path, tmp_path: Path) -> None:
     assert not torch.allclose(plain.logits(IDS, adapter="x"), lm.logits(IDS, adapter="x"))
 
 
-def test_a_mixture_is_as_it_was_without_adapters(base: Path, adapters: dict[str, Path]) -> None:
+def test_removing_adapters_restores_a_moe_layer(base: Path, adapters: dict[str, Path]) -> None:
     lm = load(base, cache_tokens=256)
     mixtures = [m for m in lm.engine.model.modules() if isinstance(m, Experts)]
     before, explained = lm.logits(IDS), str(explain(lm))
@@ -225,7 +223,7 @@ def test_a_mixture_is_as_it_was_without_adapters(base: Path, adapters: dict[str,
     assert str(explain(lm)) == explained
 
 
-def test_new_weights_of_experts_reach_adapters(base: Path, adapters: dict[str, Path]) -> None:
+def test_adapters_use_updated_weights_of_experts(base: Path, adapters: dict[str, Path]) -> None:
     lm = load(base, cache_tokens=256)
     lm.load_adapter("both", adapters["both"])
     expected = lm.logits(IDS, adapter="both")
@@ -254,7 +252,7 @@ def test_matrices_of_other_experts_are_refused(
     assert "x" not in lm.adapters
 
 
-def test_experts_of_one_kernel_in_a_format_are_refused(
+def test_experts_in_the_format_of_one_kernel_are_refused(
     base: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What stands in for a format: a method of which nothing is known but its kernel."""

@@ -71,7 +71,7 @@ def check(lm: LanguageModel, alone: LanguageModel) -> None:
     "family",
     [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:])],
 )
-def test_ranks_say_what_one_process_does_wherever_experts_are(
+def test_expert_parallel_ranks_generate_the_tokens_of_one_process(
     loads: Loads, checkpoints: dict[str, Path], family: str
 ) -> None:
     path = checkpoints[family]
@@ -80,7 +80,7 @@ def test_ranks_say_what_one_process_does_wherever_experts_are(
         lm: Any = loads(path, expert_parallel=settings, **SMALL)
         assert not any(sum(loads.rows) for loads in lm.expert_loads().values())
         check(lm, alone)
-        ranks = lm.engine.lead.everywhere("expert_loads", (), lm.expert_loads)
+        ranks = lm.engine.coordinator.call_on_all("expert_loads", (), lm.expert_loads)
         assert ranks[0] == ranks[1]
         moved = lm.rebalance_experts()
         # What chance weights choose is uneven, so that something is to be gained.
@@ -136,7 +136,7 @@ KERNELS = {
 @pytest.mark.parametrize(
     "scheme", [pytest.param("fp8", marks=pytest.mark.slow), "int4", "int8 while it loads"]
 )
-def test_quantized_experts_are_placed(
+def test_quantized_experts_run_expert_parallel(
     loads: Loads, checkpoints: dict[str, Path], tmp_path: Path, scheme: str
 ) -> None:
     path, options = checkpoints["mixtral"], dict(SMALL)
@@ -162,7 +162,7 @@ def test_quantized_experts_are_placed(
     check(lm, alone)
 
 
-def test_weights_of_experts_are_exchanged_on_the_ranks_that_hold_them(
+def test_an_update_reaches_experts_on_their_ranks(
     loads: Loads, checkpoints: dict[str, Path]
 ) -> None:
     path = checkpoints["mixtral"]
@@ -187,7 +187,7 @@ def test_weights_of_experts_are_exchanged_on_the_ranks_that_hold_them(
     check(lm, alone)
 
 
-def test_what_cannot_be_placed_is_refused(
+def test_models_without_placeable_experts_are_refused(
     loads: Loads, checkpoints: dict[str, Path], llama: Path
 ) -> None:
     path = checkpoints["mixtral"]
@@ -204,7 +204,7 @@ def test_what_cannot_be_placed_is_refused(
 
 
 @pytest.mark.slow
-def test_experts_are_placed_on_ranks_that_are_not_there(checkpoints: dict[str, Path]) -> None:
+def test_expert_parallelism_can_be_planned_without_processes(checkpoints: dict[str, Path]) -> None:
     path = checkpoints["deepseek_v3"]
     found = explain(path, tensor_parallel=4, expert_parallel=ExpertParallel(redundant_experts=2))
     assert "ranks hold 3, 3, 2, 2 of 8 experts and 2 redundant ones" in str(found)

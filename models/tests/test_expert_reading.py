@@ -119,7 +119,7 @@ def test_a_rank_copies_its_own_experts(checkpoint: Checkpoint, count: int) -> No
     assert [float(one[0, 0]) for one in layer.operands[0]] == list(held)
 
 
-def test_a_rank_copies_the_experts_that_come_to_it(checkpoint: Checkpoint) -> None:
+def test_a_move_copies_only_experts_that_move_to_this_rank(checkpoint: Checkpoint) -> None:
     model, names = model_of(checkpoint, 1, 2), checkpoint.names()
     weights = Weights(model, "cpu")
     weights.load(checkpoint.stream(), "test", names=names)
@@ -156,7 +156,7 @@ def test_pages_of_other_experts_are_not_read(checkpoint: Checkpoint, count: int)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc/self/smaps")
 @pytest.mark.slow
-def test_only_pages_of_experts_that_come_to_a_rank_are_read(checkpoint: Checkpoint) -> None:
+def test_a_move_reads_only_pages_of_experts_that_move_to_this_rank(checkpoint: Checkpoint) -> None:
     model, names, touched = model_of(checkpoint, 1, 2), checkpoint.names(), list[int]()
     weights = Weights(model, "cpu")
     weights.load(checkpoint.stream(), "test", names=names)

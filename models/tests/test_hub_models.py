@@ -225,7 +225,7 @@ def test_a_name_loads_what_the_folder_loads(hub: Hub) -> None:
     assert named == load(STDLIB, cache_tokens=512).generate(prompt, max_new_tokens=8)
 
 
-def test_only_what_is_needed_is_fetched_and_only_once(hub: Hub) -> None:
+def test_only_needed_files_are_downloaded_and_only_once(hub: Hub) -> None:
     folder = hub.repositories[NAME].folder
     shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
     for other in (
@@ -259,12 +259,12 @@ def test_shards_are_those_that_the_index_names(hub: Hub, tmp_path: Path) -> None
     assert fetched == {*halves}
 
 
-def test_explaining_fetches_no_weights(hub: Hub) -> None:
+def test_explaining_downloads_no_weights(hub: Hub) -> None:
     assert "rms_norm" in str(interposer.explain(NAME))
     assert "model.safetensors" not in {name for name, _ in hub.fetched}
 
 
-def test_what_cannot_run_is_refused_before_its_weights_are_fetched(hub: Hub) -> None:
+def test_an_unsupported_model_is_refused_before_weights_are_downloaded(hub: Hub) -> None:
     config = hub.repositories[NAME].folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["Other"]}))
     with pytest.raises(UnsupportedModelError, match="Other"):
@@ -272,7 +272,7 @@ def test_what_cannot_run_is_refused_before_its_weights_are_fetched(hub: Hub) -> 
     assert "model.safetensors" not in {name for name, _ in hub.fetched}
 
 
-def test_a_model_that_no_family_is_for_is_fetched_and_adapted(hub: Hub) -> None:
+def test_a_model_without_family_is_downloaded_and_adapted(hub: Hub) -> None:
     model = write_checkpoint(FAMILIES["gemma"](), hub.repositories[NAME].folder)
     lm = load(NAME, "float32", cache_tokens=64)
     expected = model(torch.tensor([[5, 9, 3]])).logits[0]
@@ -296,7 +296,7 @@ def test_weights_are_of_the_commit_of_the_description(hub: Hub) -> None:
     assert repository.commits == moved
 
 
-def test_a_transfer_that_ends_early_goes_on_where_it_ended(hub: Hub) -> None:
+def test_an_interrupted_download_is_resumed(hub: Hub) -> None:
     # The library keeps whole pieces of 10 MiB.
     size = (STDLIB / "model.safetensors").stat().st_size
     hub.repositories[NAME].cut["model.safetensors"] = size - 1000
@@ -308,7 +308,7 @@ def test_a_transfer_that_ends_early_goes_on_where_it_ended(hub: Hub) -> None:
     ).read_bytes()
 
 
-def test_a_download_that_fails_is_told_and_the_next_one_asks_for_the_rest(hub: Hub) -> None:
+def test_a_failed_download_is_reported_and_resumed(hub: Hub) -> None:
     hub.repositories[NAME].broken.add("model.safetensors")
     with pytest.raises(CheckpointError, match=f"{NAME}: cannot be fetched: .*403") as caught:
         load(NAME)
@@ -318,7 +318,7 @@ def test_a_download_that_fails_is_told_and_the_next_one_asks_for_the_rest(hub: H
     assert len(hub.fetched) == len(NEEDED)
 
 
-def test_weights_that_are_pickled_are_refused_with_a_way_out(hub: Hub) -> None:
+def test_pickled_weights_are_refused_with_an_alternative(hub: Hub) -> None:
     folder = hub.repositories[NAME].folder
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"has no model\.safetensors\nTry: choose a reposit"):
@@ -326,7 +326,7 @@ def test_weights_that_are_pickled_are_refused_with_a_way_out(hub: Hub) -> None:
     assert "pytorch_model.bin" not in {name for name, _ in hub.fetched}
 
 
-def test_an_adapter_by_name_is_its_two_files(hub: Hub, tmp_path: Path) -> None:
+def test_an_adapter_by_name_downloads_two_files(hub: Hub, tmp_path: Path) -> None:
     sizes = {"model.layers.0.self_attn.q_proj": (256, 256)}
     folder = write_adapter(tmp_path / "adapter", sizes)
     (folder / "optimizer.pt").write_bytes(b"not for us")
@@ -379,7 +379,7 @@ def test_a_model_is_quantized_by_name(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_takes_the_library_s_own_settings(hub: Hub, tmp_path: Path) -> None:
+def test_commands_respect_the_settings_of_the_hub_library(hub: Hub, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "interposer_tools", "run", NAME, "--prompt", "def", "--json"],
         env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")},

@@ -48,7 +48,7 @@ def test_a_fifo_is_refused_by_its_name(name: str, copied: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_what_is_no_file_is_refused(
+def test_paths_that_are_no_files_are_refused(
     name: str, make: Callable[[Path], None], reason: str, copied: Path
 ) -> None:
     (copied / name).unlink()

@@ -41,12 +41,12 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(scope="module")
 def loads() -> Iterator[Loads]:
-    with launched(2, timeout_seconds=WAIT_SECONDS) as found:
-        yield found
+    with launched(2, timeout_seconds=WAIT_SECONDS) as load:
+        yield load
 
 
-def told(found: list[Completion]) -> list[tuple[int, ...]]:
-    return [tuple(each.token_ids) for each in found]
+def told(completions: list[Completion]) -> list[tuple[int, ...]]:
+    return [tuple(completion.token_ids) for completion in completions]
 
 
 def both(loads: Loads, path: Path, **options: Any) -> tuple[LanguageModel, LanguageModel]:
@@ -63,32 +63,34 @@ def test_many_requests_get_the_tokens_of_one_process(loads: Loads, llama: Path) 
     for _ in range(2):  # the noise of requests without a seed goes on with a second call
         assert told(lm.generate(PROMPTS, params)) == told(alone.generate(PROMPTS, params))
     # Sums over ranks have other roundings: of 2**-24 each, over some hundred numbers of a logit.
-    found, expected = lm.logits(PROMPTS[1]), alone.logits(PROMPTS[1])
-    torch.testing.assert_close(found, expected, rtol=0, atol=2**-14 * float(expected.abs().max()))
+    logits, expected = lm.logits(PROMPTS[1]), alone.logits(PROMPTS[1])
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2**-14 * float(expected.abs().max()))
     first, second = lm.explanations()
     assert first["choices"] == second["choices"]
 
 
-def test_a_cache_that_is_too_small_makes_both_ranks_give_way(loads: Loads, llama: Path) -> None:
+def test_both_ranks_preempt_requests_if_the_cache_is_too_small(loads: Loads, llama: Path) -> None:
     lm, alone = both(loads, llama, cache_tokens=96, prefix_cache=True)
     prompts = [PROMPTS[1][:30] + extra for extra in PROMPTS[:6] if len(extra) < 20]
     for _ in range(2):
-        own = lm.generate(prompts, max_new_tokens=30, temperature=0.7)
-        assert told(own) == told(alone.generate(prompts, max_new_tokens=30, temperature=0.7))
+        completions = lm.generate(prompts, max_new_tokens=30, temperature=0.7)
+        assert told(completions) == told(
+            alone.generate(prompts, max_new_tokens=30, temperature=0.7)
+        )
     assert lm.engine.prefixes is not None
     assert lm.engine.prefixes == alone.engine.prefixes
 
 
-def test_guesses_that_pay_by_the_clock_are_those_of_rank_0(loads: Loads, llama: Path) -> None:
+def test_rank_0_decides_when_speculation_pays_off(loads: Loads, llama: Path) -> None:
     lm, alone = both(loads, llama, cache_tokens=512, speculation=Speculation("ngram"))
     prompt = [5, 6, 7, 8] * 8
-    own = lm.generate([prompt, prompt[1:]], max_new_tokens=80)
-    assert told(own) == told(alone.generate([prompt, prompt[1:]], max_new_tokens=80))
+    completions = lm.generate([prompt, prompt[1:]], max_new_tokens=80)
+    assert told(completions) == told(alone.generate([prompt, prompt[1:]], max_new_tokens=80))
     assert lm.speculation is not None
     assert lm.speculation.plain_steps + lm.speculation.drafted_steps > 0
 
 
-def test_answers_of_a_clock_are_those_that_the_ranks_agree_on() -> None:
+def test_ranks_agree_on_answers_of_a_clock() -> None:
     ahead, behind = DraftCostModel(lambda _: True), DraftCostModel(lambda _: False)
     for balance, says in ((ahead, True), (behind, False)):
         assert balance.skips_measurement() is balance.allows_drafts(1) is says
@@ -97,7 +99,7 @@ def test_answers_of_a_clock_are_those_that_the_ranks_agree_on() -> None:
         assert balance.skips_measurement() is balance.allows_drafts(1) is says
 
 
-def test_errors_of_requests_leave_the_ranks_alike(loads: Loads, llama: Path) -> None:
+def test_request_errors_keep_the_ranks_equal(loads: Loads, llama: Path) -> None:
     lm, alone = both(loads, llama, cache_tokens=128)
     with pytest.raises(RequestError, match="999999"):
         lm.generate([[999_999]])
@@ -108,8 +110,8 @@ def test_errors_of_requests_leave_the_ranks_alike(loads: Loads, llama: Path) -> 
     stream.close()  # type: ignore[attr-defined]  # cancels it
     # That request drew no noise of its own, as it was greedy; its seed was drawn all the same.
     alone.generate([[1]], max_new_tokens=1)
-    asked: dict[str, Any] = {"max_new_tokens": 20, "seed": 3, "temperature": 1.0}
-    assert told(lm.generate(PROMPTS[:3], **asked)) == told(alone.generate(PROMPTS[:3], **asked))
+    options: dict[str, Any] = {"max_new_tokens": 20, "seed": 3, "temperature": 1.0}
+    assert told(lm.generate(PROMPTS[:3], **options)) == told(alone.generate(PROMPTS[:3], **options))
 
 
 def test_adapters_and_weights_change_on_both_ranks(
@@ -119,8 +121,8 @@ def test_adapters_and_weights_change_on_both_ranks(
     write_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (64, 64)})
     for model in (lm, alone):
         model.load_adapter("a", tmp_path / "a")
-    asked: dict[str, Any] = {"max_new_tokens": 12, "adapter": "a"}
-    assert told(lm.generate(PROMPTS[:2], **asked)) == told(alone.generate(PROMPTS[:2], **asked))
+    options: dict[str, Any] = {"max_new_tokens": 12, "adapter": "a"}
+    assert told(lm.generate(PROMPTS[:2], **options)) == told(alone.generate(PROMPTS[:2], **options))
     with pytest.raises(ConfigError, match="Meeting"):
         lm.update_weights(WeightsFrom(source=1))
     with pytest.raises(CheckpointError):
@@ -129,11 +131,11 @@ def test_adapters_and_weights_change_on_both_ranks(
     name = "model.norm.weight"
     new = {name: torch.linspace(-1, 1, 64)}
     assert lm.update_weights(new) == alone.update_weights(new)
-    own = lm.generate(PROMPTS[:2], max_new_tokens=12)
-    assert told(own) == told(alone.generate(PROMPTS[:2], max_new_tokens=12))
+    completions = lm.generate(PROMPTS[:2], max_new_tokens=12)
+    assert told(completions) == told(alone.generate(PROMPTS[:2], max_new_tokens=12))
 
 
-def test_the_thread_of_the_asynchronous_front_leads(loads: Loads, llama: Path) -> None:
+def test_the_thread_of_an_asynchronous_model_coordinates_ranks(loads: Loads, llama: Path) -> None:
     lm, alone = both(loads, llama, cache_tokens=512)
 
     async def answers() -> list[tuple[int, ...]]:
@@ -144,7 +146,7 @@ def test_the_thread_of_the_asynchronous_front_leads(loads: Loads, llama: Path) -
     assert asyncio.run(answers()) == told(alone.generate(PROMPTS, max_new_tokens=15, seed=1))
 
 
-def test_each_rank_offloads_its_own_share(loads: Loads, tmp_path: Path) -> None:
+def test_each_rank_offloads_its_shard(loads: Loads, tmp_path: Path) -> None:
     write_checkpoint(LlamaConfig(**{**SIZES, "num_hidden_layers": 9}), tmp_path)
     expected = told(load(tmp_path, **SMALL, cache_tokens=256).generate(PROMPTS, max_new_tokens=6))
     for _ in range(2):  # a packed file of each rank is written, and then found
@@ -155,9 +157,7 @@ def test_each_rank_offloads_its_own_share(loads: Loads, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("not os.path.isdir('/proc/self/fd')", reason="needs /proc")
-def test_an_error_of_one_rank_while_loading_is_told_with_the_rank(
-    loads: Loads, llama: Path
-) -> None:
+def test_a_loading_error_of_one_rank_names_the_rank(loads: Loads, llama: Path) -> None:
     folder = os.open(llama, os.O_RDONLY)
     try:
         with pytest.raises(RankError, match=r"rank 1 failed during planning: CheckpointError"):
@@ -173,7 +173,7 @@ def test_an_error_of_one_rank_while_loading_is_told_with_the_rank(
     "not hasattr(os, 'sched_getaffinity') or (os.cpu_count() or 1) < 2",
     reason="needs Linux with two processors",
 )
-def test_ranks_compute_on_cores_of_their_own(loads: Loads, llama: Path) -> None:
+def test_ranks_compute_on_disjoint_cores(loads: Loads, llama: Path) -> None:
     loads(llama, **SMALL, cache_tokens=64)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     (follower,) = (
@@ -184,7 +184,7 @@ def test_ranks_compute_on_cores_of_their_own(loads: Loads, llama: Path) -> None:
     assert not os.sched_getaffinity(0) & os.sched_getaffinity(int(follower))
 
 
-def test_numbers_of_processes_that_cannot_be_are_refused(loads: Loads, llama: Path) -> None:
+def test_impossible_numbers_of_processes_are_refused(loads: Loads, llama: Path) -> None:
     for number in (0, -1, True, 2.0):
         with pytest.raises(ConfigError, match="tensor_parallel is"):
             load(llama, tensor_parallel=number)  # type: ignore[arg-type]
@@ -194,7 +194,7 @@ def test_numbers_of_processes_that_cannot_be_are_refused(loads: Loads, llama: Pa
         load(llama, tensor_parallel=4)
 
 
-def test_ranks_find_each_other_by_a_file_of_this_user_alone(loads: Loads) -> None:
+def test_ranks_connect_through_a_private_file(loads: Loads) -> None:
     """A store with a port takes writes of every local process."""
     store: Any = dist.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):

@@ -55,10 +55,12 @@ def test_followers_end_by_themselves_or_are_killed(
 ) -> None:
     clock = Clock()
     launched = Launched(1 + len(seconds), clock=clock, sleep=clock.sleep)
-    followers = [Follower(clock, clock.now + each) for each in seconds]
+    followers = [Follower(clock, clock.now + end_seconds) for end_seconds in seconds]
     launched._followers = cast(Any, followers)
     if is_lost:
         launched._losses.first = RankError(0, "rank 1 was ended by SIGKILL", [1])
     launched._close()
     assert clock.now - 100.0 == pytest.approx(closed_after, abs=0.02)
-    assert [each.was_killed for each in followers] == [each > closed_after for each in seconds]
+    assert [follower.was_killed for follower in followers] == [
+        end_seconds > closed_after for end_seconds in seconds
+    ]

@@ -171,7 +171,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to measu
 @linux
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_packed_checkpoint_takes_what_it_is_packed_to(tmp_path: Path) -> None:
+def test_loading_packs_within_the_memory_of_the_packed_form(tmp_path: Path) -> None:
     write(tmp_path, packed, quantization_config=GPTQ)
     results, control = measured(tmp_path)
     # Half a byte for each code, and a scale of four for each group of 128. The head's weight is the
@@ -189,7 +189,7 @@ def test_a_packed_checkpoint_takes_what_it_is_packed_to(tmp_path: Path) -> None:
 @linux
 @pytest.mark.process
 @pytest.mark.slow
-def test_quantizing_while_loading_never_holds_the_plain_weights_besides(tmp_path: Path) -> None:
+def test_quantizing_while_loading_never_holds_all_plain_weights(tmp_path: Path) -> None:
     write(tmp_path, plain)
     results, control = measured(tmp_path, "--quantization", "fp8")
     # Integers of 8 bits, which the head shares as the plain one does.

@@ -30,7 +30,7 @@ from interposer import Config, hookimpl, register
 from interposer.errors import ConfigError
 from interposer.records import PlatformEntry
 from interposer_models import LanguageModel, load
-from interposer_models._offload.placing import BlockSize, placed
+from interposer_models._offload.placing import BlockSize, plan_offload
 from interposer_models._packed.packed_file import MappedMemory, PackedFile
 from interposer_ops.layers.experts import Experts
 
@@ -100,7 +100,7 @@ def own(tmp_path: Path) -> dict[str, Any]:
 
 
 def tokens(lm: LanguageModel) -> list[tuple[int, ...]]:
-    return [done.token_ids for done in lm.generate(PROMPTS, max_new_tokens=8)]
+    return [completion.token_ids for completion in lm.generate(PROMPTS, max_new_tokens=8)]
 
 
 def told(lm: LanguageModel) -> list[str]:
@@ -109,7 +109,7 @@ def told(lm: LanguageModel) -> list[str]:
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("model", ["deep", "mixture"])
-def test_tokens_are_those_of_a_resident_model(
+def test_offloaded_models_generate_the_tokens_of_a_resident_one(
     model: str, quantization: str | None, own: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     path: Path = request.getfixturevalue(model)
@@ -122,20 +122,20 @@ def test_tokens_are_those_of_a_resident_model(
     assert tokens(lm) == expected  # buffers hold what the last step has left
 
 
-def test_blocks_out_of_their_order_are_waited_for(deep: Path, own: dict[str, Any]) -> None:
+def test_blocks_computed_out_of_order_wait_for_weights(deep: Path, own: dict[str, Any]) -> None:
     del own["cache_tokens"]  # the step that is measured computes one block alone
     lm = load(deep, offload="65%", **own)
     assert tokens(lm) == tokens(load(deep, offload=False, **own))
 
 
-def test_mixtures_stream_what_every_token_reads(mixture: Path, own: dict[str, Any]) -> None:
-    whole = load(mixture, offload="100%", **own)
-    assert told(whole) == []
+def test_moe_models_stream_only_weights_of_every_token(mixture: Path, own: dict[str, Any]) -> None:
+    resident = load(mixture, offload="100%", **own)
+    assert told(resident) == []
     lm = load(mixture, offload="370KB", **own)
     notes = "\n".join(told(lm))
     assert "streamed" in notes
     assert "experts mapped" in notes
-    assert tokens(lm) == tokens(whole)
+    assert tokens(lm) == tokens(resident)
 
 
 def loaded_experts(
@@ -159,8 +159,8 @@ def loaded_experts(
     assert "experts mapped" in "\n".join(told(lm))
     chosen: set[tuple[int, int]] = set()  # layers and experts
 
-    def note(layer: Any, given: Any) -> None:
-        chosen.update((id(layer), expert) for expert in given[2].flatten().tolist())
+    def note(layer: Any, arguments: Any) -> None:
+        chosen.update((id(layer), expert) for expert in arguments[2].flatten().tolist())
 
     for layer in lm.engine.model.modules():
         if isinstance(layer, Experts):
@@ -172,7 +172,7 @@ def loaded_experts(
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_the_system_is_asked_to_read_only_experts_that_tokens_go_to(
+def test_only_routed_experts_are_advised(
     quantization: str | None, tmp_path: Path, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requested: set[tuple[int, int]] = set()  # memories of the file and pages of theirs
@@ -189,14 +189,14 @@ def test_the_system_is_asked_to_read_only_experts_that_tokens_go_to(
     monkeypatch.setattr(MappedMemory, "advise", record)
     for prompt in ([5], [6, 7, 8]):
         lm.generate([prompt], max_new_tokens=1)
-        read = len(requested) * mmap.PAGESIZE
-        assert chosen_bytes() <= read <= 1.1 * chosen_bytes()
+        num_bytes = len(requested) * mmap.PAGESIZE
+        assert chosen_bytes() <= num_bytes <= 1.1 * chosen_bytes()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's mincore")
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_the_system_reads_only_experts_that_tokens_go_to(
+def test_only_routed_experts_are_read(
     quantization: str | None, tmp_path: Path, own: dict[str, Any]
 ) -> None:
     lm, packed, chosen_bytes = loaded_experts(tmp_path, quantization, own)
@@ -212,8 +212,8 @@ def test_the_system_reads_only_experts_that_tokens_go_to(
             lm.generate([prompt], max_new_tokens=1)
             os.pread(file.fileno(), int(chosen_bytes()), 0)
             expected = settled(lambda: cached_bytes(control))
-            read = settled(lambda: cached_bytes(packed)) - before
-            assert 0.95 * expected <= read <= 1.3 * expected
+            num_bytes = settled(lambda: cached_bytes(packed)) - before
+            assert 0.95 * expected <= num_bytes <= 1.3 * expected
 
 
 def forget(path: Path) -> None:
@@ -239,11 +239,11 @@ def cached_bytes(path: Path) -> int:
 
 def settled(number: Callable[[], int]) -> int:
     """Return a number once it stays as it is: what was begun to be read is there."""
-    last, found = -1, number()
-    while found != last:
+    last, current = -1, number()
+    while current != last:
         time.sleep(0.05)
-        last, found = found, number()
-    return found
+        last, current = current, number()
+    return current
 
 
 @pytest.mark.parametrize("platform", ["dock", "mapping-dock"])
@@ -273,7 +273,7 @@ def test_graphs_and_compilation_are_refused(deep: Path, own: dict[str, Any], tap
         load(deep, offload="65%", **own)
 
 
-def test_offloaded_weights_stay_as_they_are(deep: Path, own: dict[str, Any]) -> None:
+def test_offloaded_weights_cannot_be_updated(deep: Path, own: dict[str, Any]) -> None:
     lm = load(deep, offload="65%", **own)
     with pytest.raises(ConfigError, match=r"cannot be exchanged.*offload=False"):
         lm.update_weights({"model.norm.weight": torch.ones(64)})
@@ -294,7 +294,7 @@ def test_budgets_are_sizes(asked: Any, text: str, deep: Path, own: dict[str, Any
         load(deep, offload=asked, **own)
 
 
-def test_without_packed_files_nothing_is_read_later(deep: Path, own: dict[str, Any]) -> None:
+def test_offload_needs_packed_files(deep: Path, own: dict[str, Any]) -> None:
     own["config"] = own["config"].model_copy(update={"packed": "off"})
     with pytest.raises(ConfigError, match="packed='auto'"):
         load(deep, offload=True, **own)
@@ -307,38 +307,38 @@ def test_without_packed_files_nothing_is_read_later(deep: Path, own: dict[str, A
     st.sampled_from(["disk", "host"]),
     st.booleans(),
 )
-def test_what_is_resident_fits_into_the_budget(
+def test_resident_weights_and_buffers_fit_the_budget(
     blocks: list[tuple[int, int]], others: int, budget: int, source: Any, can_map: bool
 ) -> None:
-    sizes = [BlockSize(str(i), *each) for i, each in enumerate(blocks)]
+    sizes = [BlockSize(str(i), *block) for i, block in enumerate(blocks)]
     try:
-        plan = placed(sizes, others, budget, source, can_map=can_map)
+        plan = plan_offload(sizes, others, budget, source, can_map=can_map)
     except ConfigError as error:
-        least = int(str(error).rpartition("a budget of ")[2].split()[0])
-        assert least > budget
-        placed(sizes, others, least, source, can_map=can_map)
+        min_bytes = int(str(error).rpartition("a budget of ")[2].split()[0])
+        assert min_bytes > budget
+        plan_offload(sizes, others, min_bytes, source, can_map=can_map)
         return
-    held, largest = others, 0
+    resident_bytes, largest = others, 0
     for place in plan.places:
         streamed = 0
         for where, num_bytes in (
             (place.where, place.size.num_bytes),
             (place.experts, place.size.expert_bytes),
         ):
-            held += num_bytes * (where == "resident")
+            resident_bytes += num_bytes * (where == "resident")
             streamed += num_bytes * (where == "streamed")
         largest = max(largest, streamed)
         assert can_map or place.experts == place.where
-    assert held + plan.num_buffers * largest <= budget
+    assert resident_bytes + plan.num_buffers * largest <= budget
     assert plan.offloads == (others + sum(map(sum, blocks)) > budget)
-    kept = [number not in plan.streamed for number in range(len(sizes))]
-    if len({size.num_bytes for size in sizes}) == 1 and any(kept) and can_map:
-        gaps = "".join("x" if each else "." for each in kept).strip(".").split("x")
+    is_resident = [number not in plan.streamed for number in range(len(sizes))]
+    if len({size.num_bytes for size in sizes}) == 1 and any(is_resident) and can_map:
+        gaps = "".join("x" if block else "." for block in is_resident).strip(".").split("x")
         inner = [len(gap) for gap in gaps[1:-1]]
         assert not inner or max(inner) - min(inner) <= 1  # evenly between the others
 
 
-def test_a_described_device_says_what_would_not_fit(tmp_path: Path) -> None:
+def test_a_plan_for_a_described_device_lists_streamed_blocks(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128256}
     sizes |= {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
     config = LlamaConfig(**sizes, dtype="bfloat16", architectures=["LlamaForCausalLM"])
@@ -347,9 +347,9 @@ def test_a_described_device_says_what_would_not_fit(tmp_path: Path) -> None:
     save_file({"lm_head.weight": torch.ones(1)}, tmp_path / "model-00001.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(weights), encoding="utf-8")
     notes = interposer.explain(tmp_path, device="rtx4090").notes
-    first, *others = [note for note in notes if note.startswith("offload")]
+    first, *further_lines = [note for note in notes if note.startswith("offload")]
     assert "Try: load(..., offload=True)" in first
-    assert any("streamed" in note and "copied from host memory" in note for note in others)
+    assert any("streamed" in note and "copied from host memory" in note for note in further_lines)
     fitting = interposer.explain(tmp_path, device="mi300x").notes
     assert not any(note.startswith("offload") for note in fitting)
 
@@ -406,10 +406,10 @@ def test_a_model_larger_than_the_memory_is_offloaded(tmp_path: Path, own: dict[s
     assert num_bytes > 1.4 * limit
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "benchmarks")}
     command = [sys.executable, "-c", LIMITED, str(path), str(tmp_path), str(limit)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr
-    token_ids, notes, peak, most, is_limited = json.loads(done.stdout.splitlines()[-1])
-    assert peak <= most
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert process.returncode == 0, process.stderr
+    token_ids, notes, peak, max_bytes, is_limited = json.loads(process.stdout.splitlines()[-1])
+    assert peak <= max_bytes
     assert ("as nobody said otherwise" if is_limited else "as asked for") in notes[0]
     assert any("streamed" in note for note in notes)
     lm = load(path, offload=False, **own)

@@ -38,8 +38,8 @@ def loaded(path: Path, config: Config, **options: Any) -> LanguageModel:
 
 
 def tokens(lm: LanguageModel, **options: Any) -> tuple[int, ...]:
-    (done,) = lm.generate([PROMPT], max_new_tokens=8, **options)
-    return done.token_ids
+    (completion,) = lm.generate([PROMPT], max_new_tokens=8, **options)
+    return completion.token_ids
 
 
 def told(lm: LanguageModel) -> list[str]:
@@ -84,11 +84,11 @@ def test_mapped_weights_give_the_same_tokens(
     first = loaded(path, on, quantization=quantization)
     settled()
     (file,) = files(cache / "packed")
-    written = file.stat().st_mtime_ns, file.stat().st_ino
+    file_identity = file.stat().st_mtime_ns, file.stat().st_ino
     second = loaded(path, on, quantization=quantization)
     assert tokens(first) == tokens(second) == expected
-    assert file.stat().st_ino == written[1]
-    assert file.stat().st_mtime_ns > written[0]  # the last use
+    assert file.stat().st_ino == file_identity[1]
+    assert file.stat().st_mtime_ns > file_identity[0]  # the last use
     for lm in (first, second):
         (note,) = told(lm)
         assert note.endswith(f"mapped from {file}")
@@ -125,7 +125,7 @@ def test_experts_that_are_lists_of_layers_are_mapped(
         assert torch.equal(lm.logits(PROMPT), expected.logits(PROMPT))
     name = "model.layers.0.mlp.experts."
     stored = load_file(path / "model.safetensors")
-    changed = {each: tensor * -1 for each, tensor in stored.items() if each.startswith(name)}
+    changed = {key: tensor * -1 for key, tensor in stored.items() if key.startswith(name)}
     assert changed
     for lm in (second, expected):
         lm.update_weights(changed)
@@ -141,15 +141,15 @@ def test_a_quantized_checkpoint_is_mapped(llama: Path, tmp_path: Path, on: Confi
     assert tokens(loaded(tmp_path / "int8", on)) == expected
 
 
-def test_what_is_beside_the_model_is_mapped(copied: Path) -> None:
-    done = pack(copied, quantization="int8")
-    assert done.path.parent == copied / "interposer-packed"
+def test_a_packed_file_next_to_the_model_is_mapped(copied: Path) -> None:
+    packed = pack(copied, quantization="int8")
+    assert packed.path.parent == copied / "interposer-packed"
     lm = loaded(copied, Config(), quantization="int8")
-    assert told(lm) == [f"packed weights: 0 MiB, mapped from {done.path}"]
+    assert told(lm) == [f"packed weights: 0 MiB, mapped from {packed.path}"]
     assert tokens(lm) == tokens(loaded(copied, OFF, quantization="int8"))
     # Small models are not kept without being asked for.
     assert told(loaded(copied, Config())) == [
-        f"packed weights: not used, {done.path}: it was packed for another quantization: "
+        f"packed weights: not used, {packed.path}: it was packed for another quantization: "
         '"int8", not null'
     ]
 
@@ -159,19 +159,19 @@ def test_a_configuration_with_infinity_is_mapped(copied: Path) -> None:
     config = json.loads((copied / "config.json").read_text())
     config["time_step_limit"] = [0.0, float("inf")]
     (copied / "config.json").write_text(json.dumps(config))
-    done = pack(copied)
-    assert told(loaded(copied, Config())) == [f"packed weights: 0 MiB, mapped from {done.path}"]
+    packed = pack(copied)
+    assert told(loaded(copied, Config())) == [f"packed weights: 0 MiB, mapped from {packed.path}"]
     config["time_step_limit"] = [0.0, 1.0]
     (copied / "config.json").write_text(json.dumps(config))
     assert "it was packed for another config" in told(loaded(copied, Config()))[0]
 
 
-def test_nothing_is_kept_of_a_small_model(llama: Path, cache: Path) -> None:
+def test_small_models_are_not_packed(llama: Path, cache: Path) -> None:
     assert told(loaded(llama, Config(cache_dir=cache))) == []
     assert not (cache / "packed").exists()
 
 
-def test_a_checkpoint_that_was_changed_is_read(copied: Path) -> None:
+def test_a_changed_checkpoint_is_read_again(copied: Path) -> None:
     pack(copied)
     stored = load_file(copied / "model.safetensors")
     stored["model.layers.0.mlp.down_proj.weight"] *= -1
@@ -190,7 +190,9 @@ def test_a_checkpoint_that_was_changed_is_read(copied: Path) -> None:
         ("format", "99"),
     ],
 )
-def test_what_another_version_or_level_packed_is_refused(copied: Path, name: str, old: str) -> None:
+def test_a_file_of_another_version_or_cpu_level_is_refused(
+    copied: Path, name: str, old: str
+) -> None:
     file = pack(copied).path
     rewrite(file, name, old)
     (note,) = told(loaded(copied, Config()))
@@ -202,23 +204,25 @@ def rewrite(file: Path, name: str, text: str) -> None:
     """Let a packed file say something else of how it was made."""
     from interposer.tooling import checksum
 
-    whole = file.read_bytes()
-    length = int.from_bytes(whole[:8], "little")
-    header = json.loads(whole[8 : 8 + length])
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
     value = json.loads(header["__metadata__"]["interposer"])
     for facts in (value["asked"], value["made_by"], value):
         if name in facts:
             facts[name] = text
     header["__metadata__"] = {"interposer": json.dumps(value), "checksum": checksum(value)}
-    file.write_bytes(whole[:8] + json.dumps(header).encode().ljust(length) + whole[8 + length :])
+    file.write_bytes(
+        content[:8] + json.dumps(header).encode().ljust(length) + content[8 + length :]
+    )
 
 
 def test_a_kernel_of_another_layout_is_refused(
     copied: Path, make_plugin: Callable[..., ModuleType]
 ) -> None:
     def kernel(layout: int) -> ModuleType:
-        here = f"{__name__}:"
-        function, prepare = f"{here}turned_linear", f"{here}turned"
+        module = f"{__name__}:"
+        function, prepare = f"{module}turned_linear", f"{module}turned"
         record = Kernel("linear", "linear_turned", function, "cpu", prepare=prepare, score=99.0)
         return make_plugin("turned", replace(record, layout=layout))
 
@@ -246,15 +250,15 @@ def turned_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 @pytest.mark.parametrize("harm", ["cut off", "header", "no packed weights"])
-def test_a_file_that_is_harmed_is_refused(copied: Path, harm: str) -> None:
+def test_a_damaged_file_is_refused(copied: Path, harm: str) -> None:
     file = pack(copied).path
-    whole = bytearray(file.read_bytes())
+    content = bytearray(file.read_bytes())
     if harm == "cut off":
-        del whole[-4096:]
+        del content[-4096:]
     elif harm == "header":
-        at = whole.index(b"llama" if b"llama" in whole else b"made_by")
-        whole[at : at + 4] = b"xxxx"
-    file.write_bytes(whole)
+        at = content.index(b"llama" if b"llama" in content else b"made_by")
+        content[at : at + 4] = b"xxxx"
+    file.write_bytes(content)
     if harm == "no packed weights":
         shutil.copy(copied / "model.safetensors", file)
     lm = loaded(copied, Config())
@@ -263,7 +267,7 @@ def test_a_file_that_is_harmed_is_refused(copied: Path, harm: str) -> None:
     assert tokens(lm) == tokens(loaded(copied, OFF))
 
 
-def test_harmed_weights_are_found_by_reading_them(copied: Path) -> None:
+def test_checking_finds_damaged_weights(copied: Path) -> None:
     from interposer_models._packed.packing import check_packed
 
     file = pack(copied).path
@@ -274,15 +278,15 @@ def test_harmed_weights_are_found_by_reading_them(copied: Path) -> None:
     assert "memories differ from their checksums" in check_packed(copied)[file]
 
 
-def test_weights_that_are_exchanged_stay_in_this_process(copied: Path) -> None:
+def test_an_update_of_mapped_weights_stays_in_this_process(copied: Path) -> None:
     file = pack(copied).path
     before = file.read_bytes()
-    lm, other = loaded(copied, Config()), loaded(copied, Config())
-    expected = tokens(other)
+    lm, second = loaded(copied, Config()), loaded(copied, Config())
+    expected = tokens(second)
     stored = load_file(copied / "model.safetensors")
     lm.update_weights([(name, -tensor) for name, tensor in stored.items()])
     assert tokens(lm) != expected
-    assert tokens(other) == expected
+    assert tokens(second) == expected
     assert file.read_bytes() == before
 
 
@@ -321,9 +325,9 @@ def test_a_process_waits_for_another_that_writes(llama: Path, on: Config, cache:
     assert [*tokens(loaded(llama, on))] == expected
 
 
-def test_the_cache_forgets_what_was_not_used_for_longest(llama: Path, cache: Path) -> None:
-    def kept(quantization: str | None, most: int) -> LanguageModel:
-        config = Config(packed="on", cache_dir=cache, packed_bytes=most)
+def test_the_cache_evicts_the_least_recently_used_file(llama: Path, cache: Path) -> None:
+    def kept(quantization: str | None, max_bytes: int) -> LanguageModel:
+        config = Config(packed="on", cache_dir=cache, packed_bytes=max_bytes)
         lm = loaded(llama, config, quantization=quantization)
         settled()
         return lm
@@ -340,7 +344,7 @@ def test_the_cache_forgets_what_was_not_used_for_longest(llama: Path, cache: Pat
         kept(None, 1000)
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(llama: Path, cache: Path) -> None:
+def test_loading_works_without_a_writable_cache(llama: Path, cache: Path) -> None:
     (cache / "packed").write_text("a file, where the folder should be")
     with pytest.raises(ConfigError, match=r"packed='on' was asked for, but .* cannot be written"):
         loaded(llama, Config(packed="on", cache_dir=cache))
@@ -348,11 +352,11 @@ def test_a_cache_that_cannot_be_written_is_done_without(llama: Path, cache: Path
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_the_benchmark_tells_of_each_way_to_load(llama: Path) -> None:
+def test_the_benchmark_reports_each_way_to_load(llama: Path) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "models_starting.py"
     command = [sys.executable, str(script), str(llama), "--tokens", "256"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-    *rows, vocabulary, last = done.stdout.splitlines()
+    process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    *rows, vocabulary, last = process.stdout.splitlines()
     assert vocabulary.startswith("vocabulary")
     assert [row.split()[:2] for row in rows] == [["none", way] for way in WAYS]
     assert all("load_s" in row and "anonymous" in row for row in rows)

@@ -33,12 +33,12 @@ def loaded(path: Path, config: Config) -> LanguageModel:
 
 
 def note(lm: LanguageModel) -> str:
-    return next(each for each in lm.resolver.notes if each.startswith("packed weights"))
+    return next(line for line in lm.resolver.notes if line.startswith("packed weights"))
 
 
 def tokens(lm: LanguageModel) -> tuple[int, ...]:
-    (done,) = lm.generate([PROMPT], max_new_tokens=4)
-    return done.token_ids
+    (completion,) = lm.generate([PROMPT], max_new_tokens=4)
+    return completion.token_ids
 
 
 @pytest.fixture
@@ -58,14 +58,14 @@ def test_each_changed_header_is_refused(
     """Of all changes, a batch has some that lie far apart, so that each kind of leaf is there."""
     path: Path = request.getfixturevalue(model)
     command = [sys.executable, str(PROGRAM), str(path), str(tmp_path), f"{batch}/{BATCHES}"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, str(PER_BATCH)], capture_output=True, text=True, timeout=900, check=False
     )
-    assert done.returncode == 0, f"{done.stdout[-300:]}\n{done.stderr[-2000:]}"
-    *changes, total = map(json.loads, done.stdout.splitlines())
+    assert process.returncode == 0, f"{process.stdout[-300:]}\n{process.stderr[-2000:]}"
+    *changes, total = map(json.loads, process.stdout.splitlines())
     assert len(changes) == PER_BATCH < total
     refused = [result for *_, result in changes if result != "unchanged"]
-    assert all(": it " in each and "not used" in each for each in refused), refused
+    assert all(": it " in line and "not used" in line for line in refused), refused
     assert len(refused) > PER_BATCH // 2
 
 
@@ -94,12 +94,12 @@ def test_a_file_that_was_made_elsewhere_is_read_from_the_checkpoint(
     copied: Path, on: Config, tmp_path: Path
 ) -> None:
     """Its header may be right in all, and still name other weights than a checkpoint does."""
-    other = Config(cache_dir=tmp_path / "other")
-    file = pack(copied, config=other).path
+    other_config = Config(cache_dir=tmp_path / "other")
+    file = pack(copied, config=other_config).path
     lm = loaded(copied, on)
     assert f"{file}: it has no signature of this user's cache" in note(lm)
     assert torch.equal(lm.logits(PROMPT), loaded(copied, Config(packed="off")).logits(PROMPT))
-    assert "mapped from" in note(loaded(copied, other))
+    assert "mapped from" in note(loaded(copied, other_config))
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "folder", "FIFO"])

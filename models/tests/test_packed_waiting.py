@@ -13,7 +13,7 @@ from interposer import Config
 from interposer_models._checkpoint.files import with_weights
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._loader import plan
-from interposer_models._packed.filling import packed_file, shelf_of
+from interposer_models._packed.loading_steps import packed_file, packed_store_of
 from interposer_models._packed.packed_loading import load_weights
 from interposer_models._packed.packed_writer import PackedWriter
 
@@ -49,11 +49,11 @@ def test_loading_pauses_while_another_writes_the_file(way: str, llama: Path, on:
     planned = plan(llama, config=on)
     checkpoint = with_weights(planned.checkpoint)
     weights = Weights(planned.model, planned.placement.device.torch_device)
-    shelf = shelf_of(planned, checkpoint)
-    pauses = Pauses(shelf.writer(shelf.kept))
+    store = packed_store_of(planned, checkpoint)
+    pauses = Pauses(store.writer(store.cache_folder))
     fill = load_weights if way == "mapped" else packed_file
-    done: list[int] = []
-    fill(planned, checkpoint, weights, done.append, sleep=pauses)
+    progress: list[int] = []
+    fill(planned, checkpoint, weights, progress.append, sleep=pauses)
     assert len(pauses.seconds) == 3
     assert min(pauses.seconds) > 0
-    assert sum(done) > 0
+    assert sum(progress) > 0

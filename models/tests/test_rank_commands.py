@@ -45,7 +45,7 @@ def interposer(*arguments: str | Path, asked: str = "") -> subprocess.CompletedP
 
 
 @pytest.mark.slow
-def test_a_chat_of_two_ranks_says_what_one_says(tmp_path: Path) -> None:
+def test_a_chat_of_two_ranks_equals_that_of_one(tmp_path: Path) -> None:
     path = tmp_path / "model"
     shutil.copytree(STDLIB, path)
     (path / "chat_template.jinja").write_text(TURN)

@@ -52,9 +52,7 @@ def told(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
         ("prompt", "rank 1 had other requests or computed other tokens than rank 0 before step"),
     ],
 )
-def test_a_difference_is_told_on_every_rank(
-    told: list[dict[str, str]], what: str, said: str
-) -> None:
+def test_every_rank_reports_a_difference(told: list[dict[str, str]], what: str, said: str) -> None:
     for of_rank in told:
         assert said in of_rank[what]
         assert of_rank["nothing"] == ""

@@ -57,7 +57,7 @@ TENSORS = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_values_cross_as_they_are(value: Any) -> None:
+def test_values_survive_encoding(value: Any) -> None:
     crossed = decode(encode(value))
     assert type(crossed) is type(value)
     assert crossed == value
@@ -65,7 +65,7 @@ def test_values_cross_as_they_are(value: Any) -> None:
 
 
 @pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype}")
-def test_tensors_cross_as_they_are(tensor: torch.Tensor) -> None:
+def test_tensors_survive_encoding(tensor: torch.Tensor) -> None:
     ((name, crossed),) = decode(encode([("weight", tensor)]))
     assert name == "weight"
     assert (crossed.dtype, crossed.shape) == (tensor.dtype, tensor.shape)
@@ -81,12 +81,12 @@ class Other:
     [Other(), [lambda: None], {"a": Other}, torch.empty(1, device="meta"), 1j],
     ids=["object", "function", "class", "meta tensor", "complex number"],
 )
-def test_what_does_not_cross_is_named(value: Any) -> None:
+def test_errors_name_the_type_that_cannot_be_sent(value: Any) -> None:
     with pytest.raises(ConfigError, match="to other ranks"):
         encode(value)
 
 
-def test_endless_nesting_does_not_cross() -> None:
+def test_deep_nesting_is_refused() -> None:
     value: list[Any] = []
     value.append(value)
     with pytest.raises(ConfigError, match="64 levels"):
@@ -124,13 +124,13 @@ def test_bytes_that_no_rank_sends_are_refused(content: bytes, reason: str) -> No
 
 
 def test_damaged_bytes_are_refused_or_are_another_value() -> None:
-    whole = encode([*VALUES, *TENSORS])
+    encoded = encode([*VALUES, *TENSORS])
     draws = random.Random(1)
     for _ in range(600):
-        damaged = bytearray(whole)
-        damaged[draws.randrange(len(whole))] = draws.randrange(256)
+        damaged = bytearray(encoded)
+        damaged[draws.randrange(len(encoded))] = draws.randrange(256)
         try:
-            decode(bytes(damaged[: draws.choice([len(whole), draws.randrange(len(whole))])]))
+            decode(bytes(damaged[: draws.choice([len(encoded), draws.randrange(len(encoded))])]))
         except CodecError:
             continue
 

@@ -42,47 +42,51 @@ def model_types() -> dict[str, str]:
 def stated() -> dict[str, tuple[dict[str, Any], Mapping[str, str]]]:
     """Return an example and the plan of each family for which transformers has one."""
     types = model_types()
-    found: dict[str, tuple[dict[str, Any], Mapping[str, str]]] = {}
+    plans: dict[str, tuple[dict[str, Any], Mapping[str, str]]] = {}
     for name, config in family_configs():
         kind = types.get(config["architectures"][0], "")
         cuts = getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None) if kind else None
         if cuts:
-            found.setdefault(name.partition("-")[0], (config, cuts))
-    return found
+            plans.setdefault(name.partition("-")[0], (config, cuts))
+    return plans
 
 
 def cuts_of(model: nn.Module) -> dict[str, str]:
     """Return how each projection is cut, by its name without the numbers of blocks."""
-    found = {}
+    shards = {}
     for layer in model.modules():
         parent = str(getattr(layer, "prefix", "")).rpartition(".")[0]
         if isinstance(layer, ColumnLinear):
-            found.update({f"{parent}.{part}": "column" for part in layer.parts})
+            shards.update({f"{parent}.{part}": "column" for part in layer.parts})
         elif isinstance(layer, RowLinear):
-            found[layer.prefix] = "row"
+            shards[layer.prefix] = "row"
         elif isinstance(layer, DividedExperts):
             # Of matrices that are stored inputs first it names the dimension in the file.
             kinds = ("row", "column") if layer.spec.inputs_first else ("column", "row")
             names = (f"{layer.prefix}.gate_up_proj", f"{layer.prefix}.down_proj")
-            found.update(zip(names, kinds, strict=True))
-    return {re.sub(r"\.\d+\.", ".*.", name): kind for name, kind in found.items()}
+            shards.update(zip(names, kinds, strict=True))
+    return {re.sub(r"\.\d+\.", ".*.", name): kind for name, kind in shards.items()}
 
 
 @pytest.mark.parametrize("family", sorted(stated()))
-def test_layers_are_cut_as_transformers_cuts_them(family: str, tmp_path: Path) -> None:
+def test_layers_are_sharded_like_in_transformers(family: str, tmp_path: Path) -> None:
     config, cuts = stated()[family]
     path = write_config(tmp_path, config)
     with with_ranks(Ranks(0, 2, (0, 0), ("cpu", "cpu"))):
         planned = plan(path, platform="cpu")
-    own = cuts_of(planned.model)
-    assert own, planned.resolver.notes
-    names = {re.sub(r"^.*?(?=layers\.)", "", name): kind for name, kind in own.items()}
+    shards = cuts_of(planned.model)
+    assert shards, planned.resolver.notes
+    names = {re.sub(r"^.*?(?=layers\.)", "", name): kind for name, kind in shards.items()}
     both = {name for name in names if cuts.get(name) in KINDS}
     assert {name: names[name] for name in both} == {name: KINDS[cuts[name]] for name in both}
     # What it cuts here is not left whole: where its name is known, some of it is cut.
-    whole = whole_names(planned.model)
+    replicated = whole_names(planned.model)
     expected = {name for name, style in cuts.items() if style in KINDS and name not in names}
-    uncut = {name for name in expected if any(other.endswith(name) for other in whole)}
+    uncut = {
+        name
+        for name in expected
+        if any(replicated_name.endswith(name) for replicated_name in replicated)
+    }
     assert not uncut, planned.resolver.notes
 
 
@@ -96,27 +100,28 @@ def whole_names(model: nn.Module) -> set[str]:
     }
 
 
-def told(path: Path) -> list[str]:
+def shard_notes(path: Path) -> list[str]:
     notes = plan(path, platform="cpu", tensor_parallel=2).resolver.notes
-    return [note for note in notes if note.startswith(("cut ", "whole "))]
+    return [note for note in notes if note.startswith(("sharded ", "replicated "))]
 
 
-def test_cuts_are_told_by_kind(llama: Path) -> None:
+def test_notes_list_shards_by_kind(llama: Path) -> None:
     heads, mlp = "model.layers.self_attn", "model.layers.mlp"
     norms = ("model.layers.input_layernorm", "model.layers.post_attention_layernorm", "model.norm")
     parts = "q_proj 32 of 64, k_proj 16 of 32, v_proj 16 of 32"
-    assert told(llama) == [
-        f"cut by heads: {heads}.qkv_proj ({parts})",
-        f"cut by outputs: {mlp}.gate_up_proj (gate_proj 48 of 96, up_proj 48 of 96)",
-        f"cut by inputs and added up: {heads}.o_proj (32 of 64), {mlp}.down_proj (48 of 96)",
-        "cut by tokens: model.embed_tokens (128 of 256), lm_head (128 of 256)",
-        f"whole on every rank: {', '.join(norms)}",
+    assert shard_notes(llama) == [
+        f"sharded by heads: {heads}.qkv_proj ({parts})",
+        f"sharded by outputs: {mlp}.gate_up_proj (gate_proj 48 of 96, up_proj 48 of 96)",
+        "sharded by inputs, then all-reduced: "
+        f"{heads}.o_proj (32 of 64), {mlp}.down_proj (48 of 96)",
+        "sharded by tokens: model.embed_tokens (128 of 256), lm_head (128 of 256)",
+        f"replicated on every rank: {', '.join(norms)}",
     ]
     assert plan(llama, platform="cpu").resolver.notes == []
 
 
-def test_experts_are_told_as_cut_inside_and_routers_as_whole(qwen3_moe: Path) -> None:
-    notes = {note.partition(": ")[0]: note for note in told(qwen3_moe)}
-    experts = notes["cut inside of every expert and added up"]
+def test_notes_list_experts_as_sharded_and_routers_as_replicated(qwen3_moe: Path) -> None:
+    notes = {note.partition(": ")[0]: note for note in shard_notes(qwen3_moe)}
+    experts = notes["sharded inside every expert, then all-reduced"]
     assert experts.endswith("model.layers.mlp.experts (24 of 48)")
-    assert "model.layers.mlp.router" in notes["whole on every rank"]
+    assert "model.layers.mlp.router" in notes["replicated on every rank"]

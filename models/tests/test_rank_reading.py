@@ -87,7 +87,7 @@ class ReadBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_rank_copies_its_own_bytes(checkpoint: Checkpoint, count: int) -> None:
+def test_a_rank_copies_only_its_shards(checkpoint: Checkpoint, count: int) -> None:
     with torch.device("meta"):
         pair = Pair(site_of(count - 1, count))
     with ReadBytes() as read:
@@ -139,7 +139,7 @@ def first_byte(path: Path, name: str) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc/self/smaps")
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_pages_of_other_ranks_are_not_read(checkpoint: Checkpoint, count: int) -> None:
+def test_pages_of_shards_of_other_ranks_are_not_read(checkpoint: Checkpoint, count: int) -> None:
     with torch.device("meta"):
         pair = Pair(site_of(count - 1, count))
     (shard,) = checkpoint.shards

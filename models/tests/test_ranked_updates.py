@@ -21,7 +21,7 @@ from torch import nn
 
 from interposer.errors import ConfigError, RankError, RequestError
 from interposer_models import LanguageModel, Meeting, WeightsFrom, launched, load, send_weights
-from interposer_models._checkpoint.row_room import RowRoom
+from interposer_models._checkpoint.row_buffer import RowBuffer
 from interposer_models._checkpoint.tensor_places import TensorPlace
 from interposer_ops.layers.cuts import Slice
 
@@ -50,7 +50,7 @@ def paths(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.process
-def test_each_rank_has_its_share_of_new_weights_or_of_the_old_ones(
+def test_all_ranks_have_shards_of_the_same_weights_after_an_update(
     paths: list[Path], tmp_path: Path
 ) -> None:
     old, new = paths
@@ -79,7 +79,7 @@ def test_each_rank_has_its_share_of_new_weights_or_of_the_old_ones(
 
 
 @pytest.mark.process
-def test_followers_come_to_a_meeting_with_the_trainer(
+def test_followers_join_a_meeting_with_the_trainer(
     paths: list[Path], trainer: Peer, tmp_path: Path
 ) -> None:
     old, new = paths
@@ -95,17 +95,17 @@ def test_followers_come_to_a_meeting_with_the_trainer(
         meeting = Meeting(f"{address}{number}", rank=1, size=3)
         return lm.update_weights(WeightsFrom(meeting, timeout_seconds=WAIT_SECONDS))
 
-    given = f"load_file({str(new / WEIGHTS)!r})"
+    tensors = f"load_file({str(new / WEIGHTS)!r})"
     with launched(2, timeout_seconds=WAIT_SECONDS) as load:
         options: dict[str, Any] = {"dtype": "float32", "cache_tokens": 64}
-        wanted = load(new, **options).logits(PROMPT)
+        expected = load(new, **options).logits(PROMPT)
         lm = load(old, **options)
         before = lm.logits(PROMPT)
         with pytest.raises(ConfigError, match="Meeting"):
             lm.update_weights(WeightsFrom())
         undisturbed = lm.generate([PROMPT], max_new_tokens=9)[0].token_ids
 
-        send(given, 1)
+        send(tensors, 1)
         stream = lm.stream(PROMPT, max_new_tokens=9)
         tokens = [next(stream).token_id]
         with pytest.raises(RequestError, match="unfinished"):
@@ -113,16 +113,16 @@ def test_followers_come_to_a_meeting_with_the_trainer(
         assert [*tokens, *(delta.token_id for delta in stream)] == [*undisturbed]
         assert trainer.end()[1] == "RankError"
 
-        send(given + ".items()", 1)  # at the same meeting
+        send(tensors + ".items()", 1)  # at the same meeting
         assert come(lm, 1) == ()
         assert trainer.end() == [None, "", ""]
-        assert torch.equal(lm.logits(PROMPT), wanted)
-        assert not torch.equal(before, wanted)
+        assert torch.equal(lm.logits(PROMPT), expected)
+        assert not torch.equal(before, expected)
 
         send(f"breaking({str(new / WEIGHTS)!r}, 9, 'exit')", 2)
         with pytest.raises(RankError, match="died or did not answer"):
             come(lm, 2)
-        assert torch.equal(lm.logits(PROMPT), wanted)
+        assert torch.equal(lm.logits(PROMPT), expected)
         assert trainer.end() == []
 
 
@@ -172,11 +172,11 @@ def cuts(draw: st.DrawFn) -> tuple[TensorPlace, tuple[int, ...], list[int], list
     dim = draw(st.integers(0, len(shape) - 1))
     edges = sorted(draw(st.sets(st.integers(0, shape[dim]), min_size=2, max_size=4)))
     ranges = tuple(zip(edges[::2], edges[1::2], strict=False))
-    held = list(shape)
-    held[dim] = sum(stop - start for start, stop in ranges)
+    shard_shape = list(shape)
+    shard_shape[dim] = sum(stop - start for start, stop in ranges)
     cut = draw(st.sampled_from([None, Slice(dim, shape[dim], ranges)]))
     is_turned = len(shape) == 2 and draw(st.booleans())
-    sizes = list(shape) if cut is None else held
+    sizes = list(shape) if cut is None else shard_shape
     parameter = nn.Parameter(torch.zeros(sizes[::-1] if is_turned else sizes), requires_grad=False)
     if is_turned:
         parameter.stored_transposed = True  # type: ignore[attr-defined]
@@ -188,24 +188,24 @@ def cuts(draw: st.DrawFn) -> tuple[TensorPlace, tuple[int, ...], list[int], list
 
 @settings(max_examples=num_examples(200), deadline=None)
 @given(cuts())
-def test_rows_that_come_apart_are_the_share_of_the_whole(
+def test_rows_that_arrive_apart_fill_the_shard(
     drawn: tuple[TensorPlace, tuple[int, ...], list[int], list[bool]],
 ) -> None:
     place, shape, steps, direct = drawn
     tensor = torch.arange(1.0, torch.Size(shape).numel() + 1).view(shape)
-    wanted, found = (torch.zeros_like(place.parameter.data) for _ in range(2))
-    place.write("x", place.share("x", tensor, "test"), wanted, "test")
+    expected, received = (torch.zeros_like(place.parameter.data) for _ in range(2))
+    place.write("x", place.shard("x", tensor, "test"), expected, "test")
     assert place.takes_rows(shape, torch.bfloat16)
     assert not place.takes_rows((*shape, 2), torch.float32)
     assert not place.takes_rows(shape, torch.int32)
-    room, start = RowRoom.of(place, found), 0
+    buffer, start = RowBuffer.of(place, received), 0
     for step, is_direct in zip(steps, direct, strict=True):
         rows = tensor[start : start + step]
-        memory = room.memory(start, start + len(rows))
+        memory = buffer.memory(start, start + len(rows))
         if is_direct and memory is not None and len(rows):
             assert memory.shape == rows.shape
             memory.copy_(rows)
         else:
-            room.put(start, rows)
+            buffer.put(start, rows)
         start += len(rows)
-    assert torch.equal(found, wanted)
+    assert torch.equal(received, expected)

@@ -112,45 +112,43 @@ def drawn(layer: Linear | Experts, seed: int) -> Tensors:
 
 
 @pytest.mark.parametrize(("scheme", "settings"), landing_sample(examples(), every=4))
-def test_an_exchanged_layer_is_the_one_that_would_be_loaded(
-    scheme: Any, settings: Mapping[str, Any]
-) -> None:
+def test_an_updated_layer_equals_a_loaded_one(scheme: Any, settings: Mapping[str, Any]) -> None:
     first, second = (drawn(built(scheme, settings, "cpu"), seed) for seed in (1, 2))
     layers = [built(scheme, settings, "meta") for _ in range(2)]
     weights = [Weights(nn.ModuleList([layer]), "cpu") for layer in layers]
-    for each, tensors in zip(weights, (first, second), strict=True):
-        each.load(tensors.items(), "test")
-    before, wanted = (result(layer) for layer in layers)
-    assert not torch.equal(before, wanted)
+    for weights_of_layer, tensors in zip(weights, (first, second), strict=True):
+        weights_of_layer.load(tensors.items(), "test")
+    before, expected = (result(layer) for layer in layers)
+    assert not torch.equal(before, expected)
     weights[0].update(Offer(second.items()), "test")
-    assert torch.equal(result(layers[0]), wanted)
+    assert torch.equal(result(layers[0]), expected)
     for name in second:
         if len(second) > 1:
             with pytest.raises(CheckpointError, match="goes together with"):
                 weights[0].update(Offer([(name, first[name])]), "test")
-    assert torch.equal(result(layers[0]), wanted)
+    assert torch.equal(result(layers[0]), expected)
     weights[0].update(Offer(first.items()), "test")
     assert torch.equal(result(layers[0]), before)
 
 
 @pytest.mark.parametrize(("scheme", "settings"), landing_sample(examples(), every=4))
-def test_what_a_checkpoint_holds_is_only_read_and_not_kept(
+def test_loading_neither_changes_nor_keeps_checkpoint_tensors(
     scheme: Any, settings: Mapping[str, Any]
 ) -> None:
     tensors = drawn(built(scheme, settings, "cpu"), 1)
-    held = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
-    stored = {name: codes.clone() for name, codes in held.items()}
+    bytes_by_name = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
+    stored = {name: codes.clone() for name, codes in bytes_by_name.items()}
     layer = built(scheme, settings, "meta")
     Weights(nn.ModuleList([layer]), "cpu").load(tensors.items(), "test")
-    assert all(torch.equal(held[name], codes) for name, codes in stored.items())
+    assert all(torch.equal(bytes_by_name[name], codes) for name, codes in stored.items())
     before = result(layer)
-    for codes in held.values():
+    for codes in bytes_by_name.values():
         codes.zero_()
     assert torch.equal(result(layer), before)
 
 
 @pytest.mark.parametrize("method", ["online_fp8", "online_int4", "online_int8", "online_w4a8"])
-def test_a_weight_that_is_quantized_needs_no_copy_of_its_own(method: str) -> None:
+def test_quantizing_while_loading_borrows_the_stored_weight(method: str) -> None:
     scheme = next(
         load_target(record.target)
         for record in standard.interposer_records()
@@ -158,13 +156,13 @@ def test_a_weight_that_is_quantized_needs_no_copy_of_its_own(method: str) -> Non
     )
     layer = built(scheme, {}, "meta")
     place = places_of([layer])[0][f"{PREFIX}.weight"]
-    whole = torch.empty(OUT_FEATURES, IN_FEATURES)
-    assert place.can_borrow(torch.zeros_like(whole), whole)
-    assert not place.can_borrow(torch.zeros_like(whole, dtype=torch.bfloat16), whole)
-    assert not place.can_borrow(torch.zeros(IN_FEATURES, OUT_FEATURES).T, whole)
-    assert not place.can_borrow(torch.zeros(OUT_FEATURES // 2, IN_FEATURES), whole)
+    parameter = torch.empty(OUT_FEATURES, IN_FEATURES)
+    assert place.can_borrow(torch.zeros_like(parameter), parameter)
+    assert not place.can_borrow(torch.zeros_like(parameter, dtype=torch.bfloat16), parameter)
+    assert not place.can_borrow(torch.zeros(IN_FEATURES, OUT_FEATURES).T, parameter)
+    assert not place.can_borrow(torch.zeros(OUT_FEATURES // 2, IN_FEATURES), parameter)
     part = replace(place, stop=OUT_FEATURES // 2)
-    assert not part.can_borrow(torch.zeros(OUT_FEATURES // 2, IN_FEATURES), whole)
+    assert not part.can_borrow(torch.zeros(OUT_FEATURES // 2, IN_FEATURES), parameter)
 
 
 @pytest.mark.parametrize(("scheme", "settings"), linear_examples())

@@ -76,11 +76,11 @@ def written(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
     folder, tensors = tmp_path_factory.mktemp("sent"), load_file(llama / WEIGHTS)
 
     def of(kind: str) -> list[Path]:
-        made = [folder / f"{kind}-{seed}" for seed in (1, 2)]
-        for seed, path in enumerate(made, 1):
+        folders = [folder / f"{kind}-{seed}" for seed in (1, 2)]
+        for seed, path in enumerate(folders, 1):
             if not path.exists():
                 write(path, llama, kind, stored(kind, tensors, seed))
-        return made
+        return folders
 
     return of
 
@@ -112,7 +112,7 @@ def there(path: Path, call: str = "updated", dtype: str = "float32", options: st
         every=3,
     ),
 )
-def test_models_of_all_receivers_are_those_that_would_be_loaded(
+def test_all_receivers_get_the_sent_weights(
     group: Group,
     written: Callable[[str], list[Path]],
     kind: str,
@@ -120,35 +120,35 @@ def test_models_of_all_receivers_are_those_that_would_be_loaded(
     bucket_bytes: int,
 ) -> None:
     old, new = written(kind)
-    lm, wanted = load(old, dtype, cache_tokens=64), digest(load(new, dtype, cache_tokens=64))
+    lm, expected = load(old, dtype, cache_tokens=64), digest(load(new, dtype, cache_tokens=64))
     options = f", bucket_bytes={bucket_bytes}"
     with group.sending(sent(new, options), there(old, dtype=dtype)) as answers:
         assert lm.update_weights(WeightsFrom()) == ()
-    assert answers == [[None, "", ""], [["", wanted], "", ""]]
-    assert digest(lm) == wanted
+    assert answers == [[None, "", ""], [["", expected], "", ""]]
+    assert digest(lm) == expected
     with group.sending(sent(old, options), there(old, dtype=dtype)) as answers:
         lm.update_weights(WeightsFrom(source=0))
-    assert answers[1][0] == ["", digest(lm)] != ["", wanted]
+    assert answers[1][0] == ["", digest(lm)] != ["", expected]
 
 
 def addresses(lm: LanguageModel) -> list[int]:
     """Return where the large weights lie."""
-    found = [
-        held.data_ptr()
+    pointers = [
+        tensor.data_ptr()
         for module in lm.engine.model.modules()
         for operand in getattr(module, "operands", ())
-        for held in (operand if isinstance(operand, tuple) else (operand,))
-        if isinstance(held, torch.Tensor) and held.nbytes >= 1 << 16
+        for tensor in (operand if isinstance(operand, tuple) else (operand,))
+        if isinstance(tensor, torch.Tensor) and tensor.nbytes >= 1 << 16
     ]
-    assert found
-    return found
+    assert pointers
+    return pointers
 
 
 def test_kept_memory_serves_the_next_weights(
     group: Group, written: Callable[[str], list[Path]]
 ) -> None:
     old, new = written("plain")
-    lm, wanted = (
+    lm, expected = (
         load(old, "float32", cache_tokens=64),
         digest(load(new, "float32", cache_tokens=64)),
     )
@@ -157,12 +157,12 @@ def test_kept_memory_serves_the_next_weights(
     with group.sending(f"[{', '.join(calls)}]") as answers:
         assert lm.update_weights(WeightsFrom(keeps_memory=True)) == ()
         second = addresses(lm)
-        assert digest(lm) == wanted
+        assert digest(lm) == expected
         assert lm.update_weights(WeightsFrom(keeps_memory=True)) == ()
         assert digest(lm) == before
         assert (addresses(lm), set(first) & set(second)) == (first, set())
         assert lm.update_weights(WeightsFrom()) == ()
-        assert digest(lm) == wanted
+        assert digest(lm) == expected
     assert answers == [[[None] * 3, "", ""]]
 
 
@@ -177,7 +177,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", sorted(WRONG))
-def test_what_a_model_refuses_changes_none_and_reaches_the_trainer(
+def test_a_refused_tensor_changes_no_model_and_reaches_the_trainer(
     group: Group, written: Callable[[str], list[Path]], wrong: str
 ) -> None:
     old, new = written("plain")
@@ -198,7 +198,7 @@ def test_what_a_model_refuses_changes_none_and_reaches_the_trainer(
     assert receiver == ["CheckpointError", True]
 
 
-def test_a_refusal_of_one_receiver_changes_none_and_the_group_goes_on(
+def test_a_refusal_of_one_receiver_changes_no_model_and_the_group_stays_usable(
     group: Group, written: Callable[[str], list[Path]]
 ) -> None:
     old, new = written("plain")
@@ -221,7 +221,7 @@ def test_a_refusal_of_one_receiver_changes_none_and_the_group_goes_on(
     assert digest(lm) != before
 
 
-def test_what_one_of_two_cannot_prepare_is_renewed_in_none(
+def test_weights_that_one_receiver_cannot_prepare_change_no_model(
     group: Group, written: Callable[[str], list[Path]], smaller: Path
 ) -> None:
     old, new = written("plain")
@@ -237,7 +237,7 @@ def test_what_one_of_two_cannot_prepare_is_renewed_in_none(
     assert digest(lm) == before
 
 
-def test_a_trainer_that_fails_tells_its_reason(
+def test_receivers_get_the_error_of_a_failed_trainer(
     group: Group, written: Callable[[str], list[Path]]
 ) -> None:
     old, new = written("plain")
@@ -292,29 +292,29 @@ def test_a_trainer_that_dies_changes_nothing(
 
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**31), st.integers(4096, 20_000))
-def test_tensors_of_any_form_arrive_as_they_were(
-    group: Group, seed: int, bucket_bytes: int
-) -> None:
+def test_tensors_of_any_form_arrive_unchanged(group: Group, seed: int, bucket_bytes: int) -> None:
     call = f"send_weights(noise({seed}), bucket_bytes={bucket_bytes})"
     with group.sending(call) as answers, offer_of(WeightsFrom()) as offer:
-        for (name, tensor), (wanted_name, wanted) in zip(
-            offer.given(lambda *_: None), noise(seed), strict=True
+        for (name, tensor), (wanted_name, expected) in zip(
+            offer.tensors(lambda *_: None), noise(seed), strict=True
         ):
             assert name == wanted_name
             assert isinstance(tensor, torch.Tensor)
-            assert (tensor.shape, tensor.dtype) == (wanted.shape, wanted.dtype)
-            codes = [each.contiguous().view(-1).view(torch.uint8) for each in (tensor, wanted)]
+            assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype)
+            codes = [
+                values.contiguous().view(-1).view(torch.uint8) for values in (tensor, expected)
+            ]
             assert torch.equal(*codes)
-        offer.agree()
+        offer.confirm()
     assert answers == [[None, "", ""]]
 
 
-def test_an_asynchronous_model_takes_them_between_requests(
+def test_an_asynchronous_model_updates_between_requests(
     group: Group, written: Callable[[str], list[Path]]
 ) -> None:
     old, new = written("plain")
     lm = load(old, "float32", cache_tokens=512)
-    wanted = load(new, "float32", cache_tokens=512).generate([TOKENS], max_new_tokens=8)
+    expected = load(new, "float32", cache_tokens=512).generate([TOKENS], max_new_tokens=8)
 
     async def run() -> None:
         async with AsyncLanguageModel(lm) as model:
@@ -323,8 +323,8 @@ def test_an_asynchronous_model_takes_them_between_requests(
             await asyncio.sleep(0)
             after = await model.generate([TOKENS], max_new_tokens=8)
             assert await update == ()
-            assert after[0].token_ids == wanted[0].token_ids
-            assert after[0].logprobs == wanted[0].logprobs != before[0].logprobs
+            assert after[0].token_ids == expected[0].token_ids
+            assert after[0].logprobs == expected[0].logprobs != before[0].logprobs
 
     with group.sending(sent(new)) as answers:
         asyncio.run(run())
@@ -334,7 +334,7 @@ def test_an_asynchronous_model_takes_them_between_requests(
 @pytest.mark.parametrize(
     ("call", "said"), [("other_vote()", "something else"), ("other_bucket()", "no weights")]
 )
-def test_other_talk_in_the_group_is_refused(
+def test_other_messages_in_the_group_are_refused(
     group: Group, written: Callable[[str], list[Path]], call: str, said: str
 ) -> None:
     lm = load(written("plain")[0], "float32", cache_tokens=64)
@@ -344,7 +344,7 @@ def test_other_talk_in_the_group_is_refused(
     assert digest(lm) == before
 
 
-def test_groups_without_two_sides_are_refused(
+def test_groups_without_trainer_or_receiver_are_refused(
     group: Group, written: Callable[[str], list[Path]]
 ) -> None:
     lm = load(written("plain")[0], "float32", cache_tokens=64)
@@ -374,5 +374,5 @@ def test_groups_without_two_sides_are_refused(
         ("cpu:mpi", "cpu"),
     ],
 )
-def test_buckets_lie_where_the_backend_takes_them(config: str, device: str) -> None:
+def test_buckets_are_on_the_device_of_the_backend(config: str, device: str) -> None:
     assert device_of(config) == torch.device(device)

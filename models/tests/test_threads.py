@@ -29,7 +29,7 @@ def lm(llama: Path) -> LanguageModel:
     return load(llama, "float32", cache_tokens=2048, max_sequences=8)
 
 
-def test_each_thread_gets_what_it_gets_alone(lm: LanguageModel) -> None:
+def test_each_thread_gets_the_tokens_that_it_gets_alone(lm: LanguageModel) -> None:
     messages = [{"role": "user", "content": "import"}]
     front = AsyncLanguageModel(lm)
     calls: list[Callable[[], Any]] = [

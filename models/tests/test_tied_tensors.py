@@ -61,7 +61,7 @@ def test_a_stored_head_that_equals_the_table_stays_tied(tied: Path) -> None:
     assert not any("differs" in note for note in explain(lm).notes)
 
 
-def test_a_head_alone_is_the_table_as_well(tied: Path) -> None:
+def test_a_stored_head_also_fills_a_missing_tied_table(tied: Path) -> None:
     rewrite(tied, lambda tensors: tensors.update({HEAD: tensors.pop(TABLE)}))
     logits = load(tied, dtype="float32", cache_tokens=64).logits(TOKENS)
     torch.testing.assert_close(logits, expected(tied), rtol=1e-4, atol=1e-4)

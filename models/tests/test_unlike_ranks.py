@@ -70,7 +70,7 @@ def said(
             process.wait()
 
 
-def test_ranks_of_two_host_names_say_what_one_process_says(llama: Path) -> None:
+def test_ranks_of_two_hosts_generate_the_tokens_of_one_process(llama: Path) -> None:
     if not has_namespaces():
         pytest.skip("unshare --uts is not there, or not permitted")
     elsewhere = ["unshare", "--uts", "sh", "-c", 'hostname interposer-test && exec "$@"', "sh"]
@@ -82,7 +82,7 @@ def test_ranks_of_two_host_names_say_what_one_process_says(llama: Path) -> None:
         )
 
 
-def test_ranks_of_two_platforms_say_what_one_process_says(llama: Path) -> None:
+def test_ranks_of_two_platforms_generate_the_tokens_of_one_process(llama: Path) -> None:
     pytest.importorskip("triton")
     expected = tokens(load(llama, "float32", config=Config(platform="cpu"), cache_tokens=256))
     ours, others = said(llama, ["cpu", "interpreter"])

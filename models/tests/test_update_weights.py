@@ -149,18 +149,16 @@ def kept(lm: LanguageModel) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_updated_model_is_the_one_that_would_be_loaded(
-    two: tuple[Path, Path], dtype: str
-) -> None:
+def test_an_updated_model_equals_a_loaded_one(two: tuple[Path, Path], dtype: str) -> None:
     first, second = (load(path, dtype=dtype, cache_tokens=64) for path in two)
-    unchanged, wanted = kept(first), second.logits(TOKENS)
-    assert not torch.equal(first.logits(TOKENS), wanted)
+    unchanged, expected = kept(first), second.logits(TOKENS)
+    assert not torch.equal(first.logits(TOKENS), expected)
     before = operands(first)
     assert first.update_weights(load_file(two[1] / WEIGHTS)) == ()
-    assert torch.equal(first.logits(TOKENS), wanted)
+    assert torch.equal(first.logits(TOKENS), expected)
     # Whoever took the operands before, such as a captured graph, has the new ones.
-    for prefix, held in operands(first).items():
-        assert all(old is new for old, new in zip(before[prefix], held, strict=True))
+    for prefix, operand in operands(first).items():
+        assert all(old is new for old, new in zip(before[prefix], operand, strict=True))
     assert first.update_weights(load_file(two[0] / WEIGHTS).items()) == ()
     assert unchanged()
 
@@ -177,14 +175,14 @@ def test_tied_biased_and_normed_models_are_updated(
             new.copy_(1.1 * old)
     trained.save_pretrained(tmp_path)  # type: ignore[operator]
     shutil.copy(path / "tokenizer.json", tmp_path)
-    lm, wanted = (
-        load(each, dtype="float32", cache_tokens=64, quantization=quantization)
-        for each in (path, tmp_path)
+    lm, expected = (
+        load(folder, dtype="float32", cache_tokens=64, quantization=quantization)
+        for folder in (path, tmp_path)
     )
-    assert not torch.equal(lm.logits(TOKENS), wanted.logits(TOKENS))
+    assert not torch.equal(lm.logits(TOKENS), expected.logits(TOKENS))
     # The trainer's own parameters, which require gradients; a tied head is listed besides.
     assert lm.update_weights(trained.state_dict(keep_vars=True)) == ()
-    assert torch.equal(lm.logits(TOKENS), wanted.logits(TOKENS))
+    assert torch.equal(lm.logits(TOKENS), expected.logits(TOKENS))
 
 
 @pytest.fixture
@@ -197,7 +195,9 @@ def tensors(llama: Path) -> Tensors:
     return stored("plain", load_file(llama / WEIGHTS), seed=3)
 
 
-def test_layers_that_are_not_given_stay(lm: LanguageModel, llama: Path, tensors: Tensors) -> None:
+def test_layers_without_new_tensors_stay_unchanged(
+    lm: LanguageModel, llama: Path, tensors: Tensors
+) -> None:
     unchanged = kept(lm)
     names = [name for name in tensors if ".1.self_attn." in name or "embed" in name]
     assert len(names) == 5
@@ -270,14 +270,14 @@ def one_twice(tensors: Tensors) -> object:
 def test_a_bad_update_changes_nothing(
     lm: LanguageModel, tensors: Tensors, edit: Edit, message: str
 ) -> None:
-    unchanged, given = kept(lm), edit(tensors)
+    unchanged, edited = kept(lm), edit(tensors)
     with pytest.raises(CheckpointError, match=message) as caught:
-        lm.update_weights(given)  # type: ignore[arg-type]
+        lm.update_weights(edited)  # type: ignore[arg-type]
     assert str(caught.value).startswith(f"update of {lm.path}: ")
     assert unchanged()
 
 
-def test_parts_of_a_fused_layer_are_given_together(lm: LanguageModel, tensors: Tensors) -> None:
+def test_an_update_needs_all_parts_of_a_fused_layer(lm: LanguageModel, tensors: Tensors) -> None:
     unchanged = kept(lm)
     with pytest.raises(CheckpointError) as caught:
         lm.update_weights({name: tensors[name] for name in (Q, "model.norm.weight")})
@@ -287,7 +287,9 @@ def test_parts_of_a_fused_layer_are_given_together(lm: LanguageModel, tensors: T
 
 
 @pytest.mark.parametrize("kind", ["fbgemm_fp8", "fp8", "int8", "gptq"], indirect=True)
-def test_tensors_of_a_quantized_layer_are_given_together(two: tuple[Path, Path], kind: str) -> None:
+def test_an_update_needs_all_tensors_of_a_quantized_layer(
+    two: tuple[Path, Path], kind: str
+) -> None:
     lm, new = load(two[0], dtype="float32", cache_tokens=64), load_file(two[1] / WEIGHTS)
     unchanged = kept(lm)
     names = [name for name in new if name.startswith("model.layers.0.mlp.down_proj.")]
@@ -295,14 +297,14 @@ def test_tensors_of_a_quantized_layer_are_given_together(two: tuple[Path, Path],
     for name in names:
         with pytest.raises(CheckpointError, match="lacks the tensor") as caught:
             lm.update_weights({name: new[name]})
-        assert all(repr(other) in str(caught.value) for other in names)
+        assert all(repr(part) in str(caught.value) for part in names)
         assert unchanged()
     assert lm.update_weights({name: new[name] for name in names}) == ()
     assert not unchanged()
 
 
 @pytest.mark.parametrize("kind", ["fbgemm_fp8", "fp8", "gptq"], indirect=True)
-def test_scales_that_are_no_numbers_change_nothing(two: tuple[Path, Path], kind: str) -> None:
+def test_scales_that_are_nan_change_nothing(two: tuple[Path, Path], kind: str) -> None:
     lm, new = load(two[0], dtype="float32", cache_tokens=64), load_file(two[1] / WEIGHTS)
     unchanged = kept(lm)
     name = next(n for n in reversed(new) if "scale" in n and "layers.2" in n)
@@ -325,7 +327,7 @@ def test_an_error_of_the_iterator_changes_nothing(lm: LanguageModel, tensors: Te
     assert unchanged()
 
 
-def test_an_interrupt_while_weights_are_written_ends_with_all_of_them(
+def test_an_interrupted_write_still_writes_all_weights(
     lm: LanguageModel,
     tensors: Tensors,
     llama: Path,
@@ -344,17 +346,17 @@ def test_an_interrupt_while_weights_are_written_ends_with_all_of_them(
     monkeypatch.setattr(GroupUpdate, "apply", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lm.update_weights(tensors)
-    wanted = load(write(tmp_path / "new", llama, "plain", tensors), "float32", cache_tokens=64)
-    assert torch.equal(lm.logits(TOKENS), wanted.logits(TOKENS))
+    expected = load(write(tmp_path / "new", llama, "plain", tensors), "float32", cache_tokens=64)
+    assert torch.equal(lm.logits(TOKENS), expected.logits(TOKENS))
 
 
 def test_requests_that_run_keep_their_weights(lm: LanguageModel, tensors: Tensors) -> None:
-    wanted = [delta.token_id for delta in lm.stream(TOKENS, max_new_tokens=6)]
+    expected = [delta.token_id for delta in lm.stream(TOKENS, max_new_tokens=6)]
     deltas = lm.stream(TOKENS, max_new_tokens=6)
     first = next(deltas)
     with pytest.raises(RequestError, match="finish or cancel them"):
         lm.update_weights(tensors)
-    assert [first.token_id, *(delta.token_id for delta in deltas)] == wanted
+    assert [first.token_id, *(delta.token_id for delta in deltas)] == expected
     assert lm.update_weights(tensors) == ()
 
 
@@ -377,15 +379,15 @@ def test_a_tied_head_goes_with_its_embedding(pair: tuple[Path, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gptq"], indirect=True)
-def test_layers_that_need_other_operands_get_them_and_are_named(
+def test_an_update_returns_layers_with_new_operands(
     two: tuple[Path, Path], llama: Path, tmp_path: Path, kind: str
 ) -> None:
     new, layer = load_file(two[1] / WEIGHTS), "model.layers.1.mlp.down_proj"
     new[f"{layer}.g_idx"] = new[f"{layer}.g_idx"].flip(0).contiguous()
-    wanted = load(write(tmp_path / "flipped", llama, kind, new), "float32", cache_tokens=64)
+    expected = load(write(tmp_path / "flipped", llama, kind, new), "float32", cache_tokens=64)
     lm = load(two[0], dtype="float32", cache_tokens=64)
     assert lm.update_weights(new) == (layer,)
-    assert torch.equal(lm.logits(TOKENS), wanted.logits(TOKENS))
+    assert torch.equal(lm.logits(TOKENS), expected.logits(TOKENS))
     # Now it has an order, and the next one has the same form.
     assert lm.update_weights(new) == ()
     assert lm.update_weights(load_file(two[0] / WEIGHTS)) == (layer,)
@@ -399,17 +401,17 @@ def test_groups_that_follow_each_other_need_not_be_stored(
     models = []
     for name, left_out in (("all", ()), ("fewer", ("g_idx",))):
         tensors = load_file(two[0] / WEIGHTS)
-        left = {key: t for key, t in tensors.items() if not key.endswith(left_out)}
-        path = write(tmp_path / name, llama, kind, left)
+        stored = {key: t for key, t in tensors.items() if not key.endswith(left_out)}
+        path = write(tmp_path / name, llama, kind, stored)
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(config | ordered))
         models.append(load(path, dtype="float32", cache_tokens=64))
-    whole, fewer = models
-    assert torch.equal(whole.logits(TOKENS), fewer.logits(TOKENS))
+    complete, fewer = models
+    assert torch.equal(complete.logits(TOKENS), fewer.logits(TOKENS))
     new = {k: t for k, t in load_file(two[1] / WEIGHTS).items() if "g_idx" not in k}
-    for each in models:
-        assert each.update_weights(new) == ()
-    assert torch.equal(whole.logits(TOKENS), fewer.logits(TOKENS))
+    for model in models:
+        assert model.update_weights(new) == ()
+    assert torch.equal(complete.logits(TOKENS), fewer.logits(TOKENS))
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
@@ -455,9 +457,9 @@ def test_weights_that_were_loaded_in_inference_mode_are_updated(
     llama: Path, lm: LanguageModel, tensors: Tensors
 ) -> None:
     with torch.inference_mode():
-        other = load(llama, dtype="float32", cache_tokens=64)
-    for each in (lm, other):
-        assert each.update_weights(tensors) == ()
+        second = load(llama, dtype="float32", cache_tokens=64)
+    for model in (lm, second):
+        assert model.update_weights(tensors) == ()
     with torch.inference_mode():
         assert lm.update_weights(tensors) == ()
-    assert torch.equal(lm.logits(TOKENS), other.logits(TOKENS))
+    assert torch.equal(lm.logits(TOKENS), second.logits(TOKENS))

@@ -71,7 +71,7 @@ def test_a_weight_that_a_smaller_dtype_makes_infinite_is_refused(copied: Path) -
     assert "'float32'" in caught.value.mend
 
 
-def test_the_policy_warns_or_does_not_search(
+def test_policies_warn_and_off_load_non_finite_weights(
     copied: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     harm(copied, UP, NAN)

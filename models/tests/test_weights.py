@@ -63,17 +63,17 @@ def loaded(llama: Path) -> tuple[Tensors, list[torch.Tensor]]:
 
 
 def same(model: nn.Module, expected: list[torch.Tensor]) -> bool:
-    found = held(model)
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+    current = held(model)
+    return len(current) == len(expected) and all(map(torch.equal, current, expected))
 
 
-def test_names_are_those_of_the_stream(sharded: Path, llama: Path) -> None:
+def test_checkpoint_names_equal_the_streamed_names(sharded: Path, llama: Path) -> None:
     for path in (sharded, llama):
         checkpoint = Checkpoint.open(path)
         assert checkpoint.names() == {name for name, _ in checkpoint.stream()}
 
 
-def test_tables_come_before_blocks_whatever_the_shard(sharded: Path) -> None:
+def test_stream_yields_tables_before_blocks_of_all_shards(sharded: Path) -> None:
     order = [name for name, _ in Checkpoint.open(sharded).stream()]
     numbered = [".layers." in name for name in order]
     assert numbered == sorted(numbered)
@@ -140,9 +140,9 @@ def test_an_interrupted_load_leaves_the_model_as_it_was_built(
     with pytest.raises(error):
         weights.load(tensors.items(), "test", interrupt)
     assert all(tensor.is_meta for tensor in held(planned.model))
-    for layer, known in zip(layers_of(planned.model), before, strict=True):
-        assert vars(layer).keys() == known.keys()
-        assert vars(layer)["_parameters"] == known["_parameters"]
+    for layer, built_state in zip(layers_of(planned.model), before, strict=True):
+        assert vars(layer).keys() == built_state.keys()
+        assert vars(layer)["_parameters"] == built_state["_parameters"]
     weights.load(tensors.items(), "test")
     assert same(planned.model, loaded[1])
 
@@ -174,7 +174,7 @@ def test_a_layer_that_cannot_be_finalized_undoes_those_before(
     weights.load(loaded[0].items(), "test")
 
 
-def test_twice_is_said_before_and_after_a_layer_is_complete(
+def test_duplicates_are_refused_before_and_after_a_layer_is_complete(
     llama: Path, loaded: tuple[Tensors, list[torch.Tensor]]
 ) -> None:
     weights = Weights(plan(llama, dtype="float32").model, "cpu")
@@ -251,7 +251,7 @@ def operands(model: nn.ModuleList) -> list[list[list[float]]]:
 
 @settings(max_examples=num_examples(20))
 @given(order=st.permutations(sorted(STORED)), known=st.booleans())
-def test_defaults_stand_where_nothing_is_stored(order: list[str], known: bool) -> None:
+def test_missing_optional_tensors_get_defaults(order: list[str], known: bool) -> None:
     model = merged()
     tensors = [(name, STORED[name]) for name in order]
     Weights(model, "cpu").load(tensors, "test", names=STORED.keys() if known else None)
@@ -274,7 +274,7 @@ def test_a_layer_waits_for_optional_tensors_only_if_they_may_come() -> None:
         assert second.kernel is torch.add
 
 
-def test_what_has_no_default_must_be_stored() -> None:
+def test_a_missing_tensor_without_default_is_refused() -> None:
     model = merged()
     stored = {name: t for name, t in STORED.items() if name != "block.y_b.scale"}
     with pytest.raises(CheckpointError, match=r"lacks the tensor 'block\.y_b\.scale'\n"):
@@ -282,7 +282,7 @@ def test_what_has_no_default_must_be_stored() -> None:
     assert all(tensor.is_meta for tensor in held(model))
 
 
-def test_defaults_stand_for_what_an_update_leaves_out() -> None:
+def test_an_update_fills_omitted_tensors_with_defaults() -> None:
     model = merged()
     weights = Weights(model, "cpu")
     weights.load(STORED.items(), "test")

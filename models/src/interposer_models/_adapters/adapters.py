@@ -1,4 +1,4 @@
-"""The adapters of a loaded model: attached to its layers with the first, gone with the last."""
+"""The adapters of a loaded model: hooks exist from the first adapter until the last is removed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from interposer import Planned, Site
 from interposer.errors import ConfigError, RequestError, UnknownNameError
+from interposer_models._adapters.expert_adapters import AdaptedExperts, AdaptedRouter
 from interposer_models._adapters.files import Adapter, adapter_folder, read_adapter
 from interposer_models._adapters.low_rank import LowRank, LowRankTable
-from interposer_models._adapters.mixtures import AdaptedExperts, AdaptedRouter
 from interposer_models._adapters.places import Adaptable, AdapterPlaces
 from interposer_models._adapters.step import StepAdapters, StepHooks
 from interposer_models._adapters.weight_copies import BaseCopies
@@ -26,39 +26,39 @@ from interposer_ops.layers.experts import Experts, Router
 class Adapters:
     """Loads and removes adapters between the steps of an engine.
 
-    Layers are as they were built while there are none. All layers change together or none does:
-    what an adapter adds is settled before the first one is touched.
+    Without adapters, layers are unchanged. All layers change together or none does: hooks for all
+    layers are prepared before the first layer is changed.
     """
 
     def __init__(self, engine: Engine, plan: Planned, *, takes_none: bool) -> None:
-        """Look at nothing yet.
+        """Start without adapters.
 
         Args:
-            plan: of the model.
-            takes_none: the model is an adapted one, which takes adapters elsewhere.
+            plan: plan of the model.
+            takes_none: the model was adapted by ``adapt``, and takes adapters before that.
         """
         self._engine, self._plan, self._takes_none = engine, plan, takes_none
-        # Versions, of which no number comes twice: pages of a cache are known by them.
+        # By version. Numbers are never reused, as the prefix cache identifies pages by version.
         self._loaded: dict[int, Adapter] = {}
         self._current: dict[str, int] = {}
         self._versions = itertools.count()
         self._places: AdapterPlaces | None = None
         self._hooks = StepHooks({})
-        # The choices made for hooks, each with how many places had it before.
-        self._chosen: dict[tuple[object, ...], int] = {}
+        # Kernel choices made for hooks, with the number of prefixes that had the choice before.
+        self._hook_choices: dict[tuple[object, ...], int] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The adapters that requests can name."""
+        """Names of adapters that requests can use."""
         return tuple(self._current)
 
     @property
     def _dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self._plan.dtype  # type: ignore[attr-defined]  # of a loaded model
+        dtype: torch.dtype = self._plan.dtype  # type: ignore[attr-defined]  # plans of models have one
         return dtype
 
     def load(self, name: str, path: str | Path, replace: bool = False) -> None:
-        """Add the adapter in a folder; see ``LanguageModel.load_adapter``."""
+        """Load the adapter in a folder; see ``LanguageModel.load_adapter``."""
         self._check(name, replace)
         if self._places is None:
             self._places = AdapterPlaces(self._engine.model)
@@ -68,7 +68,7 @@ class Adapters:
         self._add({name: read_adapter(adapter_folder(path), self._places, *kind)})
 
     def _check(self, name: str, replace: bool) -> None:
-        """Raise ConfigError if no adapter can have the name, or the model takes none."""
+        """Raise ConfigError if the name is invalid or in use, or the model takes no adapters."""
         if not isinstance(name, str) or not name:
             raise ConfigError(f"The name of an adapter is {name!r}, must be a text, not empty")
         if self._takes_none:
@@ -92,7 +92,7 @@ class Adapters:
             )
 
     def start(self, adapters: Mapping[str, Adapter]) -> None:
-        """Add adapters that were read before the engine was made."""
+        """Add adapters that were read before the engine was created."""
         for name in adapters:
             self._check(name, replace=False)
         if adapters:
@@ -100,23 +100,23 @@ class Adapters:
 
     def _add(self, adapters: Mapping[str, Adapter]) -> None:
         versions = {name: next(self._versions) for name in adapters}
-        added = {versions[name]: adapter for name, adapter in adapters.items()}
-        self._set({**self._loaded, **added}, {**self._current, **versions})
+        new_adapters = {versions[name]: adapter for name, adapter in adapters.items()}
+        self._set({**self._loaded, **new_adapters}, {**self._current, **versions})
 
     def remove(self, name: str) -> None:
-        """Forget an adapter; see ``LanguageModel.remove_adapter``."""
+        """Remove an adapter; see ``LanguageModel.remove_adapter``."""
         if name not in self._current:
             raise UnknownNameError("adapter", name, self._current)
-        if users := self._num_users(self._current[name]):
+        if num_users := self._num_users(self._current[name]):
             raise RequestError(
-                f"The adapter {name!r} is in use by {users} unfinished requests. "
+                f"The adapter {name!r} is in use by {num_users} unfinished requests. "
                 "Try: finish or cancel them first"
             )
         current = {key: version for key, version in self._current.items() if key != name}
         self._set(self._loaded, current)
 
     def renew(self) -> None:
-        """Read the base's weights anew where adapters need them, as after an exchange."""
+        """Prepare adapters again that depend on the base's weights, after a weight update."""
         if self._loaded:
             self._set(self._loaded, self._current)
 
@@ -125,26 +125,30 @@ class Adapters:
         unfinished = (*scheduler.running, *scheduler.waiting)
         return sum(sequence.adapter == version for sequence in unfinished)
 
-    def _leave(self, version: int) -> None:
-        """Free a version that was replaced, when the last of its requests has ended."""
+    def _drop_if_unused(self, version: int) -> None:
+        """Free a replaced version after its last request has ended."""
         if not self._num_users(version):
             self._set(self._loaded, self._current)
 
     def _set(self, adapters: Mapping[int, Adapter], current: Mapping[str, int]) -> None:
-        """Keep the adapters that a request uses or that a new request can name; drop the others."""
-        used = {version for version in adapters if self._num_users(version)}
-        used |= {*current.values()}
-        adapters = {version: adapter for version, adapter in adapters.items() if version in used}
+        """Keep adapters that a request uses or that new requests can name; drop the others."""
+        used_versions = {version for version in adapters if self._num_users(version)}
+        used_versions |= {*current.values()}
+        adapters = {
+            version: adapter for version, adapter in adapters.items() if version in used_versions
+        }
         engine = self._engine
         graphs = engine.runner.graphs
-        most = engine.scheduler.max_step_tokens
+        max_tokens = engine.scheduler.max_step_tokens
         if graphs is not None:
-            most = max(most, graphs.buckets.sizes[-1])
-        by_graphs = graphs is not None
-        step = StepAdapters(adapters, current, most, engine.device, by_graphs, self._leave)
+            max_tokens = max(max_tokens, graphs.buckets.sizes[-1])
+        has_graphs = graphs is not None
+        step = StepAdapters(
+            adapters, current, max_tokens, engine.device, has_graphs, self._drop_if_unused
+        )
         layers = {place.layer: None for adapter in adapters.values() for place in adapter}
         with self._choosing():
-            hooks = {layer: self._hook(layer, adapters, step) for layer in layers}
+            hooks = {layer: self._new_hook(layer, adapters, step) for layer in layers}
             if graphs is not None:
                 choices = [choice for hook in hooks.values() for choice in hook.choices]
                 verdict = judge_choices(choices, self._plan.resolver.accepted)
@@ -152,44 +156,46 @@ class Adapters:
                     raise ConfigError(
                         f"With adapters, a step {verdict.reason}, or Config(graphs='off')"
                     )
-        # Nothing that can fail comes from here on.
+        # Nothing below can fail.
         self._hooks.switch(False)
         self._hooks = step.hooks = StepHooks(hooks)
         self._hooks.switch(graphs is not None)
-        held = [
-            {place: m for hook in hooks.values() for place, m in hook.held[number].items()}
+        members = [
+            {place: m for hook in hooks.values() for place, m in hook.members[number].items()}
             for number in range(len(adapters))
         ]
-        self._loaded = dict(zip(adapters, held, strict=True))
+        self._loaded = dict(zip(adapters, members, strict=True))
         self._current = dict(current)
         engine.runner.adapters = step if adapters else None
+        # Captured graphs do not contain the new hooks.
         if graphs is not None:
             graphs.forget()
 
     @contextmanager
     def _choosing(self) -> Iterator[None]:
-        """Replace the kernel choices of removed hooks by those made in the ``with`` block."""
+        """Replace the kernel choices of previous hooks by choices made in the ``with`` block."""
         choices = self._plan.resolver.choices
         before = {key: (choice, [*prefixes]) for key, (choice, prefixes) in choices.items()}
-        for key, num_others in self._chosen.items():
-            if not num_others:
+        # Remove the prefixes that hooks have added, and choices that only hooks had.
+        for key, num_base_prefixes in self._hook_choices.items():
+            if not num_base_prefixes:
                 choices.pop(key, None)
             elif key in choices:
-                del choices[key][1][num_others:]
-        others = {key: len(prefixes) for key, (_, prefixes) in choices.items()}
+                del choices[key][1][num_base_prefixes:]
+        base_prefixes = {key: len(prefixes) for key, (_, prefixes) in choices.items()}
         try:
             yield
         except BaseException:
             choices.clear()
             choices.update(before)
             raise
-        self._chosen = {
-            key: others.get(key, 0)
+        self._hook_choices = {
+            key: base_prefixes.get(key, 0)
             for key, (_, prefixes) in choices.items()
-            if len(prefixes) > others.get(key, 0)
+            if len(prefixes) > base_prefixes.get(key, 0)
         }
 
-    def _hook(
+    def _new_hook(
         self, layer: Adaptable, adapters: Mapping[int, Adapter], step: StepAdapters
     ) -> LowRank | AdaptedExperts:
         members = [
@@ -197,10 +203,10 @@ class Adapters:
             for adapter in adapters.values()
         ]
         site = Site(self._plan.resolver, layer.prefix, self._dtype)
-        given = members, step, self._engine.device
+        arguments = members, step, self._engine.device
         if isinstance(layer, Experts):
-            return AdaptedExperts(site, layer, *given)
+            return AdaptedExperts(site, layer, *arguments)
         if isinstance(layer, Router):
-            return AdaptedRouter(Site(site.resolver, layer.prefix, layer.dtype), *given)
+            return AdaptedRouter(Site(site.resolver, layer.prefix, layer.dtype), *arguments)
         is_table = any(place.is_table for member in members for place in member)
-        return (LowRankTable if is_table else LowRank)(site, *given)
+        return (LowRankTable if is_table else LowRank)(site, *arguments)

@@ -1,4 +1,4 @@
-"""Reading adapters that PEFT saved: matrices of low rank by the module that they belong to.
+"""Reads adapters that PEFT saved: low-rank matrices by module.
 
 Dimensions: R rank, I inputs, O outputs, E experts.
 """
@@ -31,8 +31,8 @@ _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+?)\.lora_(?P<table>embedding_)?(?P<side>[AB])(?(table)|\.weight)"
 )
 _COPY = re.compile(r"base_model\.model\.(?P<module>.+?)(\.base_layer)?\.weight")
-_NAMED = 3
-_WRAPPED = ".base_layer"
+_MAX_LISTED = 3
+_WRAPPER = ".base_layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Matrices:
     """The matrices of one place.
 
     Attributes:
-        a: ``[R, I]``, of experts ``[E, R, I]``.
-        b: ``[O, R]``, times the scale of the adapter; of experts ``[E, O, R]``.
+        a: ``[R, I]``; with experts ``[E, R, I]``.
+        b: ``[O, R]``, multiplied by the adapter's scale; with experts ``[E, O, R]``.
     """
 
     a: Tensor
@@ -49,7 +49,7 @@ class Matrices:
 
     @property
     def rank(self) -> int:
-        """Return R."""
+        """R."""
         return self.a.shape[-2]
 
 
@@ -57,12 +57,12 @@ Adapter = Mapping[AdapterPlace, Matrices]
 
 
 def adapter_folder(path: str | Path) -> Path:
-    """Return the folder of an adapter, downloaded where ``path`` names one on the hub.
+    """Return the folder of an adapter, after downloading it if ``path`` is a name on the hub.
 
-    Raises: CheckpointError: there is none.
+    Raises: CheckpointError: the folder does not exist.
     """
-    named = HubModel.named(path)
-    folder = Path(path) if named is None else named.adapter()
+    hub_model = HubModel.named(path)
+    folder = Path(path) if hub_model is None else hub_model.adapter()
     if not folder.is_dir():
         raise CheckpointError(
             folder,
@@ -80,9 +80,9 @@ def read_adapters(
     checkpoint: Checkpoint | CheckpointFile | None = None,
     check: WeightCheck | None = None,
 ) -> dict[str, Adapter]:
-    """Return the adapters for a model, by name.
+    """Read the adapters for a model, by name.
 
-    Raises: ConfigError: ``paths`` is no mapping. CheckpointError: as ``read_adapter``.
+    Raises: ConfigError: ``paths`` is not a mapping. CheckpointError: as ``read_adapter``.
     """
     if not isinstance(paths, Mapping):
         raise ConfigError(f"adapters is {paths!r:.100}, must be a mapping of names to folders")
@@ -103,13 +103,13 @@ def read_adapter(
     device: str,
     check: WeightCheck | None = None,
 ) -> Adapter:
-    """Return the matrices of the adapter in a folder, by place.
+    """Read the matrices of the adapter in a folder, by place.
 
-    The scale is applied in float32, before both are rounded to ``dtype``.
+    The scale is applied in float32, before both matrices are rounded to ``dtype``.
 
     Args:
-        check: searches every matrix for NaN and infinity; None for no search.
-    Raises: CheckpointError: it is incomplete, of another model, or asks for what is not computed.
+        check: checks every matrix for NaN and infinity; None for no check.
+    Raises: CheckpointError: the adapter is incomplete, unsupported, or belongs to another model.
     """
     check_folder(folder)
     settings = AdapterSettings.read(folder)
@@ -117,16 +117,17 @@ def read_adapter(
     if not file.is_file():
         mend = "save it as safetensors, as PEFT does; adapter_model.bin is pickled, which runs code"
         raise CheckpointError(file, "is missing", mend)
-    found: dict[str, dict[str, Tensor]] = {}
+    matrices_by_module: dict[str, dict[str, Tensor]] = {}
     with reading(file), safe_open(file, framework="pt") as tensors:
-        for key in tensors.keys():  # noqa: SIM118 - it is no mapping
-            matched = _KEY.fullmatch(key)
-            copy = _COPY.fullmatch(key) if matched is None else None
-            if copy is not None and places.has_table(copy["module"]):
-                names = places.names(copy["module"])
+        for key in tensors.keys():  # noqa: SIM118 - the file is not a mapping
+            match = _KEY.fullmatch(key)
+            copy_match = _COPY.fullmatch(key) if match is None else None
+            # PEFT can save copies of the embedding and the head next to the matrices.
+            if copy_match is not None and places.has_table(copy_match["module"]):
+                names = places.names(copy_match["module"])
                 copies.check(file, key, names, tensors.get_tensor(key))
                 continue
-            if matched is None:
+            if match is None:
                 raise CheckpointError(
                     file,
                     f"holds {key!r}, which is no matrix of LoRA",
@@ -135,14 +136,16 @@ def read_adapter(
             tensor = tensors.get_tensor(key)
             if check is not None:
                 check.check(key, tensor, file)
-            table = matched["table"] is not None
-            found.setdefault(matched["module"], {})[matched["side"]] = tensor
-            _check_table(file, key, table, _target(file, matched["module"], places, settings).place)
-    if not found:
+            is_table = match["table"] is not None
+            matrices_by_module.setdefault(match["module"], {})[match["side"]] = tensor
+            _check_table(
+                file, key, is_table, _target(file, match["module"], places, settings).place
+            )
+    if not matrices_by_module:
         raise CheckpointError(file, "holds no matrix", "copy it again")
     adapter: dict[AdapterPlace, Matrices] = {}
-    single: dict[AdapterPlace, dict[int, Matrices]] = {}
-    for module, sides in found.items():
+    single_experts: dict[AdapterPlace, dict[int, Matrices]] = {}
+    for module, sides in matrices_by_module.items():
         if missing := {"A", "B"} - sides.keys():
             reason = f"lacks the matrix {missing.pop()} of {module!r}"
             raise CheckpointError(file, reason, "copy it again")
@@ -155,23 +158,23 @@ def read_adapter(
                 "so that PEFT would ignore them",
                 f"restore the {field} that it was trained with",
             )
-        both = Matrices(matrices.a.to(device, dtype), matrices.b.to(device, dtype))
+        rounded = Matrices(matrices.a.to(device, dtype), matrices.b.to(device, dtype))
         if target.expert is None:
-            adapter[target.place] = both
+            adapter[target.place] = rounded
         else:
-            single.setdefault(target.place, {})[target.expert] = both
-    for place, experts in single.items():
+            single_experts.setdefault(target.place, {})[target.expert] = rounded
+    for place, experts in single_experts.items():
         adapter[place] = _of_experts(place, experts)
     return adapter
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The place that matrices of a module belong to.
+    """The place that the matrices of a module belong to.
 
     Attributes:
-        name: by which settings know it.
-        expert: the one that they are of; None where they are of all, or there are none.
+        name: name of the module or parameter in the adapter's settings.
+        expert: the expert of the matrices; None for matrices of all experts, or without experts.
     """
 
     place: AdapterPlace
@@ -180,35 +183,36 @@ class _Target:
 
     @property
     def is_stacked(self) -> bool:
-        """Say whether matrices of all experts are stored as one."""
+        """Say whether the matrices of all experts are stored as one."""
         return self.place.experts is not None and self.expert is None
 
 
 def _target(file: Path, module: str, places: AdapterPlaces, settings: AdapterSettings) -> _Target:
     stem = module
-    while stem.endswith(_WRAPPED):
-        stem = stem.removesuffix(_WRAPPED)
+    # Each wrapper of PEFT adds ".base_layer" to the name.
+    while stem.endswith(_WRAPPER):
+        stem = stem.removesuffix(_WRAPPER)
     if (layer := places.experts(stem)) is not None:
-        # Each parameter of a module is wrapped around those before it.
+        # PEFT wraps the module once more for each further targeted parameter.
         targeted = [name for name in layer.parameters if settings.targets(f"{stem}.{name}")]
-        depth = (len(module) - len(stem)) // len(_WRAPPED)
+        depth = (len(module) - len(stem)) // len(_WRAPPER)
         if depth < len(targeted):
             name = targeted[-1 - depth]
             return _Target(layer.parameters[name], f"{stem}.{name}")
-    elif (single := places.expert(module)) is not None:
-        place, expert = single
+    elif (expert_place := places.expert(module)) is not None:
+        place, expert = expert_place
         return _Target(place, module, expert)
     name = f"{module}.weight"
     return _Target(_place(file, module, places), name if settings.targets(name) else module)
 
 
 def _of_experts(place: AdapterPlace, experts: Mapping[int, Matrices]) -> Matrices:
-    """Return the matrices of all experts, zeros for those that have none."""
+    """Stack the matrices of all experts; zeros for experts without matrices."""
     rank = max(matrices.rank for matrices in experts.values())
-    kind = next(iter(experts.values())).a
-    count = place.experts or 0
-    a = kind.new_zeros(count, rank, place.inputs)
-    b = kind.new_zeros(count, place.outputs, rank)
+    template = next(iter(experts.values())).a
+    num_experts = place.experts or 0
+    a = template.new_zeros(num_experts, rank, place.inputs)
+    b = template.new_zeros(num_experts, place.outputs, rank)
     for expert, matrices in experts.items():
         a[expert, : matrices.rank] = matrices.a
         b[expert, :, : matrices.rank] = matrices.b
@@ -218,11 +222,11 @@ def _of_experts(place: AdapterPlace, experts: Mapping[int, Matrices]) -> Matrice
 def _place(file: Path, module: str, places: AdapterPlaces) -> AdapterPlace:
     place = places.find(module)
     if place is None:
-        near = ", ".join(places.nearest(module)[:_NAMED])
+        nearest = ", ".join(places.nearest(module)[:_MAX_LISTED])
         raise CheckpointError(
             file,
             f"adapts {module!r}, which is no linear, embedding or head of this model that takes "
-            f"adapters. Such are, nearest first: {near}",
+            f"adapters. Such are, nearest first: {nearest}",
             "load the base model that it was trained for, or train with other target_modules",
         )
     return place
@@ -241,26 +245,27 @@ def _matrices(
     target: _Target,
     settings: AdapterSettings,
 ) -> Matrices:
-    """Return both matrices in float32, the second one scaled."""
+    """Return both matrices in float32, the second one multiplied by the scale."""
     place, rank = target.place, settings.rank_of(target.name)
-    count = place.experts if target.is_stacked and place.experts else 1
-    of_experts = f" of each of {count} experts" if target.is_stacked else ""
+    num_experts = place.experts if target.is_stacked and place.experts else 1
+    of_experts = f" of each of {num_experts} experts" if target.is_stacked else ""
     inputs, outputs = place.stored
-    expected = {"A": [count * rank, inputs], "B": [outputs, rank * count]}
-    for side, given in sides.items():
-        if not given.is_floating_point() or given.itemsize == 1:
+    expected = {"A": [num_experts * rank, inputs], "B": [outputs, rank * num_experts]}
+    for side, matrix in sides.items():
+        if not matrix.is_floating_point() or matrix.itemsize == 1:
             raise CheckpointError(
-                file, f"holds the matrix {side} of {module!r} as {given.dtype}, expected floats"
+                file, f"holds the matrix {side} of {module!r} as {matrix.dtype}, expected floats"
             )
-        if list(given.shape) != expected[side]:
+        if list(matrix.shape) != expected[side]:
             base = f", which it was trained for: {settings.base}" if settings.base else ""
             raise CheckpointError(
                 file,
-                f"the matrix {side} of {module!r} has shape {list(given.shape)}; rank {rank} of "
+                f"the matrix {side} of {module!r} has shape {list(matrix.shape)}; rank {rank} of "
                 f"{settings.path.name} and {inputs} inputs and {outputs} outputs of "
                 f"the model{of_experts} ask for {expected[side]}",
                 f"load the base model{base}",
             )
+    # float32, so that the scale does not round twice.
     a, b = sides["A"].float(), sides["B"].float() * settings.scale_of(target.name)
     if place.row is not None:
         a = place.row.of(a, 1)
@@ -268,8 +273,8 @@ def _matrices(
         b = place.columns.of(b, 0)
     if not target.is_stacked:
         return Matrices(a, b)
-    # Ranks of an expert stand behind each other in the first matrix, and apart in the second.
-    a, b = a.view(count, rank, -1), b.view(-1, rank, count).permute(2, 0, 1)
+    # PEFT stores the first matrix by expert, then rank; the second one by rank, then expert.
+    a, b = a.view(num_experts, rank, -1), b.view(-1, rank, num_experts).permute(2, 0, 1)
     layer: Any = place.layer
     if layer.spec.alternating and not place.is_last:
         b = gates_first(b)

@@ -1,4 +1,4 @@
-"""The adapters of one layer, as one pair of products for all tokens of a step.
+"""The adapters of one layer, computed by two grouped matmuls for all tokens of a step.
 
 Dimensions: T tokens, I inputs, O outputs of a part, A adapters, R the largest rank, P adapted parts
 of a merged layer, V vocabulary, E experts.
@@ -21,18 +21,18 @@ from interposer_models._adapters.step import StepAdapters
 from interposer_ops.lora import lora_expand, lora_shrink
 
 Members = Sequence[Mapping[AdapterPlace, Matrices]]
-"""The matrices that each adapter has for a layer, by place; empty for one that has none."""
+"""The matrices of each adapter for a layer, by place; empty if the adapter skips the layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankSum:
-    """The kernels of a sum with their operands; platforms that fuse layers read them.
+    """Kernels and operands of a low-rank sum; platforms that fuse layers read this.
 
     Attributes:
         shrink: the kernel of ``lora_shrink``.
-        first: its prepared matrices, ``[A, P R, I]``.
-        expansions: of each part the kernel of ``lora_expand``, its prepared matrices, and the first
-            column that it adds to.
+        first: prepared matrices for ``shrink``, ``[A, P R, I]``.
+        expansions: for each part the kernel of ``lora_expand``, prepared matrices, and the first
+            column of the output.
     """
 
     shrink: Callable[..., Tensor]
@@ -41,16 +41,16 @@ class LowRankSum:
 
 
 class LowRank:
-    """A forward hook that adds what adapters say to the outputs of a layer.
+    """A forward hook that adds the low-rank sums of adapters to the outputs of a layer.
 
-    The first matrices of all parts stand below each other, so that one product serves them.
-    Smaller ranks are filled up with zeros.
+    The first matrices of all parts are stacked, so that one matmul is enough. Matrices of a
+    smaller rank are padded with zeros.
 
     Attributes:
-        held: the members, whose matrices are views of what the products read.
-        choices: of the kernels.
-        low_rank: what is added to a layer that reads its inputs as they are, so that a call of
-            several layers can add it; None elsewhere.
+        members: the matrices of each adapter, as views of the stacked matrices.
+        choices: kernel choices.
+        low_rank: the sum, for platforms that fuse it into a kernel of several layers; None if the
+            layer transforms its inputs first.
     """
 
     low_rank: LowRankSum | None = None
@@ -58,29 +58,30 @@ class LowRank:
     def __init__(self, site: Site, members: Members, step: StepAdapters, device: str) -> None:
         self.prefix, self._step = site.prefix, step
         places = {place: None for member in members for place in member}
+        # The order of the stacked matrices.
         self.places = sorted(places, key=lambda place: place.part)
         self._rank = max(m.rank for member in members for m in member.values())
         self._dtype, self._device = site.dtype, device
-        whole = self._stacked(members)
+        first, second = self._stacked(members)
         self.choices: list[Choice] = []
-        self.held = [
+        self.members = [
             {
                 place: Matrices(
-                    self._rows(whole[0][number], index)[..., : given.rank, :],
-                    whole[1][index][number][..., : given.rank],
+                    self._rows(first[number], index)[..., : matrices.rank, :],
+                    second[index][number][..., : matrices.rank],
                 )
                 for index, place in enumerate(self.places)
-                if (given := member.get(place)) is not None
+                if (matrices := member.get(place)) is not None
             }
             for number, member in enumerate(members)
         ]
-        # Each adapter of each expert is one more to the kernels.
-        self._bind(site, whole[0].flatten(0, -3), [one.flatten(0, -3) for one in whole[1]])
+        # For the kernels, each pair of adapter and expert is one adapter.
+        self._bind(site, first.flatten(0, -3), [part.flatten(0, -3) for part in second])
 
     def _stacked(self, members: Members) -> tuple[Tensor, list[Tensor]]:
-        """Return the first matrices ``[A, P R, I]``, and the second ones ``[A, O, R]`` by part.
+        """Stack first matrices to ``[A, P R, I]``, and second ones to ``[A, O, R]`` for each part.
 
-        Of experts, ``[A, E, P R, I]`` and ``[A, E, O, R]``.
+        With experts the shapes are ``[A, E, P R, I]`` and ``[A, E, O, R]``.
         """
         rank, places = self._rank, self.places
         kind: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
@@ -90,9 +91,9 @@ class LowRank:
         second = [torch.zeros(*lead, place.outputs, rank, **kind) for place in places]
         for number, member in enumerate(members):
             for index, place in enumerate(places):
-                if (given := member.get(place)) is not None:
-                    self._rows(first[number], index)[..., : given.rank, :] = given.a
-                    second[index][number, ..., : given.rank] = given.b
+                if (matrices := member.get(place)) is not None:
+                    self._rows(first[number], index)[..., : matrices.rank, :] = matrices.a
+                    second[index][number, ..., : matrices.rank] = matrices.b
         return first, second
 
     def _rows(self, first: Tensor, index: int) -> Tensor:
@@ -114,7 +115,7 @@ class LowRank:
         return isinstance(method, LinearMethod) and method.takes_codes
 
     def adapter_ids(self, num_rows: int) -> Tensor:
-        """Return the adapter of each row that the layer computes, ``[num_rows]`` int64."""
+        """Return the adapter of each row that the layer computes, int64 ``[num_rows]``."""
         return self._step.of_rows(num_rows, self.prefix)
 
     def _bind_expansions(self, site: Site, second: list[Tensor]) -> None:
@@ -128,20 +129,24 @@ class LowRank:
             self._expansions.append((expands.function, prepared, place.offset))
 
     def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-        """Add to ``y`` in place."""
-        rows = y.view(-1, y.shape[-1])
+        """Add the low-rank sums to ``y`` in place."""
+        rows = y.view(-1, y.shape[-1])  # a view, so that ``y`` changes in place
         ids = self.adapter_ids(len(rows))
         self._add(self._shrunk(layer, inputs[0], ids, y.dtype), ids, rows)
 
     def attach(self, layer: nn.Module) -> RemovableHandle:
-        """Compute with adapters from now on, until the handle is removed."""
-        # Hooks of others see what the layer returns with its adapter.
-        # Of what ranks add up each has its own share of an adapter's inputs.
-        place: nn.Module = getattr(layer, "summand", layer)
-        return place.register_forward_hook(self, prepend=True)
+        """Add adapters to the layer, until the handle is removed."""
+        # Prepended, so that hooks of other libraries see outputs with adapters. A layer that is
+        # sharded by inputs takes its adapter before the all-reduce, in its ``summand``.
+        target: nn.Module = getattr(layer, "summand", layer)
+        return target.register_forward_hook(self, prepend=True)
 
     def add(self, x: Tensor, ids: Tensor, rows: Tensor) -> None:
-        """Add to ``rows`` ``[T, O]`` in place what adapters ``ids`` ``[T]`` say for ``x``."""
+        """Add the low-rank sums of ``x`` to ``rows`` ``[T, O]`` in place.
+
+        Args:
+            ids: adapter of each row, ``[T]``.
+        """
         self._add(self._shrinks(x, self._first, ids, 1.0), ids, rows)
 
     def _add(self, shrunk: Tensor, ids: Tensor, rows: Tensor) -> None:
@@ -151,21 +156,21 @@ class LowRank:
             expand(part, matrices, ids, rows, offset)
 
     def _shrunk(self, layer: nn.Module, x: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return ``[T, P R]``, float32 or wider."""
+        """Return the product with the first matrices, ``[T, P R]``, float32 or wider."""
         if self._takes_codes(layer):
-            # As the base reads its inputs.
+            # Scale inputs as the base layer does.
             x = x.to(dtype) * layer.operands[0]  # type: ignore[index]
         return self._shrinks(x.reshape(-1, x.shape[-1]), self._first, ids, 1.0)
 
 
 class LowRankTable(LowRank):
-    """The same for an embedding, whose first matrices are looked up."""
+    """The adapters of an embedding: first matrices are looked up by token id."""
 
     def _bind(self, site: Site, first: Tensor, second: list[Tensor]) -> None:
         self._first = first
         self._bind_expansions(site, second)
 
     def _shrunk(self, layer: nn.Module, x: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        # What rows without an adapter look up is added to nothing.
+        # Rows without an adapter look up any entry; the expansion skips these rows.
         rows: Tensor = self._first[ids.clamp(min=0), :, x.flatten()]
         return rows.to(torch.promote_types(dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The places of a model that adapters can be attached to, by the names that PEFT uses.
+"""The layers that adapters can be attached to, by the module names of PEFT.
 
 Dimensions: I inputs, O outputs, V vocabulary, H hidden size, E experts.
 """
@@ -20,8 +20,8 @@ from interposer_ops.layers.linear import Linear
 Adaptable = Linear | LMHead | Embedding | Router | Experts
 
 _ROOT = "model."
-# Of a mixture, as transformers names it from its version 5 on.
-_MIXTURE = re.compile(r"\.[^.]+\.(experts|gate)(?=\.|$)")
+# MoE modules have these names in transformers from version 5 on.
+_MOE = re.compile(r"\.[^.]+\.(experts|gate)(?=\.|$)")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -29,13 +29,13 @@ class AdapterPlace:
     """A projection of a layer, a head or an embedding.
 
     Attributes:
-        part: the projection among those of a merged layer, from 0.
-        offset: of its outputs among those of the layer.
+        part: number of the projection in a merged layer, from 0.
+        offset: first output of the projection in the layer's outputs.
         inputs: I, or V of an embedding.
         outputs: O, or H of an embedding.
-        experts: E, None of a layer that is no mixture of them.
-        is_last: of the second of two products of such a layer.
-        columns, row: cuts of the outputs and of the inputs, where a rank has a share of them.
+        experts: E; None for a layer without experts.
+        is_last: the projection is the second matmul of the experts.
+        columns, row: this rank's shards of outputs and inputs; None if not sharded.
     """
 
     layer: Adaptable
@@ -50,7 +50,7 @@ class AdapterPlace:
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Return the inputs and the outputs that an adapter has, those of all ranks."""
+        """Inputs and outputs of the stored adapter, over all ranks."""
         inputs = self.inputs if self.row is None else self.row.whole
         return inputs, self.outputs if self.columns is None else self.columns.whole
 
@@ -62,7 +62,7 @@ class AdapterPlace:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlaces:
-    """The projections of all experts of a layer, gate and up projections fused and separate."""
+    """The projections of a layer's experts; gate and up both fused and separate."""
 
     layer: Experts
     gate_up: AdapterPlace
@@ -72,25 +72,29 @@ class ExpertPlaces:
 
     @classmethod
     def of(cls, layer: Experts) -> ExpertPlaces:
-        """Return the expert projections of a layer."""
+        """Return the projections of a layer's experts."""
         spec = layer.spec
-        hidden, inner, count = spec.hidden_size, spec.intermediate_size, spec.num_experts
+        hidden, intermediate, num_experts = (
+            spec.hidden_size,
+            spec.intermediate_size,
+            spec.num_experts,
+        )
         return cls(
             layer,
-            AdapterPlace(layer, 0, 0, hidden, 2 * inner, count),
-            AdapterPlace(layer, 1, 0, hidden, inner, count),
-            AdapterPlace(layer, 2, inner, hidden, inner, count),
-            AdapterPlace(layer, 0, 0, inner, hidden, count, is_last=True),
+            AdapterPlace(layer, 0, 0, hidden, 2 * intermediate, num_experts),
+            AdapterPlace(layer, 1, 0, hidden, intermediate, num_experts),
+            AdapterPlace(layer, 2, intermediate, hidden, intermediate, num_experts),
+            AdapterPlace(layer, 0, 0, intermediate, hidden, num_experts, is_last=True),
         )
 
     @property
     def parameters(self) -> Mapping[str, AdapterPlace]:
-        """By the names of parameters that hold the matrices of all experts."""
+        """Places by the names of parameters that stack the matrices of all experts."""
         return {"gate_up_proj": self.gate_up, "down_proj": self.down}
 
     @property
     def projections(self) -> Mapping[str, AdapterPlace]:
-        """By the names that checkpoints have for the matrices of one expert."""
+        """Places by the names that checkpoints have for the matrices of one expert."""
         names = self.layer.spec.projections
         return (
             {} if names is None else dict(zip(names, (self.gate, self.up, self.down), strict=True))
@@ -102,15 +106,18 @@ class AdapterPlaces:
 
     def __init__(self, model: nn.Module) -> None:
         self._places = dict(_places(model))
-        # Shares of experts are added up inside of them, where no adapter is.
-        mixtures = (m for m in model.modules() if isinstance(m, Experts) and not hasattr(m, "cut"))
-        self._experts = {layer.prefix: ExpertPlaces.of(layer) for layer in mixtures}
-        # From names of a checkpoint's tensors to those here.
+        # A layer that shards every expert sums up shards internally, where no adapter can add.
+        self._experts = {
+            layer.prefix: ExpertPlaces.of(layer)
+            for layer in model.modules()
+            if isinstance(layer, Experts) and not hasattr(layer, "cut")
+        }
+        # Translates names of checkpoint tensors to the model's names.
         self._renamed: Callable[[str], str | None] = getattr(model, "renamed", str)
         frame = getattr(model.config, "frame", None)
         self._decoder = None if frame is None else frame.decoder
         self._aliases = {
-            _MIXTURE.sub(r".mlp.\1", name): name for name in (*self._experts, *self._places)
+            _MOE.sub(r".mlp.\1", name): name for name in (*self._experts, *self._places)
         }
 
     def find(self, module: str) -> AdapterPlace | None:
@@ -124,7 +131,10 @@ class AdapterPlaces:
         return next((places for name in names if (places := self._experts.get(name))), None)
 
     def expert(self, module: str) -> tuple[AdapterPlace, int] | None:
-        """Return the place of ``model.layers.0.mlp.experts.3.up_proj`` and the expert, or None."""
+        """Return place and expert of a module such as ``model.layers.0.mlp.experts.3.up_proj``.
+
+        None if the model has no such expert.
+        """
         experts, _, projection = module.rpartition(".")
         experts, _, number = experts.rpartition(".")
         places = self.experts(experts) if number.isdecimal() else None
@@ -139,7 +149,7 @@ class AdapterPlaces:
         return place is not None and isinstance(place.layer, Embedding | LMHead)
 
     def nearest(self, module: str) -> list[str]:
-        """Return the names of all places, those most like ``module`` first."""
+        """Return the names of all places, most similar to ``module`` first."""
         matrices = (
             f"{name}.{parameter}"
             for name, places in self._experts.items()
@@ -148,23 +158,23 @@ class AdapterPlaces:
         return nearest_first(module, [*self._places, *matrices])
 
     def names(self, module: str) -> Iterator[str]:
-        """Yield the names here that a module of transformers may have."""
+        """Yield the names in the model that a module of transformers may have."""
         name = (self._renamed(f"{module}.weight") or "").removesuffix(".weight")
         yield name
         yield self._aliases.get(name, "")
         if self._decoder and module.startswith(_ROOT):
-            # transformers calls a decoder so whose checkpoints have another name for it.
+            # transformers calls every decoder "model", whatever its checkpoints call it.
             name = f"{self._decoder}.{module.removeprefix(_ROOT)}"
             yield name
             yield self._aliases.get(name, "")
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, AdapterPlace]]:
-    mixtures = [layer for layer in model.modules() if isinstance(layer, Experts)]
-    of_experts = {part for layer in mixtures for part in layer.modules()}
+    expert_layers = [layer for layer in model.modules() if isinstance(layer, Experts)]
+    of_experts = {part for layer in expert_layers for part in layer.modules()}
     for layer in model.modules():
         if layer in of_experts:
-            continue
+            continue  # experts that are linear layers: see ExpertPlaces
         if isinstance(layer, Linear):
             parent, dot, _ = layer.prefix.rpartition(".")
             offset = 0

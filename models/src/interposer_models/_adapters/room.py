@@ -1,4 +1,4 @@
-"""The memory that adapters take, told before they have it.
+"""The memory that adapters need, computed before matrices are allocated.
 
 Dimensions: A adapters, E experts, R the largest rank of a layer, P parts, I inputs, O outputs.
 """
@@ -12,18 +12,18 @@ from interposer_models._adapters.files import Adapter
 from interposer_models._adapters.places import Adaptable
 from interposer_ops.layers.experts import Experts
 
-# The present matrices are held until those that take their place are there.
-_SETS = 2
-# Kernels of a host hold matrices in an order of their own, beside those that the next change reads.
-_HOST_FORMS = 2
+# The current matrices are freed after their replacements are complete.
+_NUM_SETS = 2
+# Kernels of a host use packed matrices, next to the plain ones that the next change reads.
+_NUM_HOST_FORMS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRoom:
-    """The memory of adapters that a model is loaded with; its text is for people.
+    """The memory that is reserved for the adapters with which a model is loaded.
 
     Attributes:
-        num_bytes: that they take while another version takes the place of one, which is the most.
+        num_bytes: memory while one version replaces another, which is the maximum.
         count: A.
     """
 
@@ -32,20 +32,21 @@ class AdapterRoom:
 
     @classmethod
     def of(cls, adapters: Collection[Adapter], itemsize: int, on_host: bool) -> AdapterRoom:
-        """Return the room of these adapters together.
+        """Compute the memory of all adapters together.
 
         Args:
-            itemsize: bytes of a number of the model.
+            itemsize: bytes of a number in the model's dtype.
+            on_host: the model computes on the host.
         """
         layers: dict[Adaptable, None] = {
             place.layer: None for adapter in adapters for place in adapter
         }
-        numbers = sum(_matrices(layer, adapters) for layer in layers)
-        forms = _HOST_FORMS if on_host else 1
+        num_elements = sum(_matrices(layer, adapters) for layer in layers)
+        forms = _NUM_HOST_FORMS if on_host else 1
         if on_host:
-            # Experts in parts read plain matrices, which are held once more there.
-            numbers += sum(_experts(layer) for layer in layers if isinstance(layer, Experts))
-        return cls(_SETS * forms * itemsize * numbers, len(adapters))
+            # Layers of experts with adapters need their plain matrices next to the packed ones.
+            num_elements += sum(_experts(layer) for layer in layers if isinstance(layer, Experts))
+        return cls(_NUM_SETS * forms * itemsize * num_elements, len(adapters))
 
     def __str__(self) -> str:
         return (
@@ -55,7 +56,7 @@ class AdapterRoom:
 
 
 def _matrices(layer: Adaptable, adapters: Collection[Adapter]) -> int:
-    """Return the numbers in the matrices of all adapters for a layer, filled up to one rank."""
+    """Return the number of elements of all adapters' matrices for a layer, padded to one rank."""
     members = [
         (place, matrices)
         for adapter in adapters
@@ -63,9 +64,12 @@ def _matrices(layer: Adaptable, adapters: Collection[Adapter]) -> int:
         if place.layer is layer
     ]
     rank = max(matrices.rank for _, matrices in members)
+    # All adapters have matrices for each place: missing ones are zeros.
     places = {place: None for place, _ in members}
-    each = sum((place.experts or 1) * rank * (place.inputs + place.outputs) for place in places)
-    return len(adapters) * each
+    per_adapter = sum(
+        (place.experts or 1) * rank * (place.inputs + place.outputs) for place in places
+    )
+    return len(adapters) * per_adapter
 
 
 def _experts(layer: Experts) -> int:

@@ -1,6 +1,6 @@
-"""The adapter of each token of the step that runs, which layers with adapters read.
+"""The LoRA adapter of each token of the current step, for layers with adapters.
 
-Dimensions: T tokens of the step, R tokens whose logits are wanted.
+Dimensions: T tokens of the step, R tokens with logits.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from interposer_models._engine.scheduler import Chunk
 from interposer_models._engine.sequence import Sequence
 
 NONE = -1
-"""The number of no adapter."""
+"""Number of a token without an adapter."""
 
 
 class Attachable(Protocol):
-    """Computes a layer with adapters."""
+    """Adds adapters to a layer."""
 
     def attach(self, layer: nn.Module) -> Handle:
-        """Compute with adapters from now on, until the handle is removed."""
+        """Add adapters to the layer, until the handle is removed."""
         ...
 
 
 class Handle(Protocol):
-    """A change of a layer by ``Attachable``."""
+    """A change that ``Attachable`` made to a layer."""
 
     def remove(self) -> None:
-        """Undo it."""
+        """Undo the change."""
         ...
 
 
 class StepHooks:
-    """Hooks and forwards of layers with adapters, there in steps that have a use for them."""
+    """Hooks and forward functions of layers with adapters, attached in steps that use adapters."""
 
     def __init__(self, hooks: Mapping[Any, Attachable]) -> None:
         self._hooks = dict(hooks)
         self._handles: list[Handle] = []
 
     def switch(self, on: bool) -> None:
-        """Attach or remove them all."""
+        """Attach or remove all hooks."""
         if on and not self._handles:
             self._handles = [hook.attach(layer) for layer, hook in self._hooks.items()]
         elif not on and self._handles:
@@ -54,11 +54,11 @@ class StepHooks:
 
 
 class StepAdapters:
-    """Numbers of adapters by token, at one address for all steps, so that graphs can read them.
+    """The adapter number of each token, at one address for all steps, so that graphs can read it.
 
     Attributes:
-        names: of the adapters that requests can ask for.
-        hooks: of the layers, once they are made.
+        names: adapters that requests can name.
+        hooks: hooks of the layers, after their creation.
     """
 
     hooks = StepHooks({})
@@ -72,73 +72,78 @@ class StepAdapters:
         graphs: bool,
         leave: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Take memory.
+        """Allocate memory for the largest step.
 
         Args:
-            versions: that are loaded; the number of one in a step is its place among them.
-            current: the version that new requests get by a name.
-            num_tokens: of the largest step, and of the largest graph.
-            graphs: steps may be captured. What a graph does not compute when it is captured, it
-                never does.
-            leave: told the version of a request that has ended, if new ones get another one.
+            versions: loaded versions; the number of a version in a step is its position.
+            current: the version that new requests get, by name.
+            num_tokens: tokens of the largest step, or of the largest graph if that is larger.
+            graphs: steps may be captured. Hooks stay attached then, as a graph only computes what
+                was not captured.
+            leave: called with the version of a request that ended, if new requests get another one.
         """
         self.names = tuple(current)
         self._numbers = {version: number for number, version in enumerate(versions)}
         self._current, self._leave = dict(current), leave
         self._graphs = graphs
-        self._held = torch.full((num_tokens,), NONE, device=device)
-        self._tokens = self._rows = self._held
+        self._buffer = torch.full((num_tokens,), NONE, device=device)
+        self._tokens = self._rows = self._buffer
 
     def version(self, name: str | None) -> int | None:
         """Return the version that a new request gets by a name."""
         return None if name is None else self._current[name]
 
     def leave(self, sequence: Sequence) -> None:
-        """Note that a request has ended."""
+        """Release the adapter of a request that has ended."""
         version = sequence.adapter
         if version is not None and version not in self._current.values():
             self._leave(version)
 
     def assign(self, chunks: Iterable[Chunk]) -> None:
         """Set the adapters of the tokens of the next step."""
-        chosen = [
-            (NONE if (one := chunk.sequence.adapter) is None else self._numbers[one], chunk)
+        numbered_chunks = [
+            (NONE if (version := chunk.sequence.adapter) is None else self._numbers[version], chunk)
             for chunk in chunks
         ]
-        engaged = self._graphs or any(number != NONE for number, _ in chosen)
-        self.hooks.switch(engaged)
-        if not engaged:
+        has_adapters = self._graphs or any(number != NONE for number, _ in numbered_chunks)
+        self.hooks.switch(has_adapters)
+        if not has_adapters:
             return
-        by_token = chain.from_iterable(repeat(number, chunk.num_rows) for number, chunk in chosen)
-        self._tokens = self._placed([*by_token])
-        wanted = chain.from_iterable(repeat(number, chunk.num_logits) for number, chunk in chosen)
-        self._rows = torch.tensor([*wanted], dtype=torch.int64, device=self._held.device)
+        by_token = chain.from_iterable(
+            repeat(number, chunk.num_rows) for number, chunk in numbered_chunks
+        )
+        self._tokens = self._in_buffer([*by_token])
+        by_logit_row = chain.from_iterable(
+            repeat(number, chunk.num_logits) for number, chunk in numbered_chunks
+        )
+        self._rows = torch.tensor([*by_logit_row], dtype=torch.int64, device=self._buffer.device)
 
     def of_rows(self, count: int, prefix: str) -> Tensor:
-        """Return the adapters of the rows that a layer computes, ``[count]`` int64.
+        """Return the adapter number of each row that a layer computes, int64 ``[count]``.
 
-        These are all tokens, with the padding of a graph behind them, or those whose logits are
-        wanted.
+        The rows are all tokens of the step, padded if a graph computes them, or only the tokens
+        whose logits are computed.
 
-        Raises: ConfigError: it computes other rows.
+        Raises: ConfigError: the layer computes other rows.
         """
+        # The number of rows identifies them: the head computes only rows with logits.
         if count == len(self._tokens):
             return self._tokens
         if count == len(self._rows):
             return self._rows
-        if self._graphs and len(self._tokens) < count <= len(self._held):
-            return self._held[:count]
+        if self._graphs and len(self._tokens) < count <= len(self._buffer):
+            return self._buffer[:count]
         raise ConfigError(
             f"{prefix} computes {count} rows in a step of {len(self._tokens)} tokens, so that the "
             "adapters of these are not known. Try: an adapter without this module"
         )
 
-    def _placed(self, numbers: list[int]) -> Tensor:
-        count, held = len(numbers), self._held
-        given = torch.tensor(numbers, dtype=torch.int64)
-        if count > len(held):  # as of a call for all logits of a long text, which is no graph
-            return given.to(held.device)
+    def _in_buffer(self, numbers: list[int]) -> Tensor:
+        count, buffer = len(numbers), self._buffer
+        numbers_tensor = torch.tensor(numbers, dtype=torch.int64)
+        if count > len(buffer):  # a call for all logits of a long text, which uses no graph
+            return numbers_tensor.to(buffer.device)
         if self._graphs:
-            held[count:] = NONE
-        held[:count].copy_(given, non_blocking=True)
-        return held[:count]
+            buffer[count:] = NONE
+        buffer[:count].copy_(numbers_tensor, non_blocking=True)
+        return buffer[:count]

@@ -1,4 +1,4 @@
-"""The modules that the settings of an adapter name; of others, PEFT ignores stored matrices."""
+"""The modules that an adapter's settings target; PEFT ignores matrices of all others."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NUMBERED = re.compile(r".*?\.[^.]*\.(?P<index>\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class TargetModules:
-    """The fields of adapter_config.json by which PEFT chooses modules.
+    """The fields of adapter_config.json by which PEFT selects modules.
 
     Attributes:
-        targets: a pattern of whole names, or names and ends of names.
-        excluded: of the same kind.
-        layers: numbers of the layers that names of ``targets`` are meant for; None means all.
-        containers: patterns of what holds the layers; none means any.
+        targets: a pattern for complete names, or a set of names and ends of names.
+        excluded: the same for modules that are excluded.
+        layers: numbers of the layers to which ``targets`` applies; None means all.
+        containers: patterns for the module that contains the layers; empty means any.
     """
 
     targets: str | frozenset[str]
@@ -32,30 +32,31 @@ class TargetModules:
 
     @classmethod
     def read(cls, path: Path, settings: Mapping[str, Any]) -> TargetModules:
-        """Return what ``settings`` of the file at ``path`` say.
+        """Read the fields from ``settings`` of the file at ``path``.
 
         Raises: CheckpointError: a field has another type.
         """
         layers = settings.get("layers_to_transform")
-        listed = layers if isinstance(layers, list) else [] if layers is None else [layers]
-        if any(type(layer) is not int for layer in listed):
+        layer_numbers = layers if isinstance(layers, list) else [] if layers is None else [layers]
+        if any(type(layer) is not int for layer in layer_numbers):
             reason = f"layers_to_transform is {layers!r:.100}, must be an integer or a list of them"
             raise CheckpointError(path, reason)
         containers = _names(path, settings, "layers_pattern")
         return cls(
             _names(path, settings, "target_modules"),
             _names(path, settings, "exclude_modules"),
-            frozenset(listed) if listed else None,
+            frozenset(layer_numbers) if layer_numbers else None,
             (containers,) if isinstance(containers, str) and containers else tuple(containers),
         )
 
     def field_against(self, module: str) -> str:
-        """Return the field by which a module is none of the targets, or "" where it is one.
+        """Return the field that excludes a module from the targets; "" if the module is a target.
 
         Source: ``peft.tuners.tuners_utils.check_target_module_exists``.
         """
         if self.excluded and _matches(self.excluded, module):
             return "exclude_modules"
+        # "all-linear" means every linear layer except the head.
         if self.targets == _ALL:
             return "target_modules" if module.rpartition(".")[2] == "lm_head" else ""
         if not _matches(self.targets, module):
@@ -66,15 +67,16 @@ class TargetModules:
             re.compile(rf"(?:^|.*?\.){container}\.(?P<index>\d+)\.")
             for container in self.containers
         ]
-        found = next(filter(None, (one.match(module) for one in patterns or [_NUMBERED])), None)
-        is_named = found is not None and int(found["index"]) in self.layers
-        return "" if is_named else "layers_to_transform"
+        matches = (pattern.match(module) for pattern in patterns or [_NUMBERED])
+        match = next(filter(None, matches), None)
+        is_target = match is not None and int(match["index"]) in self.layers
+        return "" if is_target else "layers_to_transform"
 
 
 def _names(path: Path, settings: Mapping[str, Any], field: str) -> str | frozenset[str]:
     """Return a field that is a pattern or a list of names; null is an empty list.
 
-    Raises: CheckpointError: it is neither, or no pattern.
+    Raises: CheckpointError: the field is neither, or an invalid pattern.
     """
     value = settings.get(field)
     if value is None:

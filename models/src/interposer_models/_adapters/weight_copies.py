@@ -1,4 +1,4 @@
-"""Copies of the base model's embedding and head, which PEFT saves beside the matrices of LoRA."""
+"""Copies of the base model's embedding and head, which PEFT saves next to LoRA matrices."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _MEND = (
 
 
 class BaseCopies:
-    """Compares weights in an adapter's file with those of the base model.
+    """Compares weights in an adapter's file with weights of the base model.
 
     Args:
-        checkpoint: of the base model; None where it is not known.
+        checkpoint: checkpoint of the base model; None if unknown.
     """
 
     def __init__(self, checkpoint: Checkpoint | CheckpointFile | None, model: nn.Module) -> None:
@@ -36,9 +36,9 @@ class BaseCopies:
         """Refuse a copy that differs from the base model's weight.
 
         Args:
-            key: of the copy in ``file``.
-            names: that the module may have in the model.
-        Raises: CheckpointError: it differs, or the base model cannot be compared with.
+            key: name of the copy in ``file``.
+            names: names that the module may have in the model.
+        Raises: CheckpointError: the copy differs, or the base model cannot be compared.
         """
         base = self._base(names)
         if base is None:
@@ -51,6 +51,7 @@ class BaseCopies:
                 f"{list(base.shape)}: the vocabulary was resized",
                 "merge the adapter by merge_and_unload() of PEFT, and load the merged model",
             )
+        # The copy may be stored in another dtype than the base model.
         if not torch.equal(base.to(copy.dtype), copy):
             raise CheckpointError(
                 file,
@@ -60,7 +61,7 @@ class BaseCopies:
             )
 
     def _base(self, names: Iterator[str]) -> Tensor | None:
-        """Return the base model's weight of a module, None where its checkpoint has none."""
+        """Return the base model's weight of a module; None if the checkpoint has none."""
         if not isinstance(self._checkpoint, Checkpoint):
             return None
         checkpoint = with_weights(self._checkpoint)
@@ -70,11 +71,12 @@ class BaseCopies:
         stored = stored_names(checkpoint, renamed, getattr(frame, "decoder", ""))
         layers = [layer for layer in self._model.modules() if isinstance(layer, PluggableLayer)]
         tied = places_of(layers)[1]
+        # Of tied weights, the checkpoint may store either one.
         partners = {**tied, **{table: head for head, table in tied.items()}}
         for name in names:
             for weight in (f"{name}.weight", partners.get(f"{name}.weight")):
                 if weight in stored:
-                    with ExitStack() as opened:
-                        rows: Tensor = tensor_slice(checkpoint.shards, stored[weight], opened)[:]
+                    with ExitStack() as files:
+                        rows: Tensor = tensor_slice(checkpoint.shards, stored[weight], files)[:]
                         return rows
         return None

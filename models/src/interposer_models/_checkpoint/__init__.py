@@ -1,1 +1,1 @@
-"""Checkpoints: their files, their tensors, and how weights get to layers."""
+"""Checkpoints: files, tensors, and the loading of weights into layers."""

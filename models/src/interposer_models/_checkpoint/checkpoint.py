@@ -1,4 +1,4 @@
-"""Reading a Hugging Face model directory: config, index and tensors, shard by shard."""
+"""Reads a Hugging Face model directory: config, index and tensors, shard by shard."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# Up to the first number: what follows belongs to one block.
+# The name up to the first number identifies the block of a tensor.
 _BLOCK = re.compile(r".*?\.\d+\.")
 _QUANTIZATION = "hf_quant_config.json"
-# Files that state what config.json calls quantization_config, in the first releases of AutoGPTQ and
-# AutoAWQ alone. The former names no method there.
-_WRITERS_OWN = ("quantize_config.json", "quant_config.json")
+# The first releases of AutoGPTQ and AutoAWQ wrote the quantization_config to these files instead of
+# config.json. AutoGPTQ's file does not name the method.
+_LEGACY_QUANTIZATION = ("quantize_config.json", "quant_config.json")
 _AWQ_FIELD, _AWQ_METHOD, _GPTQ_METHOD = "zero_point", "awq", "gptq"
 _ADAPTER = "adapter_config.json"
-_LISTED = 3
+_MAX_LISTED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model directory whose config and list of shards were read and found complete.
+    """A model directory with a complete config and list of shards.
 
     Attributes:
-        shards: safetensors files in natural order; empty where only the description was read.
-        source: where the weights are to be fetched from, None where they are here.
-        tensors: file by tensor name as the index promises; empty without an index.
+        shards: safetensors files in natural order; empty if only the description was read.
+        source: the hub to download the weights from; None for weights on the disk.
+        tensors: file by tensor name, from the index; empty without an index.
     """
 
     path: Path
@@ -52,25 +52,25 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
-        """Return the checkpoint at ``path``.
+        """Open the checkpoint at ``path``.
 
-        What hf_quant_config.json says of the quantization, under ``quantization`` there, is found
-        under that name in ``quantization_config`` of the config. Where config.json states no
-        quantization, quantize_config.json or quant_config.json can.
+        The ``quantization`` of hf_quant_config.json is added to ``quantization_config`` of the
+        config under the same name. If config.json states no quantization, quantize_config.json or
+        quant_config.json can.
 
         Raises: CheckpointError: no directory, no or a corrupt config.json, no weights, an index
             that names a missing shard, or a hf_quant_config.json of another quantization.
         """
         root = Path(path)
-        described = cls.described(root)
+        description = cls.described(root)
         if not (root / _INDEX).exists():
             if not (root / _SINGLE).is_file():
                 raise _without_weights(root)
-            return replace(described, shards=(root / _SINGLE,))
+            return replace(description, shards=(root / _SINGLE,))
         tensors = _indexed(root)
         if (root / _SINGLE).is_file() and set(tensors.values()) != {_SINGLE}:
-            # The index of another save, which transformers does not read either.
-            return replace(described, shards=(root / _SINGLE,))
+            # The index belongs to another save. transformers prefers the single file, too.
+            return replace(description, shards=(root / _SINGLE,))
         shards = [root / name for name in sorted(set(tensors.values()))]
         for shard in shards:
             if not shard.is_file():
@@ -79,13 +79,13 @@ class Checkpoint:
                     f"names the shard {shard.name!r}, which is missing",
                     "copy it again",
                 )
-        return replace(described, shards=tuple(shards), tensors=tensors)
+        return replace(description, shards=tuple(shards), tensors=tensors)
 
     @classmethod
     def described(cls, root: Path, source: HubModel | None = None) -> Checkpoint:
-        """Return the checkpoint at ``root`` without its weights, which need not be there.
+        """Open the description of the checkpoint at ``root``; weights may be missing.
 
-        Raises: CheckpointError: no directory, or something is wrong with its description.
+        Raises: CheckpointError: no directory, or the description is invalid.
         """
         if not root.is_dir():
             reason = "is not a directory" if root.exists() else "does not exist"
@@ -98,11 +98,11 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all shards in bytes."""
+        """Size of all shards in bytes."""
         return sum(shard.stat().st_size for shard in self.shards)
 
     def names(self) -> frozenset[str]:
-        """Return the names of all tensors that ``stream`` yields.
+        """Return the names of all tensors that ``stream`` can yield.
 
         Raises: CheckpointError: a shard is truncated or not safetensors.
         """
@@ -115,36 +115,38 @@ class Checkpoint:
     def stream(
         self, wanted: Callable[[str], bool] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield ``(name, tensor)``: what belongs to no block, then the blocks shard by shard.
+        """Yield ``(name, tensor)``: tensors outside of blocks first, then block by block.
 
-        Those that are not ``wanted`` are left out.
+        A layer needs memory for two forms while weights are packed. The largest layers are
+        mostly embedding tables, which belong to no block, and come first while little else is in
+        memory.
 
-        Two forms of a layer are held while it is packed, and the largest ones are mostly tables,
-        which are no part of a block: those two are held before anything else is.
+        The next iteration discards changes to a tensor: its memory pages go back to the system,
+        which would keep them in memory until the end of the file otherwise.
 
-        What was written to a tensor is lost when the next one is asked for: its pages are given
-        back, which would else be held until the end of the file.
+        Tensors are grouped by block because files group all tensors by dtype: in file order, the
+        scales of quantized layers would arrive after the packed weights of all layers.
 
-        Files have all tensors of one dtype together, so that in their order the scales of
-        quantized layers come after the codes of all of them.
-
-        Raises: CheckpointError: a shard is truncated or not safetensors, or lacks a tensor that
-            the index promises.
+        Args:
+            wanted: says of a name whether the tensor is yielded; None yields all.
+        Raises: CheckpointError: a shard is truncated or not safetensors, or lacks a tensor that the
+            index promises.
         """
-        seen: set[str] = set()
-        for numbered in (False, True):
+        stored_names: set[str] = set()
+        for in_blocks in (False, True):
             for shard in self.shards:
                 with reading(shard), safe_open(shard, framework="pt") as file:
                     pages: MappedPages | None = None
-                    for name in _by_block(file.offset_keys(), numbered):
-                        seen.add(name)
+                    for name in _by_block(file.offset_keys(), in_blocks):
+                        stored_names.add(name)
                         if wanted is None or wanted(name):
                             tensor = file.get_tensor(name)
                             pages = pages or MappedPages(shard)
                             yield name, tensor
+                            # Without this, memory would grow by the size of the file.
                             pages.drop(tensor)
         for name, shard_name in self.tensors.items():
-            if name not in seen:
+            if name not in stored_names:
                 raise CheckpointError(
                     self.path / _INDEX,
                     f"names the tensor {name!r} in {shard_name!r}, which lacks it",
@@ -152,7 +154,7 @@ class Checkpoint:
 
 
 def weight_files(root: Path) -> list[str]:
-    """Return the names of the files that the weights of the model in ``root`` are stored in.
+    """Return the names of the weight files of the model in ``root``.
 
     Raises: CheckpointError: the index is corrupt.
     """
@@ -160,13 +162,13 @@ def weight_files(root: Path) -> list[str]:
 
 
 def file_of(stored: str, path: object) -> object:
-    """Return the shard that holds a tensor, or ``path`` where that is no folder with one."""
+    """Return the shard that contains a tensor; ``path`` if it is no folder with such a shard."""
     if not isinstance(path, Path) or not path.is_dir():
         return path
     try:
         for shard in Checkpoint.open(path).shards:
             with safe_open(shard, framework="pt") as file:
-                if stored in file.keys():  # noqa: SIM118 - it is no mapping
+                if stored in file.keys():  # noqa: SIM118 - the file is not a mapping
                     return shard
     except (InterposerError, OSError):
         pass
@@ -174,72 +176,75 @@ def file_of(stored: str, path: object) -> object:
 
 
 def _without_weights(root: Path) -> CheckpointError:
-    """Return the error for a folder without an index and without a whole file of weights."""
+    """Describe the error for a folder without an index and without a single weight file."""
     if (root / _ADAPTER).is_file():
         return _adapter_without_model(root, f"{_SINGLE} or {_INDEX}")
-    shards, others, pickled = (
-        ", ".join(sorted(file.name for file in root.glob(pattern))[:_LISTED])
+    shards, safetensors, pickles = (
+        ", ".join(sorted(file.name for file in root.glob(pattern))[:_MAX_LISTED])
         for pattern in ("*-of-*.safetensors", "*.safetensors", "*.bin")
     )
     mend = "copy the weights of the model to this folder"
-    if "consolidated" in others:
+    if "consolidated" in safetensors:
         mend = (
-            f"download the files of transformers' format: {others} has the names of Mistral's own"
+            f"download the files of transformers' format: {safetensors} has the names of Mistral's "
+            "own"
         )
     elif shards:
         mend = f"copy {_INDEX} again, which says what {shards} hold"
-    elif others:
-        mend = f"rename the file that holds the whole model to {_SINGLE}: there is {others}"
-    elif pickled:
-        mend = f"save the model as safetensors: {pickled} is pickled, which runs code"
+    elif safetensors:
+        mend = f"rename the file that holds the whole model to {_SINGLE}: there is {safetensors}"
+    elif pickles:
+        mend = f"save the model as safetensors: {pickles} is pickled, which runs code"
     return CheckpointError(root, f"holds neither {_SINGLE} nor {_INDEX}", mend)
 
 
 def _adapter_without_model(root: Path, missing: str) -> CheckpointError:
-    """Return the error for the folder of an adapter, given as that of a model."""
+    """Describe the error for an adapter folder that was passed as a model folder."""
     base = read_json(root / _ADAPTER).get("base_model_name_or_path")
-    named = repr(base) if isinstance(base, str) and base else "the base model"
+    model = repr(base) if isinstance(base, str) and base else "the base model"
     return CheckpointError(
         root / _ADAPTER,
         f"describes a LoRA adapter, and the folder holds no model ({missing})",
-        f"load {named} with adapters={{'name': {str(root)!r}}}",
+        f"load {model} with adapters={{'name': {str(root)!r}}}",
     )
 
 
 def _indexed(root: Path) -> dict[str, str]:
-    """Return the file of each tensor, by its name, which the index in ``root`` states.
+    """Return the file of each tensor, by tensor name, from the index in ``root``.
 
-    Raises: CheckpointError: it states none, or a file outside of ``root``.
+    Raises: CheckpointError: the index has no such map, or names a file outside of ``root``.
     """
     tensors = read_json(root / _INDEX).get("weight_map")
     if not isinstance(tensors, dict) or not tensors:
         raise CheckpointError(root / _INDEX, "has no 'weight_map'")
     if not all(isinstance(name, str) for name in tensors.values()):
         raise CheckpointError(root / _INDEX, "has a 'weight_map' that names no files")
+    # An index must not make the reader open files outside of the model's folder.
     for name in sorted(set(tensors.values())):
         if (root / name).parent != root:
             raise CheckpointError(root / _INDEX, f"names {name!r}, outside the directory")
     return tensors
 
 
-def _by_block(names: Iterable[str], numbered: bool) -> Iterator[str]:
-    """Yield names grouped by block, the blocks in the order of their first names.
+def _by_block(names: Iterable[str], in_blocks: bool) -> Iterator[str]:
+    """Yield names grouped by block, blocks in the order of first names.
 
     Args:
-        numbered: yield those of numbered blocks; else those of layers outside them.
+        in_blocks: yield the names in numbered blocks; otherwise the names outside of blocks.
     """
     blocks: dict[str, list[str]] = {}
     for name in names:
-        found = _BLOCK.match(name)
-        if (found is not None) == numbered:
-            blocks.setdefault(found[0] if found else name.rpartition(".")[0], []).append(name)
+        match = _BLOCK.match(name)
+        if (match is not None) == in_blocks:
+            blocks.setdefault(match[0] if match else name.rpartition(".")[0], []).append(name)
+    # Sorted, so that weights and scales of a layer follow each other.
     for block in blocks.values():
         yield from sorted(block)
 
 
 @contextmanager
 def reading(shard: Path) -> Iterator[None]:
-    """Turn what safetensors says of a bad file into a CheckpointError, inside a ``with`` block."""
+    """Raise safetensors errors about ``shard`` as CheckpointError, inside a ``with`` block."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -249,7 +254,7 @@ def reading(shard: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; CheckpointError if it is missing or corrupt."""
+    """Return the object in a JSON file; CheckpointError if the file is missing or corrupt."""
     check_regular(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -264,35 +269,38 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _with_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return ``config`` with what files beside it state of the quantization, if there are any."""
+    """Return ``config`` with the quantization that separate files state, if there are any."""
     path = root / _QUANTIZATION
     if not path.exists():
-        return _with_writers_own(root, config)
-    beside = read_json(path)
-    producer, quantization = beside.get("producer"), beside.get("quantization")
+        return _with_legacy_quantization(root, config)
+    quantization_file = read_json(path)
+    producer, quantization = (
+        quantization_file.get("producer"),
+        quantization_file.get("quantization"),
+    )
     method = producer.get("name") if isinstance(producer, dict) else None
     if not isinstance(method, str) or not isinstance(quantization, dict):
         raise CheckpointError(path, "lacks 'quantization' or the name of its 'producer'")
-    stated = config.get("quantization_config") or {}
-    if not isinstance(stated, dict):
-        return config  # what is wrong with it is said when the config is parsed
-    expected = {"quant_method": method, "quantization": quantization}
-    for name, value in expected.items():
-        if stated.get(name, value) != value:
+    config_fields = config.get("quantization_config") or {}
+    if not isinstance(config_fields, dict):
+        return config  # parsing the config will report the error
+    file_fields = {"quant_method": method, "quantization": quantization}
+    for name, value in file_fields.items():
+        if config_fields.get(name, value) != value:
             raise CheckpointError(
                 path,
                 f"contradicts config.json, whose quantization_config has {name} "
-                f"{shortened(stated[name])}, not {shortened(value)}",
+                f"{shortened(config_fields[name])}, not {shortened(value)}",
                 "restore the file that was changed",
             )
-    return {**config, "quantization_config": {**stated, **expected}}
+    return {**config, "quantization_config": {**config_fields, **file_fields}}
 
 
-def _with_writers_own(root: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return ``config`` with the quantization of the writer's file, where it states none itself."""
-    files = [root / name for name in _WRITERS_OWN if (root / name).exists()]
+def _with_legacy_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return ``config`` with the quantization of a legacy file, unless ``config`` states one."""
+    files = [root / name for name in _LEGACY_QUANTIZATION if (root / name).exists()]
     if config.get("quantization_config") is not None or not files:
         return config
-    stated = read_json(files[0])
-    method = _AWQ_METHOD if _AWQ_FIELD in stated else _GPTQ_METHOD
-    return {**config, "quantization_config": {"quant_method": method, **stated}}
+    settings = read_json(files[0])
+    method = _AWQ_METHOD if _AWQ_FIELD in settings else _GPTQ_METHOD
+    return {**config, "quantization_config": {"quant_method": method, **settings}}

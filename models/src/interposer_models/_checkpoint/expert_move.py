@@ -1,4 +1,4 @@
-"""The move of one layer's experts: what a rank is to hold is read, and then takes its place."""
+"""The move of one layer's experts to another placement, under expert parallelism."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from interposer_models._checkpoint.expert_names import ExpertNames
-from interposer_models._checkpoint.layer_group import Filling, LayerGroup
+from interposer_models._checkpoint.layer_group import LayerGroup, PendingWeights
 from interposer_models._checkpoint.tensor_places import TensorPlace
 from interposer_models._checkpoint.weight_update import GroupUpdate
 from interposer_ops.layers.expert_placement import ExpertPlacement
@@ -19,12 +19,12 @@ Places = dict[str, TensorPlace]
 
 
 class ExpertMove:
-    """New experts of one layer, as far as their tensors have come; nothing is changed before.
+    """Collects the new experts of one layer; the layer changes in ``finish`` only.
 
-    Groups whose experts stay are not read.
+    Groups of experts that stay on this rank are not read again.
 
     Attributes:
-        names: of the tensors to come, as checkpoints call them.
+        names: names of the tensors to read, as in the checkpoint.
     """
 
     def __init__(
@@ -35,42 +35,41 @@ class ExpertMove:
         names: ExpertNames,
     ) -> None:
         self._layer, self._placement, self._names = layer, placement, names
-        below = f"{layer.prefix}."
-        own = [
+        prefix = f"{layer.prefix}."
+        layer_groups = [
             group
             for group in groups
-            if any(one is layer or one.prefix.startswith(below) for one in group.layers)
+            if any(member is layer or member.prefix.startswith(prefix) for member in group.layers)
         ]
-        before = {group: self._local(group) for group in own}
-        held = layer.routes.placement
-        # The names and slices of what a layer holds follow from its placement.
+        local_places = {group: self._local(group) for group in layer_groups}
+        placement_before = layer.routes.placement
+        # Stored names and slices follow from the placement: set the new one to compute them.
         layer.routes.placement = placement
         try:
-            after = {group: self._stored(places) for group, places in before.items()}
+            places_after = {group: self._stored(places) for group, places in local_places.items()}
         finally:
-            layer.routes.placement = held
+            layer.routes.placement = placement_before
         self._places = {
-            group: places for group, places in after.items() if _differ(places, group.places)
+            group: places for group, places in places_after.items() if _differ(places, group.places)
         }
         self._owners = {name: group for group, places in self._places.items() for name in places}
         self.names = self._owners.keys()
-        self._fillings: dict[LayerGroup, Filling] = {}
+        self._pending: dict[LayerGroup, PendingWeights] = {}
         self._updates: dict[LayerGroup, GroupUpdate] = {}
 
     @property
     def missing(self) -> list[str]:
-        """Names of tensors that have not come."""
-        waiting = self._places.keys() - self._updates.keys()
-        begun = self._fillings
+        """Names of the tensors that have not arrived."""
+        pending = self._pending
         return [
             name
-            for group in waiting
-            for name in (begun[group].missing if group in begun else self._places[group])
+            for group in self._places.keys() - self._updates.keys()
+            for name in (pending[group].missing if group in pending else self._places[group])
         ]
 
     @property
     def is_complete(self) -> bool:
-        """Say whether all tensors have come."""
+        """Say whether all tensors have arrived."""
         return len(self._updates) == len(self._places)
 
     def put(
@@ -81,53 +80,56 @@ class ExpertMove:
         path: object,
         names: Collection[str] | None,
     ) -> None:
-        """Take a tensor.
+        """Store a tensor, and prepare the group once all tensors have arrived.
 
         Args:
-            names: of all tensors that will come, if known.
-        Raises: CheckpointError: it came before, or has the wrong shape or kind of dtype.
+            names: names of all tensors that will arrive, if known.
+        Raises: CheckpointError: the tensor arrives twice, or has the wrong shape or kind of dtype.
         """
         group = self._owners[name]
-        filling = self._fillings.get(group)
-        if filling is None:
-            there = copy(group)
-            there.places = self._places[group]
-            filling = self._fillings[group] = Filling(there, device, True)
-        filling.put(name, tensor, path)
-        if not filling.awaits(names):
-            filling.put_defaults()
-            self._updates[group] = GroupUpdate.of(group, group.finalized(filling))
-            del self._fillings[group]
+        pending = self._pending.get(group)
+        if pending is None:
+            # The group keeps its old places until ``finish``.
+            moved_group = copy(group)
+            moved_group.places = self._places[group]
+            pending = self._pending[group] = PendingWeights(moved_group, device, True)
+        pending.put(name, tensor, path)
+        if not pending.awaits(names):
+            pending.write_defaults()
+            self._updates[group] = GroupUpdate.of(group, group.finalized_states(pending))
+            del self._pending[group]
 
     def finish(self, apply: Callable[[list[GroupUpdate]], None]) -> list[str]:
-        """Let the layer hold them.
+        """Put the new experts into the layer.
 
-        Returns: prefixes of layers that got new operands, as these have another form.
+        Returns: prefixes of the layers whose new operands differ in form, so that objects were
+            replaced instead of written in place.
         """
         updates = list(self._updates.values())
         apply(updates)
         for group, places in self._places.items():
             group.places = places
         self._layer.routes.take(self._placement)
-        renewed = [update for update in updates if update.pairs is None]
-        return [layer.prefix for update in renewed for layer in update.group.layers]
+        replaced = [update for update in updates if update.pairs is None]
+        return [layer.prefix for update in replaced for layer in update.group.layers]
 
     def _local(self, group: LayerGroup) -> Places:
         return {self._names.local(name): place for name, place in group.places.items()}
 
-    def _stored(self, local: Places) -> Places:
+    def _stored(self, local_places: Places) -> Places:
         slices, prefix = self._layer.slices, self._layer.prefix
-        found = {}
-        for name, place in local.items():
-            cut = slices.get(("", name.removeprefix(f"{prefix}.")))
-            is_stacked = cut is not None and place.slice is not None
-            found[self._names.stored(name)] = replace(place, slice=cut) if is_stacked else place
-        return found
+        places = {}
+        for name, place in local_places.items():
+            # Only a stacked tensor of all experts has a slice; tensors of single experts have none.
+            shard = slices.get(("", name.removeprefix(f"{prefix}.")))
+            is_stacked = shard is not None and place.slice is not None
+            places[self._names.stored(name)] = replace(place, slice=shard) if is_stacked else place
+        return places
 
 
-def _differ(places: Places, before: Places) -> bool:
-    """Say whether another tensor, or another part of one, belongs to a place."""
-    return places.keys() != before.keys() or any(
-        (place.index, place.slice) != (before[name].index, before[name].slice)
+def _differ(places: Places, previous: Places) -> bool:
+    """Say whether the places read other tensors, or other parts of the same tensors."""
+    return places.keys() != previous.keys() or any(
+        (place.index, place.slice) != (previous[name].index, previous[name].slice)
         for name, place in places.items()
     )

@@ -1,6 +1,6 @@
-"""The numbers of experts in names of tensors, where a rank holds some of a layer's experts.
+"""Expert numbers in tensor names, under expert parallelism.
 
-A layer numbers what it holds from 0, and checkpoints number all of its experts.
+A layer numbers the experts of its rank from 0, while checkpoints number all experts of the layer.
 """
 
 from __future__ import annotations
@@ -16,41 +16,43 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 
 
 class ExpertNames:
-    """Names of tensors of experts, by what the layers hold now."""
+    """Translates names of expert tensors between a checkpoint and the layers of this rank."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self._placed = {one.prefix: one for one in layers if isinstance(one, PlacedExperts)}
+        self._layers_by_prefix = {
+            layer.prefix: layer for layer in layers if isinstance(layer, PlacedExperts)
+        }
 
     def stored(self, name: str) -> str:
-        """Return what checkpoints call the tensor that a layer calls ``name``."""
-        for layer, number, found in self._parts(name):
-            return renumbered(name, found, layer.held[number])
+        """Return the checkpoint's name of the tensor that a layer calls ``name``."""
+        for layer, number, match in self._experts(name):
+            return _renumbered(name, match, layer.held[number])
         return name
 
     def local(self, name: str) -> str:
-        """Return what the layer calls a tensor of an expert that it holds."""
-        for layer, number, found in self._parts(name):
-            return renumbered(name, found, layer.held.index(number))
+        """Return the layer's name of the checkpoint tensor ``name`` of an expert on this rank."""
+        for layer, number, match in self._experts(name):
+            return _renumbered(name, match, layer.held.index(number))
         return name
 
     def is_elsewhere(self, name: str) -> bool:
-        """Say whether the tensor is of an expert that other ranks hold."""
+        """Say whether the checkpoint tensor ``name`` belongs to an expert on another rank."""
         return any(
             number < layer.num_routed and number not in layer.held
-            for layer, number, _ in self._parts(name)
+            for layer, number, _ in self._experts(name)
         )
 
-    def _parts(self, name: str) -> Iterable[tuple[PlacedExperts, int, re.Match[str]]]:
-        """Yield the layer and the number of the expert, if it is a name of such a tensor."""
-        if not self._placed:
+    def _experts(self, name: str) -> Iterable[tuple[PlacedExperts, int, re.Match[str]]]:
+        """Yield layer, expert number and the match of the number, if an expert has the tensor."""
+        if not self._layers_by_prefix:
             return
-        for found in _NUMBER.finditer(name):
-            layer = self._placed.get(name[: found.start()])
+        # A name has the numbers of block and expert: the prefix of a layer ends before the expert.
+        for match in _NUMBER.finditer(name):
+            layer = self._layers_by_prefix.get(name[: match.start()])
             if layer is not None:
-                yield layer, int(found[1]), found
+                yield layer, int(match[1]), match
                 return
 
 
-def renumbered(name: str, found: re.Match[str], number: int) -> str:
-    """Return a name with another number where one was found."""
-    return f"{name[: found.start(1)]}{number}{name[found.end(1) :]}"
+def _renumbered(name: str, match: re.Match[str], number: int) -> str:
+    return f"{name[: match.start(1)]}{number}{name[match.end(1) :]}"

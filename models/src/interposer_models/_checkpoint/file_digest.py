@@ -1,4 +1,4 @@
-"""Digests of files, by which two of them are told apart."""
+"""Digests of sampled bytes, which identify large weight files quickly."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ _SAMPLE_BYTES = 4096
 
 
 def sampled_digest(path: Path) -> str:
-    """Return the digest of the beginning of a file and of 31 samples more, as 16 digits.
+    """Return 16 hexadecimal digits of the SHA-256 of 32 samples at equal distances in a file.
 
-    A digest of all of the weights would take as long as loading them.
+    A digest of all bytes would take as long as loading the weights.
     """
     size = path.stat().st_size
     digest = hashlib.sha256()
     with path.open("rb") as file:
         for number in range(_SAMPLES):
+            # The first sample covers the header, which differs between most files.
             file.seek(size * number // _SAMPLES)
             digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]

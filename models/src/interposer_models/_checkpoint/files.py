@@ -1,4 +1,4 @@
-"""Opening checkpoints: a model directory, a model's name, or a file of a format of a plugin."""
+"""Opens checkpoints: a model directory, a model's name on a hub, or a file that a plugin reads."""
 
 from __future__ import annotations
 
@@ -22,36 +22,37 @@ from interposer_models._tokenizer import MissingTokenizer, TextTokenizer, has_vo
 def open_checkpoint(
     path: str | Path, config: Config
 ) -> tuple[Checkpoint | CheckpointFile, Choice | None]:
-    """Return the checkpoint at ``path``, and the choice of the plugin that reads a file.
+    """Open the checkpoint at ``path``.
 
-    Of a model that is named, only the description is fetched; ``with_weights`` fetches the rest.
+    For a name on a hub, only the description is downloaded; ``with_weights`` downloads the weights.
 
+    Returns: the checkpoint, and the choice of the plugin if a plugin reads the file.
     Raises:
-        CheckpointError: it does not exist, is corrupt, or nobody reads such files.
+        CheckpointError: ``path`` does not exist, is corrupt, or no plugin reads such files.
         PluginError: the plugin that reads such files failed.
     """
     file = Path(path)
-    if named := HubModel.named(path):
-        return Checkpoint.described(named.description(), named), None
+    if hub_model := HubModel.named(path):
+        return Checkpoint.described(hub_model.description(), hub_model), None
     if not file.is_dir():
         check_regular(file)
     if not file.is_file():
         return Checkpoint.open(file), None
     registry = current_registry(config)
-    suffix, known = file.suffix.lower(), registry.subjects("checkpoint")
-    if suffix not in known:
+    suffix, suffixes = file.suffix.lower(), registry.subjects("checkpoint")
+    if suffix not in suffixes:
         raise CheckpointError(
             file,
             "is not a directory",
             "give the folder of a downloaded model, or a file that a plugin reads; those that are "
-            f"installed read: {', '.join(known) or 'none'}",
+            f"installed read: {', '.join(suffixes) or 'none'}",
         )
     choice = select(Request("checkpoint", suffix), registry.candidates("checkpoint", suffix))
     chosen = choice.chosen
     assert isinstance(chosen.record, CheckpointEntry)
-    kind: type[CheckpointFile] = registry.load(chosen, chosen.record.target)
+    file_class: type[CheckpointFile] = registry.load(chosen, chosen.record.target)
     try:
-        return kind.open(file), choice
+        return file_class.open(file), choice
     except InterposerError:
         raise
     except foreign_errors() as error:
@@ -64,9 +65,9 @@ def open_checkpoint(
 
 
 def with_weights(checkpoint: Checkpoint | CheckpointFile) -> Checkpoint | CheckpointFile:
-    """Return the checkpoint, with its weights if only its description was fetched.
+    """Return the checkpoint with its weights, after downloading weights that are missing.
 
-    Raises: CheckpointError: they cannot be fetched, or are incomplete.
+    Raises: CheckpointError: the weights cannot be downloaded, or are incomplete.
     """
     if isinstance(checkpoint, CheckpointFile) or checkpoint.source is None:
         return checkpoint
@@ -75,29 +76,29 @@ def with_weights(checkpoint: Checkpoint | CheckpointFile) -> Checkpoint | Checkp
 
 
 def open_folder(path: str | Path) -> Checkpoint:
-    """Return the checkpoint in a folder, or of a model that is named, with its weights.
+    """Open the model directory at ``path``, or download the model of that name with its weights.
 
-    Raises: CheckpointError: it does not exist, cannot be fetched, or is corrupt.
+    Raises: CheckpointError: the model does not exist, cannot be downloaded, or is corrupt.
     """
-    if (named := HubModel.named(path)) is None:
+    if (hub_model := HubModel.named(path)) is None:
         return Checkpoint.open(path)
-    folder = named.description()
-    named.weights(folder, weight_files(folder))
+    folder = hub_model.description()
+    hub_model.weights(folder, weight_files(folder))
     return Checkpoint.open(folder)
 
 
 def config_source(checkpoint: Checkpoint | CheckpointFile) -> Path:
-    """Return the file that the checkpoint's config stands in."""
+    """Return the file that contains the checkpoint's config."""
     if isinstance(checkpoint, CheckpointFile):
         return checkpoint.path
     return checkpoint.path / "config.json"
 
 
 def tokenizer_of(checkpoint: Checkpoint | CheckpointFile) -> TextTokenizer:
-    """Return the checkpoint's tokenizer, or what refuses texts where a directory has none.
+    """Return the checkpoint's tokenizer, or one that refuses texts if a directory has none.
 
-    It is read when it is first asked for; that raises CheckpointError if it is not valid, or a file
-    of a plugin's format holds none.
+    The files are read at first use, which raises CheckpointError if the tokenizer is not valid, or
+    if a file of a plugin's format contains no tokenizer.
     """
     if isinstance(checkpoint, CheckpointFile):
         settings = checkpoint.tokenizer_settings()

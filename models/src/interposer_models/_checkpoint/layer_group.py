@@ -1,7 +1,7 @@
-"""Groups of layers that get their weights together, and their states before and after.
+"""Groups of layers that are loaded together, and layer states before and after loading.
 
-A layer is kept as it was built, on the meta device, so that its weights can come any number of
-times: when a checkpoint is loaded, and whenever they are renewed.
+Each layer keeps the state in which it was built, on the meta device, so that weights can be loaded
+any number of times: from a checkpoint, and for every update.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from torch.utils import _pytree
 
 from interposer import PluggableLayer
 from interposer.errors import CheckpointError
-from interposer_models._checkpoint.row_room import RowRoom
+from interposer_models._checkpoint.row_buffer import RowBuffer
 from interposer_models._checkpoint.tensor_places import Copy, TensorPlace, plain_copy
 from interposer_ops.devices import host_memory
 
 State = dict[str, Any]
-"""Attributes of a layer by name, without what every module has besides its parameters."""
+"""Attributes of a layer by name: parameters, buffers, and those that not every module has."""
 
 C = TypeVar("C")
 L = TypeVar("L", bound=nn.Module)
 
-# Hooks, submodules and the like are the model's, not part of what its weights decide.
+# Hooks, submodules and the like do not depend on the weights.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_parameters", "_buffers"}
 
 
 class LayerGroup:
-    """Layers that share a parameter, mostly just one: filled and finalized together.
+    """Layers that share a parameter, mostly just one layer: loaded and finalized together.
 
     Attributes:
         layers: in the order of the model.
-        places: where each of the tensors goes, by the name that checkpoints use.
+        places: the place of each tensor, by its name in checkpoints.
     """
 
     def __init__(
@@ -42,82 +42,91 @@ class LayerGroup:
     ) -> None:
         self.layers = tuple(layers)
         self.places = dict(places)
+        # A copy: finalizing replaces attributes and changes containers of the layer.
         self._built = [_mapped(state_of(layer), {}) for layer in self.layers]
 
     def states(self, parameters: dict[int, nn.Parameter]) -> list[State]:
-        """Return what each layer held when it was built, with these parameters instead.
+        """Return the state in which each layer was built, with some parameters replaced.
 
         Args:
-            parameters: by the ``id`` of the one that each replaces, wherever it is referred to.
+            parameters: replacements, by the ``id`` of the parameter that each replaces everywhere.
         """
         return [_mapped(built, parameters) for built in self._built]
 
-    def finalize(self, filling: Filling) -> None:
-        """Take over the weights and prepare for inference."""
-        for layer, state in zip(self.layers, self._filled(filling), strict=True):
+    def finalize(self, pending: PendingWeights) -> None:
+        """Move the weights into the layers, and finalize the layers for inference."""
+        for layer, state in zip(self.layers, self._filled_states(pending), strict=True):
             vars(layer).update(state)
-        # The last ones first: a head gives the table up that its embedding shares before that packs
-        # it, so that the plain one is not held besides.
+        # Last layer first: a tied head releases the table before the embedding packs it, so that
+        # the plain table is not kept next to the packed one.
         for layer in reversed(self.layers):
             layer.finalize()
 
-    def changed(self, changes: Callable[[State, State], C]) -> list[C]:
-        """Return what ``changes`` makes of each layer: the state it was built in, and its own."""
+    def compare_states(self, compare: Callable[[State, State], C]) -> list[C]:
+        """Call ``compare(built state, current state)`` for each layer, and return the results."""
         pairs = zip(self.states({}), self.layers, strict=True)
-        return [changes(built, state_of(layer)) for built, layer in pairs]
+        return [compare(built, state_of(layer)) for built, layer in pairs]
 
-    def take(self, states: Iterable[State]) -> None:
-        """Let the layers hold states that they had before, when they were finalized."""
+    def set_states(self, states: Iterable[State]) -> None:
+        """Set the layers to states of an earlier time, when they were finalized."""
         for layer, state in zip(self.layers, states, strict=True):
             vars(layer).update(state)
 
-    def finalized(self, filling: Filling) -> list[State]:
-        """Return what each layer would hold with these weights; nothing is changed."""
-        copies = [_copied(*pair) for pair in zip(self.layers, self._filled(filling), strict=True)]
-        for copy in reversed(copies):
-            copy.finalize()
-        return [state_of(copy) for copy in copies]
+    def finalized_states(self, pending: PendingWeights) -> list[State]:
+        """Return the state of each layer with the new weights; layers stay unchanged."""
+        copies = [
+            _copied(*pair) for pair in zip(self.layers, self._filled_states(pending), strict=True)
+        ]
+        for layer_copy in reversed(copies):
+            layer_copy.finalize()
+        return [state_of(layer_copy) for layer_copy in copies]
 
-    def _filled(self, filling: Filling) -> Iterator[State]:
-        """Yield the states with the parameters of ``filling``, which loses them.
+    def _filled_states(self, pending: PendingWeights) -> Iterator[State]:
+        """Yield states with the parameters of ``pending``, after clearing ``pending``.
 
-        Nobody but the layer refers to them then, so that they go when it drops them.
+        Only the layer refers to a parameter then, so that memory is freed when the layer drops it.
         """
-        states = self.states(filling.parameters)
-        filling.parameters.clear()
+        states = self.states(pending.parameters)
+        # ``states`` must hold the only references, so that each state is freed after its layer.
+        pending.parameters.clear()
         while states:
             yield states.pop(0)
 
     def reset(self) -> None:
-        """Go back to the meta device, as the layers were built."""
+        """Return the layers to the built state, on the meta device."""
         for layer, state in zip(self.layers, self.states({}), strict=True):
+            # Attributes that finalizing has added.
             for name in state_of(layer).keys() - state.keys():
                 del vars(layer)[name]
             vars(layer).update(state)
 
 
-class Filling:
-    """The parameters of a group in memory, as far as their tensors have come.
+class PendingWeights:
+    """Parameters of a group in memory, while tensors arrive from a checkpoint.
 
     Attributes:
-        parameters: by the ``id`` of the one on the meta device.
-        missing: names of the tensors that have not come.
-        borrows: whether tensors stay as they are until the group is finalized, so that those need
-            no copy which nothing is kept of.
-        is_left: whether what the group keeps is copied when it is finalized, so that no tensor that
-            it borrows needs a copy.
-        refusal: the error for a tensor that is not finite. The layers are finalized before it is
-            raised, as their own checks know more about the tensor.
+        parameters: by the ``id`` of the parameter on the meta device.
+        missing: names of the tensors that have not arrived.
+        can_borrow: tensors stay unchanged until the group is finalized, so that a parameter of
+            which the finalized layer keeps nothing can use the tensor itself.
+        is_result_copied: the finalized group's tensors are copied, so that no
+            borrowed tensor needs a copy.
+        refusal: the error for a tensor that is not finite. Layers are finalized before it is
+            raised, because their own checks describe the tensor more precisely.
     """
 
     refusal: CheckpointError | None = None
 
     def __init__(
-        self, group: LayerGroup, device: str, borrows: bool = False, is_left: bool = False
+        self,
+        group: LayerGroup,
+        device: str,
+        can_borrow: bool = False,
+        is_result_copied: bool = False,
     ) -> None:
         self.group = group
-        self.borrows = borrows
-        self.is_left = is_left
+        self.can_borrow = can_borrow
+        self.is_result_copied = is_result_copied
         self.missing = set(group.places)
         self._begun: set[str] = set()
         self.parameters: dict[int, nn.Parameter] = {}
@@ -130,28 +139,30 @@ class Filling:
         name: str,
         tensor: torch.Tensor,
         path: object,
-        is_given: bool = False,
+        is_exclusive: bool = False,
         copy: Copy = plain_copy,
     ) -> bool | None:
-        """Copy a tensor to its place, or let it stand there.
+        """Copy a tensor to its place, or use the same tensor as the parameter.
 
         Args:
-            is_given: it lies in memory that nobody else has, so that it needs no copy.
-        Returns: whether ``copy`` found all numbers finite; None where nothing was copied by it.
-        Raises: CheckpointError: it came before, or has the wrong shape or kind of dtype.
+            is_exclusive: nothing else uses the tensor's memory, so that no copy is necessary.
+        Returns: the result of ``copy``, which says whether all numbers are finite; None if ``copy``
+            was not called.
+        Raises: CheckpointError: the tensor arrives twice, or has the wrong shape or kind of dtype.
         """
         if name not in self.missing or name in self._begun:
             raise CheckpointError(path, f"holds the tensor {name!r} twice")
         place = self.group.places[name]
-        tensor = place.share(name, tensor, path)
+        tensor = place.shard(name, tensor, path)
         memory = self.parameters[id(place.parameter)]
         is_finite: bool | None = None
         if place.takes_any_form:
-            held = nn.Parameter(tensor.to(memory.device, copy=True), requires_grad=False)
-            self.parameters[id(place.parameter)] = held
-        elif (self.borrows or is_given) and place.can_borrow(
-            tensor, memory.data, self.is_left or is_given
+            parameter = nn.Parameter(tensor.to(memory.device, copy=True), requires_grad=False)
+            self.parameters[id(place.parameter)] = parameter
+        elif (self.can_borrow or is_exclusive) and place.can_borrow(
+            tensor, memory.data, self.is_result_copied or is_exclusive
         ):
+            # Attributes such as ``stored_as`` lie in the parameter's ``__dict__``.
             borrowed = nn.Parameter(tensor, requires_grad=False)
             borrowed.__dict__.update(place.parameter.__dict__)
             self.parameters[id(place.parameter)] = borrowed
@@ -161,32 +172,36 @@ class Filling:
         return is_finite
 
     def values(self, name: str) -> torch.Tensor:
-        """Return the values that came for a tensor, where they lie."""
+        """Return the values of a tensor that has arrived, as a view of the parameter."""
         place = self.group.places[name]
-        whole = self.parameters[id(place.parameter)].data
-        return whole if place.takes_any_form else place.stored(whole)
+        data = self.parameters[id(place.parameter)].data
+        return data if place.takes_any_form else place.stored(data)
 
-    def room(self, name: str) -> RowRoom | None:
-        """Return the room for a tensor that its place takes by rows; None if it came before."""
+    def row_buffer(self, name: str) -> RowBuffer | None:
+        """Return a buffer for a tensor that arrives by rows; None if the tensor arrived before."""
         if name not in self.missing or name in self._begun:
             return None
         self._begun.add(name)
         place = self.group.places[name]
-        return RowRoom.of(place, self.parameters[id(place.parameter)].data)
+        return RowBuffer.of(place, self.parameters[id(place.parameter)].data)
 
-    def fill(self, name: str) -> None:
-        """Take note that all rows of a tensor have come."""
+    def mark_complete(self, name: str) -> None:
+        """Record that all rows of a tensor have arrived."""
         self.missing.remove(name)
 
     def awaits(self, names: Collection[str] | None) -> bool:
-        """Return True if a missing tensor may still come; ``names`` are all to come, None: any."""
+        """Say whether a missing tensor may still arrive.
+
+        Args:
+            names: names of all tensors that will arrive; None if unknown.
+        """
         places = self.group.places
         return any(
             names is None or name in names or not places[name].is_optional for name in self.missing
         )
 
-    def put_defaults(self) -> None:
-        """Fill what is missing and has a default."""
+    def write_defaults(self) -> None:
+        """Fill missing optional tensors with default values."""
         for name in sorted(self.missing):
             place = self.group.places[name]
             if place.is_optional:
@@ -195,60 +210,62 @@ class Filling:
 
 
 def groups_of(layers: Iterable[PluggableLayer], places: dict[str, TensorPlace]) -> list[LayerGroup]:
-    """Return the groups of layers that share parameters, in the order of their first layers."""
+    """Return the groups of layers that share parameters, ordered by first layer."""
     members: dict[int, list[PluggableLayer]] = {}  # by the id of the group's first layer
     owners: dict[int, int] = {}
     for layer in layers:
         keys = {id(p) for p in layer._parameters.values() if p is not None}
-        first, *others = sorted({owners[key] for key in keys if key in owners}) or [id(layer)]
+        # A layer that shares parameters with several groups merges these groups.
+        first, *merged = sorted({owners[key] for key in keys if key in owners}) or [id(layer)]
         members.setdefault(first, []).append(layer)
-        for other in others:
-            members[first] += members.pop(other)
+        for merged_group in merged:
+            members[first] += members.pop(merged_group)
         owners |= dict.fromkeys(keys, first)
-        if others:  # seldom, and all owners are looked at
-            owners |= {key: first for key, owner in owners.items() if owner in others}
-    listed: dict[int, list[tuple[str, TensorPlace]]] = {first: [] for first in members}
+        if merged:  # rare, because it visits all owners
+            owners |= {key: first for key, owner in owners.items() if owner in merged}
+    places_by_group: dict[int, list[tuple[str, TensorPlace]]] = {first: [] for first in members}
     for name, place in places.items():
-        listed[owners[id(place.parameter)]].append((name, place))
-    return [LayerGroup(each, listed[first]) for first, each in members.items()]
+        places_by_group[owners[id(place.parameter)]].append((name, place))
+    return [LayerGroup(group, places_by_group[first]) for first, group in members.items()]
 
 
 def state_of(layer: nn.Module) -> State:
-    """Return what a layer holds now."""
-    return {name: held for name, held in vars(layer).items() if name not in _OF_EVERY_MODULE}
+    """Return the current state of a layer."""
+    return {name: value for name, value in vars(layer).items() if name not in _OF_EVERY_MODULE}
 
 
 def _mapped(state: State, parameters: dict[int, nn.Parameter]) -> State:
-    """Return a state with containers of its own and some parameters replaced."""
+    """Copy a state and all containers in it, with some parameters replaced."""
 
-    def replaced(held: object) -> object:
-        return parameters.get(id(held), held)
+    def replaced(value: object) -> object:
+        return parameters.get(id(value), value)
 
-    def mapped(held: Any) -> Any:
-        # Most is in no container, or in one of these, which a tree takes ten times as long to see.
-        kind = type(held)
+    def mapped(value: Any) -> Any:
+        # tree_map takes ten times as long as these checks, which handle most values.
+        kind = type(value)
         if kind is dict:
-            return {key: mapped(value) for key, value in held.items()}
+            return {key: mapped(member) for key, member in value.items()}
         if kind is list or kind is tuple:
-            return kind(map(mapped, held))
-        if isinstance(held, tuple) and hasattr(kind, "_make"):  # a named one
-            return kind._make(map(mapped, held))
-        if kind in _pytree.SUPPORTED_NODES or isinstance(held, tuple):
-            return _pytree.tree_map(replaced, held)
-        return replaced(held)
+            return kind(map(mapped, value))
+        if isinstance(value, tuple) and hasattr(kind, "_make"):  # a named tuple
+            return kind._make(map(mapped, value))
+        if kind in _pytree.SUPPORTED_NODES or isinstance(value, tuple):
+            return _pytree.tree_map(replaced, value)
+        return replaced(value)
 
-    return {name: mapped(held) for name, held in state.items()}
+    return {name: mapped(value) for name, value in state.items()}
 
 
 def _copied(layer: L, state: State) -> L:
-    """Return another layer of the same class that shares no mutable state with this one."""
-    copy = object.__new__(type(layer))
-    vars(copy).update(_mapped(vars(layer), {}), **state)
-    return copy
+    """Return a copy of a layer in another state, which shares no mutable state with the layer."""
+    # copy.copy would share containers such as ``_modules`` with the layer.
+    layer_copy = object.__new__(type(layer))
+    vars(layer_copy).update(_mapped(vars(layer), {}), **state)
+    return layer_copy
 
 
 def _allocated(parameter: nn.Parameter, device: str) -> nn.Parameter:
-    # Of a tensor without memory, empty_like would first import half a second of torch's compiler.
+    # empty_like of a meta tensor would first import torch's compiler, which takes half a second.
     if torch.device(device).type == "cpu":
         empty = host_memory.empty(parameter.shape, parameter.dtype)
     else:

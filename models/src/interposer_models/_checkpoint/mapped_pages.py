@@ -1,4 +1,4 @@
-"""The pages of a mapped file that were read, given back while the file stays mapped."""
+"""Returns pages of a memory-mapped file to the system after use, while the file stays mapped."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ import torch
 
 
 class MappedPages:
-    """The places in memory where this process has mapped a file; none where nobody tells them.
+    """Address ranges at which this process has mapped a file; empty except on Linux.
 
-    A page that is given back is read from the file again when somebody wants it, so that only what
-    was written to it in this process is lost.
+    A dropped page is read from the file again at the next access, so that only changes that this
+    process made to the page are lost.
     """
 
     def __init__(self, path: Path) -> None:
-        self._places: list[tuple[int, int]] = []
+        self._ranges: list[tuple[int, int]] = []
         self._library = None
         if sys.platform != "linux":
             return
         self._library = ctypes.CDLL(None)
         name = str(path.resolve())
+        # A line is "start-end permissions offset device inode path"; a file can have several.
         for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-            place, _, rest = line.partition(" ")
-            if rest.endswith(f" {name}"):
-                begin, end = (int(edge, 16) for edge in place.split("-"))
-                self._places.append((begin, end))
+            addresses, _, fields = line.partition(" ")
+            if fields.endswith(f" {name}"):
+                start, end = (int(edge, 16) for edge in addresses.split("-"))
+                self._ranges.append((start, end))
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Give the whole pages of ``tensor`` back, if it lies in the file."""
-        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        """Return the pages entirely inside ``tensor`` to the system, if they belong to the file."""
+        # Round inwards: the first and last page may hold parts of other tensors.
+        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if begin < end and any(first <= begin and end <= last for first, last in self._places):
+        if start < end and any(first <= start and end <= last for first, last in self._ranges):
             assert self._library is not None
-            address, size = ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)
+            address, size = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
             self._library.madvise(address, size, mmap.MADV_DONTNEED)

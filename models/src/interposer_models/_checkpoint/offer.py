@@ -1,4 +1,4 @@
-"""Tensors that are offered to an update, and whoever has a say in it."""
+"""New weights that are offered to a model, and buffers of the model to receive weights."""
 
 from __future__ import annotations
 
@@ -9,34 +9,38 @@ from typing import Protocol, Self
 import torch
 
 
-class Room(Protocol):
-    """Memory of the model for one tensor that comes some rows at a time."""
+class TensorBuffer(Protocol):
+    """Memory of the model for one tensor that arrives some rows at a time."""
 
     def memory(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return where rows may be written as they are stored; None: only ``put`` can."""
+        """Return the memory of stored rows; None if only ``put`` can store the rows."""
         ...
 
     def put(self, start: int, rows: torch.Tensor) -> None:
-        """Take rows from ``start``, or what the model needs of them."""
+        """Copy rows from row ``start`` on, or the part that the model needs."""
         ...
 
 
-Rooms = Callable[[str, Sequence[int], torch.dtype], Room | None]
-"""Return the room for a tensor of a name, shape and dtype; None where it is to come whole."""
+BufferFor = Callable[[str, Sequence[int], torch.dtype], TensorBuffer | None]
+"""Returns the buffer for a tensor of a name, shape and dtype.
+
+None if the tensor must arrive as a complete tensor instead.
+"""
 
 
 class Offer:
-    """New weights whose giver lets the model decide alone. Open while they are exchanged.
+    """New weights for ``Weights.update``, which the model accepts or refuses without a peer.
 
-    A subclass is told how the exchange ends, and can prevent it as long as nothing is changed.
+    Open the offer as a context manager while weights are exchanged. A subclass learns in
+    ``__exit__`` how the exchange ended, and can prevent the exchange in ``confirm``.
 
     Attributes:
-        keeps_memory: that of the present weights is kept for the next exchange.
+        keeps_memory: whether the memory of replaced weights is kept for the next exchange.
     """
 
     keeps_memory: bool = False
 
-    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor | Room]]) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor | TensorBuffer]]) -> None:
         self._tensors = tensors
 
     def __enter__(self) -> Self:
@@ -48,20 +52,20 @@ class Offer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Take note of the end."""
+        """End the exchange; ``error`` is the reason if the exchange failed."""
 
-    def given(self, rooms: Rooms) -> Iterator[tuple[str, torch.Tensor | Room]]:
-        """Yield names and tensors; one may be written over when the next one is asked for.
+    def tensors(self, buffer_for: BufferFor) -> Iterator[tuple[str, torch.Tensor | TensorBuffer]]:
+        """Yield names and tensors; requesting the next tensor may overwrite the last one.
 
         Args:
-            rooms: can be asked for memory of tensors that are to come. A room that was asked for is
-                yielded, once it is full, in place of the tensor.
+            buffer_for: returns model memory for a tensor that is about to arrive. If it returned a
+                buffer, the full buffer is yielded instead of the tensor.
         """
         return iter(self._tensors)
 
-    def gives(self, tensor: torch.Tensor) -> bool:
-        """Say whether a tensor lies in memory that nobody else has, and is the model's to keep."""
+    def is_exclusive(self, tensor: torch.Tensor) -> bool:
+        """Say whether the model may keep the tensor's memory, as nothing else uses it."""
         return False
 
-    def agree(self) -> None:
-        """Return if the weights, which are prepared, are to be those of the model from now on."""
+    def confirm(self) -> None:
+        """Return if the prepared weights may replace the current ones; raise otherwise."""

@@ -1,4 +1,4 @@
-"""The check that files of a model or an adapter are regular ones, before any of them is opened."""
+"""Checks that model and adapter files are regular files, before any is opened."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _READ = frozenset(
 
 
 def check_regular(path: Path) -> None:
-    """Refuse a path that leads to a FIFO, a device, a folder or to itself; a missing one is none.
+    """Refuse a FIFO, a device, a folder or a link loop; a missing file passes.
 
-    Raises: CheckpointError: with what it is.
+    Raises: CheckpointError: ``path`` is not a regular file; the text names the kind.
     """
     if fault := irregular(path):
         raise CheckpointError(path, fault, "put the file there, or remove it")
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that has anything else where a model or an adapter has its files.
+    """Refuse a folder in which a model or adapter file is not a regular file.
 
     Raises: CheckpointError: with the first such path.
     """
     try:
         paths = sorted(folder.iterdir())
     except OSError:
-        return  # whoever opens a file says it better
+        return  # opening a file of the folder raises a more precise error
     for path in paths:
         if path.suffix.lower() in _READ:
             check_regular(path)

@@ -1,4 +1,4 @@
-"""Memory of one exchange of weights, kept for the next one."""
+"""Memory of one weight update, reused for the next one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ALL_BYTES = 1 << 62
 
 
 class SpareMemory:
-    """Memory of weights that were replaced, and of those that were received, without content.
+    """Memory of replaced and received weights, free for other content.
 
-    The system clears new memory, and a virtual machine may have to ask its host for it first. That
-    takes longer than receiving weights does.
+    The system clears new memory, and a virtual machine may have to request memory from the host.
+    Both take longer than receiving weights.
     """
 
     def __init__(self) -> None:
@@ -27,10 +27,10 @@ class SpareMemory:
 
     @contextmanager
     def used(self, *, keeps: bool) -> Iterator[None]:
-        """Return a block in which new memory is what was kept, as far as that fits.
+        """Allocate from the spare memory first, within a ``with`` block.
 
         Args:
-            keeps: what is not used any more is kept for the next block.
+            keeps: whether memory that becomes free is kept for the next block.
         """
         if not keeps:
             self._clear()
@@ -44,12 +44,13 @@ class SpareMemory:
         self._free.clear()
         for storage in storages:
             memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+            # Kernels expect the alignment that the allocator guarantees.
             if memory.data_ptr() % _ALIGNED_BYTES == 0:
                 self._free[memory.nbytes].append(memory)
 
     def _take(self, num_bytes: int, lasting: bool) -> torch.Tensor | None:
-        found = self._free.get(num_bytes) if lasting else None
-        return found.pop() if found else None
+        memories = self._free.get(num_bytes) if lasting else None
+        return memories.pop() if memories else None
 
     def _clear(self) -> None:
         self._free.clear()

@@ -1,4 +1,4 @@
-"""The places of a checkpoint's tensors: whole parameters, or rows of those of fused layers."""
+"""Places of a checkpoint's tensors: complete parameters, or rows of parameters of fused layers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ Copy = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
 def plain_copy(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Copy a tensor and search for nothing."""
+    """Copy a tensor without checking the numbers, and return True."""
     target.copy_(source)
     return True
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Entries ``start`` to ``stop`` along ``dim`` of a parameter; all of it if dim is None.
+    """Entries ``start`` to ``stop`` along ``dim`` of a parameter; all entries if dim is None.
 
     Attributes:
-        index: of the matrix among those of all experts, to which the rest refers then.
-        parameter: as it was registered, on the meta device; it stands for the one in memory.
-        slice: what this rank reads of the stored tensor, which all else is about; None: all of it.
+        parameter: as registered, on the meta device; stands for the parameter in memory.
+        index: number of an expert's matrix in a stacked parameter; the other fields refer to that
+            matrix. None if matrices are not stacked.
+        slice: the shard of the stored tensor that this rank reads. The other fields describe the
+            shard. None if the tensor is replicated.
     """
 
     parameter: nn.Parameter
@@ -46,12 +48,12 @@ class TensorPlace:
 
     @property
     def is_optional(self) -> bool:
-        """Return True if the parameter has a default, for checkpoints without it."""
+        """Say whether the parameter has a default, for checkpoints without the tensor."""
         return hasattr(self.parameter, "default")
 
     @property
     def takes_any_form(self) -> bool:
-        """Return True if the parameter keeps the stored tensor with its own shape and dtype."""
+        """Say whether the parameter keeps the stored tensor with its own shape and dtype."""
         return getattr(self.parameter, "any_form", False)
 
     @property
@@ -59,92 +61,103 @@ class TensorPlace:
         """Say whether the tensor is stored as ``[I, O]`` for a parameter ``[O, I]``."""
         return getattr(self.parameter, "stored_transposed", False)
 
-    def share(self, name: str, tensor: torch.Tensor, path: object) -> torch.Tensor:
-        """Return what this rank reads of a stored tensor: a view of it, where that is one range.
+    def shard(self, name: str, tensor: torch.Tensor, path: object) -> torch.Tensor:
+        """Return this rank's shard of a stored tensor, as a view if the shard is one range.
 
-        Raises: CheckpointError: it has another size than the config asks for, or numbers groups
-            that other ranks hold.
+        Raises: CheckpointError: the size differs from the config, or entries are numbers of groups
+            that other ranks have.
         """
-        cut = self.slice
-        if cut is None:
+        slice_ = self.slice
+        if slice_ is None:
             return tensor
-        dim = self.stored_dim(cut.dim)
-        found = tensor.shape[dim] if dim < tensor.ndim else 1
-        if found != cut.whole:
+        dim = self.stored_dim(slice_.dim)
+        size = tensor.shape[dim] if dim < tensor.ndim else 1
+        if size != slice_.whole:
             raise CheckpointError(
                 path,
-                f"tensor {name!r} has shape {list(tensor.shape)}, the config asks for {cut.whole} "
-                f"in dimension {dim}",
+                f"tensor {name!r} has shape {list(tensor.shape)}, the config asks for "
+                f"{slice_.whole} in dimension {dim}",
             )
-        if cut.is_elsewhere:
+        if slice_.is_elsewhere:
             return torch.zeros_like(tensor)
-        share = cut.of(tensor, dim)
-        if cut.stated is not None:
-            # What contradicts the whole layer contradicts its share as well.
-            before, after = (torch.tensor(sizes, dtype=tensor.dtype) for sizes in cut.stated)
-            return after.to(tensor.device) if torch.equal(share.cpu(), before) else share
-        if cut.groups is None:
-            return share
-        first, last = cut.groups
-        if share.numel() and not first <= int(share.min()) <= int(share.max()) < last:
+        shard = slice_.of(tensor, dim)
+        if slice_.stated is not None:
+            # The tensor holds sizes of the layer. Replace correct ones by those of the shard, and
+            # keep wrong ones, which the layer's own check will refuse.
+            layer_sizes, shard_sizes = (
+                torch.tensor(sizes, dtype=tensor.dtype) for sizes in slice_.stated
+            )
+            is_correct = torch.equal(shard.cpu(), layer_sizes)
+            return shard_sizes.to(tensor.device) if is_correct else shard
+        if slice_.groups is None:
+            return shard
+        # Renumber groups from the first one of this rank.
+        first, last = slice_.groups
+        if shard.numel() and not first <= int(shard.min()) <= int(shard.max()) < last:
             raise CheckpointError(
                 path,
                 f"tensor {name!r} orders inputs by their activation, so that the inputs of one "
                 "rank have groups of all of them",
                 "quantize with desc_act=False, or run the model in one process",
             )
-        return share - first
+        return shard - first
 
     def stored_dim(self, dim: int) -> int:
-        """Return the dimension of a stored tensor that is ``dim`` of the parameter."""
+        """Return the dimension of the stored tensor that is ``dim`` of the parameter."""
+        # Only the two matrix dimensions are swapped.
         return 1 - dim if self.is_transposed and dim < 2 else dim
 
     def takes_rows(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Say whether a stored tensor can be taken some rows, of its first dimension, at a time.
+        """Say whether a stored tensor can be received by rows, entries of the first dimension.
 
-        It cannot where it has another form than the place, or what is held is computed of it.
+        The answer is False if the tensor differs in form from the place, or if the parameter holds
+        values that are computed from the tensor.
         """
         if self.takes_any_form or not shape or not self.takes(dtype, self.parameter.dtype):
             return False
-        wanted, cut = list(self.stored(self.parameter).shape), self.slice
-        if cut is not None:
-            dim = self.stored_dim(cut.dim)
-            if cut.is_elsewhere or cut.stated or cut.groups is not None or dim >= len(wanted):
+        expected, shard = list(self.stored(self.parameter).shape), self.slice
+        if shard is not None:
+            dim = self.stored_dim(shard.dim)
+            is_computed = shard.is_elsewhere or shard.stated or shard.groups is not None
+            if is_computed or dim >= len(expected):
                 return False
-            wanted[dim] = cut.whole
-        return list(shape) == wanted
+            expected[dim] = shard.whole
+        return list(shape) == expected
 
-    def can_borrow(self, tensor: torch.Tensor, whole: torch.Tensor, is_left: bool = False) -> bool:
-        """Say whether ``tensor`` may stand for ``whole`` while the layer is finalized.
+    def can_borrow(
+        self, tensor: torch.Tensor, data: torch.Tensor, is_result_copied: bool = False
+    ) -> bool:
+        """Say whether ``tensor`` may replace the parameter ``data`` until the layer is finalized.
 
         Args:
-            is_left: what the layer keeps of it then is copied.
+            is_result_copied: parts of the tensor that the finalized layer keeps are copied.
         """
-        alike = (tensor.shape, tensor.dtype, tensor.device) == (
-            (whole.shape, whole.dtype, whole.device)
+        is_same_form = (tensor.shape, tensor.dtype, tensor.device) == (
+            (data.shape, data.dtype, data.device)
         )
-        is_all = self.index is None and self.of(whole).shape == whole.shape
-        passing = is_left or getattr(self.parameter, "passing", False)
-        return passing and alike and is_all and tensor.is_contiguous() and not self.is_transposed
+        is_complete = self.index is None and self.of(data).shape == data.shape
+        is_temporary = is_result_copied or getattr(self.parameter, "passing", False)
+        is_plain = tensor.is_contiguous() and not self.is_transposed
+        return is_temporary and is_same_form and is_complete and is_plain
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the view of this place on ``whole``, which has the parameter's shape."""
+    def of(self, data: torch.Tensor) -> torch.Tensor:
+        """Return the view of this place on ``data``, which has the parameter's shape."""
         if self.index is not None:
-            whole = whole[self.index]
+            data = data[self.index]
         if self.dim is None:
-            return whole
-        return whole.narrow(self.dim, self.start, self.stop - self.start)
+            return data
+        return data.narrow(self.dim, self.start, self.stop - self.start)
 
     def fitting(self, name: str, tensor: torch.Tensor, path: object) -> torch.Tensor:
-        """Return the checkpoint's ``tensor`` in the shape of the place, of which no memory is read.
+        """Return the stored tensor in the shape of the place, as a view.
 
-        Raises: CheckpointError: it has another one.
+        Raises: CheckpointError: the shape is another one.
         """
         expected = list(self.stored(self.parameter).shape)
         if tensor.ndim == 0 and math.prod(expected) == 1:
             tensor = tensor.reshape(expected)
         while tensor.ndim > len(expected) and tensor.shape[-1] == 1:
-            tensor = tensor.squeeze(-1)  # as scales are stored that are to be broadcast
+            tensor = tensor.squeeze(-1)  # some writers store scales in a shape for broadcasting
         if list(tensor.shape) != expected:
             raise CheckpointError(
                 path,
@@ -152,43 +165,45 @@ class TensorPlace:
             )
         return tensor
 
-    def stored(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the view on ``whole`` as the checkpoint has it."""
-        return self.of(whole).mT if self.is_transposed else self.of(whole)
+    def stored(self, data: torch.Tensor) -> torch.Tensor:
+        """Return the view of this place on ``data`` in the layout of the checkpoint."""
+        return self.of(data).mT if self.is_transposed else self.of(data)
 
     def write(
         self,
         name: str,
         tensor: torch.Tensor,
-        whole: torch.Tensor,
+        data: torch.Tensor,
         path: object,
         copy: Copy = plain_copy,
     ) -> bool:
-        """Copy the checkpoint's ``tensor`` to its place in ``whole``; return what ``copy`` does.
+        """Copy a stored tensor to its place in ``data``, and return the result of ``copy``.
 
-        Raises: CheckpointError: shape or kind of dtype are not those of the place.
+        Raises: CheckpointError: shape or kind of dtype differ from the place.
         """
-        entries = self.stored(whole)
+        entries = self.stored(data)
         tensor = self.fitting(name, tensor, path)
-        if not self.takes(tensor.dtype, whole.dtype):
+        if not self.takes(tensor.dtype, data.dtype):
             raise CheckpointError(
                 path,
-                f"tensor {name!r} is stored as {tensor.dtype}, expected {whole.dtype}",
+                f"tensor {name!r} is stored as {tensor.dtype}, expected {data.dtype}",
                 "restore the quantization_config that the checkpoint was published with",
             )
         return copy(entries, tensor)
 
     @staticmethod
-    def takes(stored: torch.dtype, held: torch.dtype) -> bool:
-        """Say whether numbers of a stored dtype can be held in another one."""
-        # Numbers of 8 bits mean something with their scales only, so nothing is rounded to them.
-        rounded = stored.is_floating_point and held.is_floating_point and held.itemsize > 1
-        return stored == held or rounded
+    def takes(stored: torch.dtype, expected: torch.dtype) -> bool:
+        """Say whether numbers of a stored dtype can be converted to the parameter's dtype."""
+        # 8-bit numbers need scales, which rounding another dtype could not provide.
+        can_round = (
+            stored.is_floating_point and expected.is_floating_point and expected.itemsize > 1
+        )
+        return stored == expected or can_round
 
-    def write_default(self, whole: torch.Tensor) -> None:
-        """Fill the place in ``whole`` with the default of the parameter, a number or a function."""
+    def write_default(self, data: torch.Tensor) -> None:
+        """Fill the place in ``data`` with the parameter's default, a number or a function."""
         default = self.parameter.default  # type: ignore[attr-defined]
-        entries = self.of(whole)
+        entries = self.of(data)
         if callable(default):
             entries.copy_(self.of(default()))
         else:
@@ -196,11 +211,11 @@ class TensorPlace:
 
 
 def places_of(layers: Iterable[PluggableLayer]) -> tuple[dict[str, TensorPlace], dict[str, str]]:
-    """Return the place of every tensor by the name that checkpoints use, and the tied names.
+    """Return the place of every tensor by its name in checkpoints, and the tied names.
 
-    That is the layer's prefix with the name of the parameter, unless its ``stored_as`` is another.
-    A parameter of two layers has the name that the first one gives it. What the second one would
-    call it is a key of the tied names, whose values are those that are used.
+    A tensor's name is the layer's prefix with the name of the parameter, or the parameter's
+    ``stored_as``. A parameter that two layers share has the name in the first layer. The tied names
+    map the name in the second layer to that name.
     """
     places: dict[str, TensorPlace] = {}
     tied: dict[str, str] = {}
@@ -209,28 +224,28 @@ def places_of(layers: Iterable[PluggableLayer]) -> tuple[dict[str, TensorPlace],
         for name, parameter in layer._parameters.items():
             if parameter is None:
                 continue
-            full = getattr(parameter, "stored_as", f"{layer.prefix}.{name}")
-            if id(parameter) in owners:
-                tied[full] = owners[id(parameter)]
+            stored_name = getattr(parameter, "stored_as", f"{layer.prefix}.{name}")
+            if id(parameter) in owners:  # tied: the first layer's name counts
+                tied[stored_name] = owners[id(parameter)]
                 continue
-            owners[id(parameter)] = full
+            owners[id(parameter)] = stored_name
             if isinstance(layer, _PROJECTIONS) and not hasattr(parameter, "stored_as"):
                 places.update(_shards(layer, name, parameter))
             elif hasattr(parameter, "expert_parts"):
                 places.update(_matrices(layer, name, parameter))
             else:
-                places[full] = TensorPlace(parameter, slice=_slice(layer, "", name))
+                places[stored_name] = TensorPlace(parameter, slice=_slice(layer, "", name))
     return places, tied
 
 
 def _slice(layer: PluggableLayer, part: str, name: str) -> Slice | None:
-    """Return what this rank reads of the tensors of a parameter."""
+    """Return the shard that this rank reads of the tensors of a parameter; None if replicated."""
     slices: Slices = getattr(layer, "slices", {})
     return slices.get((part, name))
 
 
 def held_elsewhere(layers: Iterable[PluggableLayer]) -> frozenset[str]:
-    """Return the names that checkpoints give to what another rank holds."""
+    """Return the checkpoint names of tensors that only other ranks hold."""
     return frozenset(
         f"{parent}{dot}{part}.{name}"
         for layer in layers
@@ -241,7 +256,7 @@ def held_elsewhere(layers: Iterable[PluggableLayer]) -> frozenset[str]:
 
 
 def absent_biases(layers: Iterable[PluggableLayer]) -> frozenset[str]:
-    """Return the names that checkpoints give to biases, of linear layers without one."""
+    """Return the names that checkpoints would give to biases of linear layers without a bias."""
     return frozenset(
         f"{parent}{dot}{part}.bias"
         for layer in layers
@@ -261,8 +276,9 @@ def _shards(
     per_part = getattr(parameter, "per_part", False)
     start = 0
     for part, size in parts.items():
-        share, whole = (1, len(parts)) if per_part else (size, total)
-        rows = share * parameter.shape[dim] // whole
+        # A parameter with one entry per part ignores the sizes of the parts.
+        numerator, denominator = (1, len(parts)) if per_part else (size, total)
+        rows = numerator * parameter.shape[dim] // denominator
         place = TensorPlace(parameter, dim, start, start + rows, slice=_slice(layer, part, name))
         yield f"{parent}{dot}{part}.{name}", place
         start += rows
@@ -271,12 +287,12 @@ def _shards(
 def _matrices(
     layer: PluggableLayer, name: str, parameter: nn.Parameter
 ) -> Iterator[tuple[str, TensorPlace]]:
-    """Yield the places of tensors of each expert's matrices, stored one by one."""
+    """Yield the place of each expert's matrix of a stacked parameter, which is stored by expert."""
     stored = getattr(parameter, "expert_tensor", "weight")
     for expert in range(parameter.shape[0]):
         start = 0
         for part, size in parameter.expert_parts.items():  # type: ignore[attr-defined]
-            cut = _slice(layer, part, name)
-            place = TensorPlace(parameter, 0, start, start + size, expert, cut)
+            shard = _slice(layer, part, name)
+            place = TensorPlace(parameter, 0, start, start + size, expert, shard)
             yield f"{layer.prefix}.{expert}.{part}.{stored}", place
             start += size

@@ -1,4 +1,4 @@
-"""Tied tensors that a checkpoint stores more than once, and whether they are equal."""
+"""Checks whether tied tensors that a checkpoint stores more than once are equal."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ _CHUNK_BYTES = 2**24
 def untied(
     decoder: ModelFamily, checkpoint: Checkpoint | CheckpointFile, notes: list[str]
 ) -> ModelFamily:
-    """Return settings with a head of its own if the checkpoint stores another one than the table.
+    """Return settings without tied embeddings if the checkpoint stores a head that differs.
 
-    transformers keeps such a head as well, whatever ``tie_word_embeddings`` says.
+    transformers keeps such a head as well, regardless of ``tie_word_embeddings``.
+
+    Args:
+        notes: receives a note if the settings change.
     """
     if not isinstance(decoder, DecoderSettings) or not decoder.tie_word_embeddings:
         return decoder
@@ -41,9 +44,9 @@ def untied(
 
 
 def check_tied(checkpoint: Checkpoint | CheckpointFile, model: CausalModel) -> None:
-    """Refuse a checkpoint that stores different tensors where the model has one.
+    """Refuse a checkpoint that stores different tensors for one tensor of the model.
 
-    Raises: CheckpointError: two of them differ.
+    Raises: CheckpointError: two such tensors differ.
     """
     tied = places_of(layer for layer in model.modules() if isinstance(layer, PluggableLayer))[1]
     frame = getattr(getattr(model, "config", None), "frame", None)
@@ -66,30 +69,31 @@ def stored_names(
     renamed: Callable[[str], str | None],
     decoder: str,
 ) -> dict[str, str]:
-    """Return the name that the checkpoint has for each tensor, by the name in the model.
+    """Return the checkpoint's name of each tensor, by its name in the model.
 
-    Empty where weights are not here yet, or a plugin reads them.
+    Empty if the weights are not on the disk yet, or need a plugin.
     """
     if not isinstance(checkpoint, Checkpoint):
         return {}
     names = checkpoint.names()
-    # A decoder that was saved without its head has names without that of the decoder.
-    bare = {f"{decoder}.{name}": name for name in names}
-    return {**bare, **{renamed(name) or name: name for name in names}}
+    # A decoder that was saved without its head has names without the decoder's prefix.
+    prefixed = {f"{decoder}.{name}": name for name in names}
+    return {**prefixed, **{renamed(name) or name: name for name in names}}
 
 
 def _are_equal(checkpoint: Checkpoint | CheckpointFile, *names: str) -> bool:
-    """Compare two tensors of a checkpoint, some rows at a time."""
+    """Compare two tensors of a checkpoint, some rows at a time to save memory."""
     assert isinstance(checkpoint, Checkpoint)
-    with ExitStack() as opened:
-        slices = [tensor_slice(checkpoint.shards, name, opened) for name in names]
+    with ExitStack() as files:
+        slices = [tensor_slice(checkpoint.shards, name, files) for name in names]
         first, second = (tuple(part.get_shape()) for part in slices)
         if first != second or not first:
             return False
         width = max(1, torch.Size(first[1:]).numel())
-        step = max(1, _CHUNK_BYTES // (4 * width))
+        step = max(1, _CHUNK_BYTES // (4 * width))  # rows, counted as float32
         for start in range(0, first[0], step):
             rows = [part[start : start + step] for part in slices]
+            # torch.equal needs tensors of one dtype.
             if rows[0].dtype != rows[1].dtype:
                 rows = [part.float() for part in rows]
             if not torch.equal(*rows):
@@ -97,11 +101,11 @@ def _are_equal(checkpoint: Checkpoint | CheckpointFile, *names: str) -> bool:
     return True
 
 
-def tensor_slice(shards: tuple[Path, ...], name: str, opened: ExitStack) -> Any:
-    """Return a tensor of the shards, no row of which is read yet."""
+def tensor_slice(shards: tuple[Path, ...], name: str, files: ExitStack) -> Any:
+    """Open a tensor of the shards without reading any rows."""
     for shard in shards:
-        opened.enter_context(reading(shard))
-        file = opened.enter_context(safe_open(shard, framework="pt"))
+        files.enter_context(reading(shard))
+        file = files.enter_context(safe_open(shard, framework="pt"))
         if name in file.keys():  # noqa: SIM118
             return file.get_slice(name)
     raise KeyError(name)

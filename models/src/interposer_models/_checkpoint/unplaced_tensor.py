@@ -1,4 +1,4 @@
-"""The refusal of a tensor that a checkpoint holds and the model has no place for."""
+"""The error for a checkpoint tensor that the model has no place for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from interposer.errors import CheckpointError
 from interposer_models._checkpoint.checkpoint import file_of
 
-# What the name of a tensor says of the way it came there, and what to do.
+# Probable cause and next action, by a pattern of the tensor's name.
 _CAUSES = {
     r"\.lora_(A|B|embedding)": (
         "an adapter was saved with the model",
@@ -42,13 +42,14 @@ _MEND = "check that architectures and num_hidden_layers of config.json are those
 
 
 def unplaced(stored: str, name: str, path: object) -> CheckpointError:
-    """Return the error for a tensor without a place, with its file and the cause if it is known.
+    """Return the error for a tensor without a place, with file and probable cause.
 
     Args:
-        stored: its name in the checkpoint.
-        name: its name in the model.
-        path: of the checkpoint.
+        stored: the tensor's name in the checkpoint.
+        name: the tensor's name in the model.
+        path: path of the checkpoint.
     """
+    # The name in the model helps if the family renames tensors.
     alias = "" if stored == name else f" (here {name!r})"
     reason = f"holds the tensor {stored!r}{alias}, which the model has no place for"
     for pattern, (cause, mend) in _CAUSES.items():

@@ -1,4 +1,4 @@
-"""The search for weights that are NaN or infinite, while they load or are exchanged."""
+"""The check for NaN and infinite weights, while weights are loaded or updated."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _log = logging.getLogger("interposer")
 
 
 class WeightCheck:
-    """A check that every weight is a finite number, as the policy ``weight_check`` wants it.
+    """A check that every weight is finite, under the policy ``weight_check``.
 
-    A tensor that no layer uses is not checked: masks hold infinity on purpose.
+    Tensors that no layer uses are not checked: masks hold infinity on purpose.
 
     Attributes:
         policy: ``"refuse"``, ``"warn"`` or ``"off"``.
-        findings: what was logged, a line for each tensor.
+        findings: logged messages, one line for each tensor.
     """
 
     def __init__(self, policy: str, platform: Platform) -> None:
@@ -35,19 +35,19 @@ class WeightCheck:
 
     @classmethod
     def of(cls, planned: Planned) -> WeightCheck:
-        """Return the check that the policy of a plan wants, on the plan's platform."""
+        """Return the check for the policy of a plan, on the plan's platform."""
         return cls(planned.resolver.config.weight_check, planned.placement.platform)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Copy a tensor, and say whether all numbers that were searched are finite."""
+        """Copy a tensor, and return whether all numbers are finite; True if the check is off."""
         if self.policy == "off":
             return plain_copy(target, source)
         return self._platform.copy_finite(target, source)
 
     def check(self, name: str, values: torch.Tensor, path: object) -> None:
-        """Refuse or log the values of a tensor unless all of them are finite.
+        """Refuse or log a tensor with a number that is not finite.
 
-        Raises: CheckpointError: one is not finite, and the policy is ``"refuse"``.
+        Raises: CheckpointError: a number is not finite, and the policy is ``"refuse"``.
         """
         error = self.refusal(name, values, path)
         if error is not None:
@@ -61,15 +61,15 @@ class WeightCheck:
         stored: torch.Tensor | None = None,
         is_finite: bool | None = None,
     ) -> CheckpointError | None:
-        """Return the error for the values of a tensor, or log it if the policy is ``"warn"``.
+        """Return the error for a tensor that is not finite, or log one if the policy is ``"warn"``.
 
         Args:
-            name: of the tensor in the checkpoint.
-            values: as they will be computed with, on the device of the model.
-            path: of the checkpoint.
-            stored: as the checkpoint holds them, if known.
-            is_finite: what ``copy`` said of them; None where it did not copy them.
-        Returns: None if all values are finite or the policy is another than ``"refuse"``.
+            name: the tensor's name in the checkpoint.
+            values: the values that the model will use, on the device of the model.
+            path: path of the checkpoint.
+            stored: the values in the checkpoint, if known.
+            is_finite: the result of ``copy`` for the tensor; None if ``copy`` was not called.
+        Returns: None if all values are finite or the policy is not ``"refuse"``.
         """
         if self.policy == "off":
             return None
@@ -87,7 +87,7 @@ class WeightCheck:
             self.check(name, parameter.data, path)
 
     def add(self, findings: Iterable[str]) -> None:
-        """Log findings, of which none is known yet."""
+        """Log findings that have not been logged yet."""
         for finding in findings:
             if finding not in self.findings:
                 self.findings.append(finding)
@@ -97,11 +97,11 @@ class WeightCheck:
 def _refusal(
     name: str, values: torch.Tensor, file: object, stored: torch.Tensor | None
 ) -> CheckpointError:
-    """Return the error for values that are not all finite."""
+    """Describe the error for values that are not all finite."""
     source = values if stored is None else stored
-    places = _non_finite_places(source)
-    if len(places):
-        first = places[0].tolist()
+    indices = _non_finite_indices(source)
+    if len(indices):
+        first = indices[0].tolist()
         value = source[tuple(first)].item()
         mend = (
             "copy the file again, or save the model again"
@@ -110,7 +110,7 @@ def _refusal(
         )
         return CheckpointError(
             file,
-            f"holds the tensor {name!r}, {len(places)} of whose {source.numel()} numbers are NaN "
+            f"holds the tensor {name!r}, {len(indices)} of whose {source.numel()} numbers are NaN "
             f"or infinite, so that every answer of the model would mean nothing (the first is "
             f"{value} at {first})",
             f"{mend}; {_POLICY} loads it all the same",
@@ -118,13 +118,14 @@ def _refusal(
     dtype = str(values.dtype).removeprefix("torch.")
     return CheckpointError(
         file,
-        f"holds the tensor {name!r}, {len(_non_finite_places(values))} of whose {source.numel()} "
+        f"holds the tensor {name!r}, {len(_non_finite_indices(values))} of whose {source.numel()} "
         f"numbers are too large for {dtype}: they would become infinite",
         f"load it with dtype='bfloat16' or 'float32'; {_POLICY} loads it all the same",
     )
 
 
-def _non_finite_places(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the indices ``[N, dimensions]`` of what is NaN or infinite."""
+def _non_finite_indices(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the indices ``[N, dimensions]`` of the NaN and infinite numbers."""
+    # Not every dtype, such as 8-bit floats, has isfinite.
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
     return (~wide.isfinite()).nonzero()

@@ -1,4 +1,4 @@
-"""The weights of a model: loaded from a checkpoint, and exchanged for new ones later."""
+"""Weights of a model: loaded from a checkpoint, and updated later."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from interposer import PluggableLayer
 from interposer.errors import CheckpointError, ConfigError
 from interposer_models._checkpoint.expert_move import ExpertMove
 from interposer_models._checkpoint.expert_names import ExpertNames
-from interposer_models._checkpoint.layer_group import Filling, LayerGroup, State, groups_of
-from interposer_models._checkpoint.offer import Offer, Room
-from interposer_models._checkpoint.row_room import RowRoom
+from interposer_models._checkpoint.layer_group import LayerGroup, PendingWeights, State, groups_of
+from interposer_models._checkpoint.offer import Offer, TensorBuffer
+from interposer_models._checkpoint.row_buffer import RowBuffer
 from interposer_models._checkpoint.spare_memory import SpareMemory
 from interposer_models._checkpoint.tensor_places import absent_biases, held_elsewhere, places_of
 from interposer_models._checkpoint.unplaced_tensor import unplaced
@@ -25,25 +25,25 @@ from interposer_ops.layers.expert_placement import ExpertPlacement
 from interposer_ops.layers.placed_experts import PlacedExperts
 
 Progress = Callable[[int], None]
-"""Told the bytes of every tensor that was placed."""
+"""Called with the number of bytes of every tensor that was placed."""
 
 Keep = Callable[[int, LayerGroup], None]
 
-# Some writers store tables that are derived from the config.
+# Some writers store tables that the model computes from the config.
 _DERIVED = ("rotary_emb.inv_freq",)
-_LISTED = 5
+_MAX_LISTED = 5
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 Moves = Mapping[PlacedExperts, ExpertPlacement]
 
 
 class Weights:
-    """Knows the place of every tensor of a model that was built on the meta device.
+    """The weights of a model that was built on the meta device, and the place of every tensor.
 
     Attributes:
         device: where parameters are allocated.
-        fixed: why they cannot be exchanged; empty where they can.
-        check: searches every tensor that has a place for NaN and infinity; None for no search.
+        fixed: why weights cannot be updated; empty if they can.
+        check: the check for NaN and infinity; None for no check.
     """
 
     fixed: str = ""
@@ -56,7 +56,7 @@ class Weights:
         local, self._tied = places_of(layers)
         places = {self._experts.stored(name): place for name, place in local.items()}
         self._unread: tuple[str, ...] = getattr(model, "unread", ())
-        # Of a family whose checkpoints name tensors in several ways; None is what nobody needs.
+        # Translates checkpoint names of the model family; None for tensors that are not needed.
         self._family_name: Callable[[str], str | None] = getattr(model, "renamed", str)
         frame = getattr(getattr(model, "config", None), "frame", None)
         self._decoder: str = getattr(frame, "decoder", "")
@@ -68,28 +68,28 @@ class Weights:
         self._owners = {name: group for group in self._groups for name in group.places}
 
     def __contains__(self, stored: object) -> bool:
-        """Say whether the model has a place for the tensor that a checkpoint calls ``stored``."""
+        """Say whether the model has a place for the checkpoint tensor ``stored``."""
         return isinstance(stored, str) and self._renamed(stored) in self._owners
 
     def _renamed(self, stored: str) -> str | None:
-        """Return the name of a tensor in the model, or None if the model does not use it.
+        """Return the model's name of a checkpoint tensor; None for an unused tensor.
 
-        A decoder that was saved without its head has names without that of the decoder.
+        A decoder that was saved without the head has names without the decoder's prefix.
         """
         name = self._family_name(stored)
         if name is None or name in self._owners or not self._decoder:
             return name
-        longer = self._family_name(f"{self._decoder}.{stored}")
-        is_known = longer is not None and (
-            longer in self._owners
-            or longer in self._absent
-            or longer in self._elsewhere
-            or self._experts.is_elsewhere(longer)
+        prefixed = self._family_name(f"{self._decoder}.{stored}")
+        is_known = prefixed is not None and (
+            prefixed in self._owners
+            or prefixed in self._absent
+            or prefixed in self._elsewhere
+            or self._experts.is_elsewhere(prefixed)
         )
-        return longer if is_known else name
+        return prefixed if is_known else name
 
     def groups(self) -> Iterator[tuple[int, LayerGroup]]:
-        """Yield the groups that have tensors in a checkpoint, and their numbers."""
+        """Yield ``(number, group)`` of the groups that have tensors in a checkpoint."""
         return ((number, group) for number, group in enumerate(self._groups) if group.places)
 
     def load(
@@ -99,43 +99,46 @@ class Weights:
         progress: Progress | None = None,
         names: Collection[str] | None = None,
         keep: Keep | None = None,
-        borrows: bool = False,
+        can_borrow: bool = False,
     ) -> None:
-        """Fill every layer and finalize it as soon as its tensors are there.
+        """Load every layer, and finalize each layer as soon as all tensors have arrived.
 
-        So the form in which a checkpoint stores weights, and the memory for it, is held for few
-        layers at a time. A tensor must stay as it is until its layer is finalized. Whatever is
-        raised, the model is on the meta device again.
+        The checkpoint's form of the weights is in memory for few layers at a time. Tensors must
+        stay unchanged until its layer is finalized. If an error is raised, the model is on the meta
+        device again.
 
         Args:
-            names: of all tensors that will come, if known: then no layer waits for one that is
-                optional and will not come.
-            keep: told every group that has tensors, with its number, when it is finalized: layers
-                hold nothing of it afterwards, until ``restore``.
-            borrows: with ``keep``, layers may write to tensors as to copies of their own.
-        Raises: CheckpointError: a tensor is unknown, missing, stored twice, of the wrong shape or
-            kind of dtype, or holds what no weight can be computed with.
+            tensors: names and tensors of the checkpoint, in any order.
+            path: path of the checkpoint, for error messages.
+            progress: called with the bytes of each tensor.
+            names: names of all tensors that will arrive, if known: then no layer waits for an
+                optional tensor that will not arrive.
+            keep: called with the number of a group and the group, after it was finalized. Its
+                layers go back to the meta device then, until ``restore``.
+            can_borrow: with ``keep``, layers may use tensors as parameters, and may write to them.
+        Raises: CheckpointError: a tensor is unknown, missing, stored twice, not finite, or of the
+            wrong shape or kind of dtype.
         """
-        with self._whole(), host_memory.reused():
-            self._load(tensors, path, progress, names, keep, borrows)
+        with self._reset_on_error(), host_memory.reused():
+            self._load(tensors, path, progress, names, keep, can_borrow)
         host_memory.trim()
 
     @torch.no_grad()
     def restore(self, states_of: Callable[[int, LayerGroup], Iterable[State]]) -> None:
-        """Let groups that have tensors hold these states; the others are finalized.
+        """Set groups that have tensors to the states of ``states_of``, and finalize the others.
 
-        Whatever is raised, the model is on the meta device again.
+        If an error is raised, the model is on the meta device again.
         """
-        with self._whole():
+        with self._reset_on_error():
             for number, group in enumerate(self._groups):
                 if group.places:
-                    group.take(states_of(number, group))
+                    group.set_states(states_of(number, group))
             for group in self._groups:
                 if not group.places:
-                    group.finalize(Filling(group, self.device))
+                    group.finalize(PendingWeights(group, self.device))
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _reset_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
@@ -151,21 +154,21 @@ class Weights:
         progress: Progress | None,
         names: Collection[str] | None,
         keep: Keep | None,
-        borrows: bool,
+        can_borrow: bool,
     ) -> None:
-        def finalize(group: LayerGroup, filling: Filling) -> None:
-            filling.put_defaults()
-            group.finalize(filling)
-            if filling.refusal is not None:
-                raise filling.refusal
+        def finalize(group: LayerGroup, pending: PendingWeights) -> None:
+            pending.write_defaults()
+            group.finalize(pending)
+            if pending.refusal is not None:
+                raise pending.refusal
             if keep is not None:
                 keep(numbers[group], group)
                 group.reset()
 
         numbers = {group: number for number, group in enumerate(self._groups)}
-        is_left = keep is not None and borrows
-        fillings: dict[LayerGroup, Filling] = {}
-        waiting = dict.fromkeys(self._groups)
+        is_result_copied = keep is not None and can_borrow
+        pending_by_group: dict[LayerGroup, PendingWeights] = {}
+        unfinished = dict.fromkeys(self._groups)
         stand_ins: dict[str, str] = {}
         if names is not None:
             names = {self._renamed(name) or name for name in names}
@@ -173,56 +176,64 @@ class Weights:
             names |= {*stand_ins.values()}
         for stored, tensor in tensors:
             name = self._renamed(stored) or stored
+            # A tied tensor that arrives alone fills the tensor of the first layer.
             if name in stand_ins:
                 name = stand_ins[name]
                 group: LayerGroup | None = self._owners[name]
             else:
                 group = self._owner(stored, tensor, path)
             if group is not None:
-                if group not in waiting:
+                if group not in unfinished:
                     raise CheckpointError(path, f"holds the tensor {name!r} twice")
-                filling = fillings.get(group)
-                if filling is None:
+                pending = pending_by_group.get(group)
+                if pending is None:
                     _check_form(group, name, tensor, path)
-                    filling = fillings[group] = Filling(group, self.device, True, is_left)
-                self._put(filling, stored, name, tensor, path)
-                if not filling.awaits(names):
-                    finalize(group, filling)
-                    del waiting[group], fillings[group]
+                    pending = pending_by_group[group] = PendingWeights(
+                        group, self.device, True, is_result_copied
+                    )
+                self._put(pending, stored, name, tensor, path)
+                if not pending.awaits(names):
+                    finalize(group, pending)
+                    del unfinished[group], pending_by_group[group]
             if progress is not None:
                 progress(tensor.nbytes)
         missing = [
             name
-            for group in waiting
-            for name in (fillings[group].missing if group in fillings else group.places)
+            for group in unfinished
+            for name in (
+                pending_by_group[group].missing if group in pending_by_group else group.places
+            )
             if not group.places[name].is_optional
         ]
         if missing:
             raise CheckpointError(
                 path, f"lacks the tensor {_listed(missing)}", "copy the checkpoint again"
             )
-        for group in waiting:
+        # Groups without tensors, and those that only wait for optional ones.
+        for group in unfinished:
             if keep is None or group.places:
-                begun = fillings.pop(group) if group in fillings else None
-                finalize(group, begun or Filling(group, self.device))
+                pending = pending_by_group.pop(group, None)
+                finalize(group, pending or PendingWeights(group, self.device))
 
     def update(self, tensors: Offer, path: object) -> tuple[str, ...]:
-        """Exchange the weights of the layers that ``tensors`` name, all of them or none.
+        """Replace the weights of the layers whose tensors are offered: all of them or none.
 
-        A layer gets all of its tensors together, those of the layers that it fuses included. What
-        it is to hold is computed first, layer by layer, and held beside the present weights until
-        the last one is there and the giver agrees; nothing that can fail comes after that. Where it
-        has the form of what is held, it is written there, so that whoever keeps the operands keeps
-        the right ones.
+        All tensors of a layer must arrive, for a fused layer those of all fused layers. New states
+        are prepared layer by layer, next to the current weights, until the last tensor has arrived
+        and the offer is confirmed; nothing after that can fail. If a new state has the form of the
+        current one, tensors are written in place, so that kernels and graphs that keep operands use
+        the new weights.
 
-        Returns: prefixes of layers for which it has another form, so that they got new operands.
+        Returns: prefixes of layers whose new state has another form, so that they have new
+            operands.
         Raises:
-            CheckpointError: as ``load``, or only some tensors of a layer are given, or none at all.
-                Nothing was changed.
+            CheckpointError: as ``load``, or tensors of a layer are missing, or there are none at
+                all. Nothing was changed.
             ConfigError: the weights are offloaded.
         """
         if self.fixed:
             raise ConfigError(self.fixed)
+        # New states need as much memory as the current weights: reuse that of the last update.
         with self._spare.used(keeps=tensors.keeps_memory):
             prefixes = self._update(tensors, path)
         host_memory.trim()
@@ -230,35 +241,38 @@ class Weights:
 
     @torch.no_grad()
     def _update(self, tensors: Offer, path: object) -> tuple[str, ...]:
-        fillings: dict[LayerGroup, Filling] = {}
+        pending_by_group: dict[LayerGroup, PendingWeights] = {}
         updates: dict[LayerGroup, GroupUpdate] = {}
         tied: set[str] = set()
 
-        def filling_of(group: LayerGroup) -> Filling:
-            if group not in fillings:
-                # The only one of its group is finalized before another one is asked for.
-                fillings[group] = Filling(group, self.device, len(group.places) == 1)
-            return fillings[group]
+        def pending_of(group: LayerGroup) -> PendingWeights:
+            if group not in pending_by_group:
+                # A group of one tensor is finalized before the next tensor arrives, which may
+                # overwrite this one: borrowing is safe.
+                pending_by_group[group] = PendingWeights(group, self.device, len(group.places) == 1)
+            return pending_by_group[group]
 
-        def room_for(stored: str, shape: Sequence[int], dtype: torch.dtype) -> Room | None:
+        def buffer_for(
+            stored: str, shape: Sequence[int], dtype: torch.dtype
+        ) -> TensorBuffer | None:
             name = self._renamed(stored) or stored
             group = self._owners.get(name)
-            # A tensor without a room comes whole, and what is wrong with it is told then.
+            # A tensor without a buffer arrives complete, and is checked then.
             if group is None or group in updates or not group.places[name].takes_rows(shape, dtype):
                 return None
-            return filling_of(group).room(name)
+            return pending_of(group).row_buffer(name)
 
-        for stored, tensor in tensors.given(room_for):
-            if isinstance(tensor, RowRoom):
+        for stored, tensor in tensors.tensors(buffer_for):
+            if isinstance(tensor, RowBuffer):
                 name = self._renamed(stored) or stored
-                full = self._owners[name]
-                fillings[full].fill(name)
+                owner = self._owners[name]
+                pending = pending_by_group[owner]
+                pending.mark_complete(name)
                 if self.check is not None:
-                    values = fillings[full].values(name)
-                    refusal = self.check.refusal(stored, values, path)
-                    fillings[full].refusal = fillings[full].refusal or refusal
-                if not fillings[full].missing:
-                    updates[full] = _update_of(full, fillings.pop(full))
+                    refusal = self.check.refusal(stored, pending.values(name), path)
+                    pending.refusal = pending.refusal or refusal
+                if not pending.missing:
+                    updates[owner] = _update_of(owner, pending_by_group.pop(owner))
                 continue
             if not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(path, f"{stored!r} is {type(tensor).__name__}, not a tensor")
@@ -269,75 +283,78 @@ class Weights:
                 continue
             if group in updates:
                 raise CheckpointError(path, f"holds the tensor {name!r} twice")
-            if group not in fillings:
+            if group not in pending_by_group:
                 _check_form(group, name, tensor, path)
-            filling = filling_of(group)
+            pending = pending_of(group)
             tensor = tensor.detach()
-            self._put(filling, stored, name, tensor, path, tensors.gives(tensor))
-            if not filling.missing:
-                updates[group] = _update_of(group, fillings.pop(group))
-        for group, filling in fillings.items():
-            given = sorted(group.places.keys() - filling.missing)
-            filling.put_defaults()
-            if filling.missing:
+            self._put(pending, stored, name, tensor, path, tensors.is_exclusive(tensor))
+            if not pending.missing:
+                updates[group] = _update_of(group, pending_by_group.pop(group))
+        for group, pending in pending_by_group.items():
+            arrived = sorted(group.places.keys() - pending.missing)
+            pending.write_defaults()
+            if pending.missing:
                 raise CheckpointError(
                     path,
-                    f"lacks the tensor {_listed(filling.missing)}, which goes together with "
-                    f"{_listed(given)}",
+                    f"lacks the tensor {_listed(pending.missing)}, which goes together with "
+                    f"{_listed(arrived)}",
                     "give all tensors of these layers in one update",
                 )
-            updates[group] = _update_of(group, filling)
+            updates[group] = _update_of(group, pending)
         self._check_tied(tied, updates, path)
         if not updates:
             raise CheckpointError(path, "holds no tensor of the model", "is its iterator used up?")
-        tensors.agree()
+        tensors.confirm()
         _apply(list(updates.values()))
         if tensors.keeps_memory:
-            self._spare.put(old for each in updates.values() for _, old, _ in each.memories)
-        renewed = [update for update in updates.values() if update.pairs is None]
-        return tuple(layer.prefix for update in renewed for layer in update.group.layers)
+            # After the swap, the second storage of each entry has the old memory.
+            self._spare.put(old for update in updates.values() for _, old, _ in update.memories)
+        replaced = [update for update in updates.values() if update.pairs is None]
+        return tuple(layer.prefix for update in replaced for layer in update.group.layers)
 
     def _put(
         self,
-        filling: Filling,
+        pending: PendingWeights,
         stored: str,
         name: str,
         tensor: torch.Tensor,
         path: object,
-        is_given: bool = False,
+        is_exclusive: bool = False,
     ) -> None:
-        """Put a tensor to its place, and note a refusal of numbers that are not finite."""
-        # Codes of 4 bits may be stored under a dtype of floats, where any bits are right.
-        if self.check is None or filling.group.places[name].takes_any_form:
-            filling.put(name, tensor, path, is_given)
+        """Store a tensor, and record the refusal if a number is not finite."""
+        # Parameters of any form may be packed 4-bit values under a float dtype: any bits are valid.
+        if self.check is None or pending.group.places[name].takes_any_form:
+            pending.put(name, tensor, path, is_exclusive)
             return
-        is_finite = filling.put(name, tensor, path, is_given, self.check.copy)
-        refusal = self.check.refusal(stored, filling.values(name), path, tensor, is_finite)
-        filling.refusal = filling.refusal or refusal
+        is_finite = pending.put(name, tensor, path, is_exclusive, self.check.copy)
+        refusal = self.check.refusal(stored, pending.values(name), path, tensor, is_finite)
+        pending.refusal = pending.refusal or refusal
 
     @torch.no_grad()
     def relocate(
         self, moves: Moves, tensors: Tensors, names: Collection[str] | None, path: object
     ) -> tuple[str, ...]:
-        """Let layers of experts hold others, layer by layer, and count their rows anew.
+        """Move experts between ranks, layer by layer, and reset the row counts.
 
         Args:
-            moves: where the experts of a layer are to be.
-            tensors: of the whole checkpoint; of those of other layers and ranks none is read.
-            names: of all of them, if known.
+            moves: the new placement of the experts of each layer.
+            tensors: tensors of the complete checkpoint; other layers and ranks are skipped.
+            names: names of all tensors, if known.
         Returns: as ``update``.
         Raises:
-            CheckpointError: as ``load``. The layers that were done keep their new experts, and the
-                others those that they had.
+            CheckpointError: as ``load``. Layers that were complete keep the new experts, and the
+                others the old ones.
             ConfigError: the weights are offloaded.
         """
         if self.fixed:
             raise ConfigError(self.fixed)
-        moving = [ExpertMove(*move, self._groups, self._experts) for move in moves.items()]
-        owners = {name: move for move in moving for name in move.names}
+        expert_moves = [ExpertMove(*move, self._groups, self._experts) for move in moves.items()]
+        owners = {name: move for move in expert_moves for name in move.names}
         if names is not None:
             names = {self._renamed(name) or name for name in names}
-        renewed = [prefix for move in moving if move.is_complete for prefix in move.finish(_apply)]
+        replaced_prefixes = [
+            prefix for move in expert_moves if move.is_complete for prefix in move.finish(_apply)
+        ]
         with host_memory.reused():
             for stored, tensor in tensors:
                 name = self._renamed(stored) or stored
@@ -345,23 +362,31 @@ class Weights:
                     continue
                 move.put(name, tensor, self.device, path, names)
                 if move.is_complete:
-                    renewed += move.finish(_apply)
+                    replaced_prefixes += move.finish(_apply)
         host_memory.trim()
         self._owners = {name: group for group in self._groups for name in group.places}
-        missing = [name for move in moving for name in move.missing]
+        missing = [name for move in expert_moves for name in move.missing]
         if missing:
             raise CheckpointError(
                 path, f"lacks the tensor {_listed(missing)}", "copy the checkpoint again"
             )
-        return tuple(renewed)
+        return tuple(replaced_prefixes)
 
     def _stand_ins(self, names: Collection[str]) -> dict[str, str]:
-        """Return the tensor that each tied one fills, of those that come under that name alone."""
-        used = {n: name for name, n in self._tied.items() if name in names and n not in names}
-        return {name: n for n, name in used.items()}
+        """Map the name of a tied tensor that arrives alone to the name of the model's tensor."""
+        # Of several tied names that arrive, the last one fills the tensor.
+        tied_by_original = {
+            original: tied
+            for tied, original in self._tied.items()
+            if tied in names and original not in names
+        }
+        return {tied: original for original, tied in tied_by_original.items()}
 
     def _owner(self, stored: str, tensor: torch.Tensor, path: object) -> LayerGroup | None:
-        """Return the group of a tensor of the checkpoint, or None if the model does not use it."""
+        """Return the group of a checkpoint tensor, or None if the model does not use the tensor.
+
+        Raises: CheckpointError: the model has no place for the tensor.
+        """
         name = self._renamed(stored)
         group = None if name is None else self._owners.get(name)
         if name is None or group is not None or name in self._tied or name.endswith(_DERIVED):
@@ -372,7 +397,7 @@ class Weights:
             return None
         if name not in self._absent:
             raise unplaced(stored, name, path)
-        # Writers of GPTQ and AWQ give every layer a bias, of zeros where the model has none.
+        # GPTQ and AWQ writers store a bias for every layer, zeros if the model has no bias.
         offsets = tensor.bool()
         if offsets.any():
             raise CheckpointError(
@@ -387,44 +412,48 @@ class Weights:
         self, tied: Iterable[str], updates: dict[LayerGroup, GroupUpdate], path: object
     ) -> None:
         for name in sorted(tied):
-            used = self._tied[name]
-            if self._owners[used] not in updates:
+            original = self._tied[name]
+            if self._owners[original] not in updates:
                 raise CheckpointError(
-                    path, f"holds {name!r}, which is tied to {used!r}", f"give {used!r} instead"
+                    path,
+                    f"holds {name!r}, which is tied to {original!r}",
+                    f"give {original!r} instead",
                 )
 
 
-def _update_of(group: LayerGroup, filling: Filling) -> GroupUpdate:
-    """Return the change of a group to new weights.
+def _update_of(group: LayerGroup, pending: PendingWeights) -> GroupUpdate:
+    """Prepare the update of a group to new weights.
 
-    Raises: CheckpointError: a layer refuses them, or one is not finite.
+    Raises: CheckpointError: a layer refuses the weights, or a number is not finite.
     """
-    states = group.finalized(filling)
-    if filling.refusal is not None:
-        raise filling.refusal
+    states = group.finalized_states(pending)
+    if pending.refusal is not None:
+        raise pending.refusal
     return GroupUpdate.of(group, states)
 
 
-@torch.inference_mode()  # in which tensors of either mode can be written
+@torch.inference_mode()  # both inference and normal tensors can be written in this mode
 def _apply(updates: list[GroupUpdate]) -> None:
     try:
         for update in updates:
             update.apply()
     except BaseException:
-        # Cut off in the middle, the model would be half the old one and half the new one.
+        # Finish an interrupted update: a mix of old and new weights would be useless.
         for update in updates:
             update.apply()
         raise
 
 
 def _check_form(group: LayerGroup, name: str, tensor: torch.Tensor, path: object) -> None:
-    """Raise CheckpointError for another shape, before memory of the expected one is taken."""
+    """Refuse a tensor of another shape, before memory for the expected shape is allocated."""
     place = group.places[name]
     if not place.takes_any_form:
-        place.fitting(name, place.share(name, tensor, path), path)
+        place.fitting(name, place.shard(name, tensor, path), path)
 
 
 def _listed(names: Iterable[str]) -> str:
-    known = sorted(names)
-    more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
-    return ", ".join(map(repr, known[:_LISTED])) + more
+    sorted_names = sorted(names)
+    remainder = (
+        f" and {len(sorted_names) - _MAX_LISTED} more" if len(sorted_names) > _MAX_LISTED else ""
+    )
+    return ", ".join(map(repr, sorted_names[:_MAX_LISTED])) + remainder

@@ -1,1 +1,1 @@
-"""Quantized weights that only a reference multiplies here, dequantized once while they load."""
+"""Quantized weights that only a reference multiplies here, dequantized once while loading."""

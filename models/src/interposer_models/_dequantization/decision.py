@@ -1,4 +1,4 @@
-"""The decision which layers hold their weights dequantized, and what that takes."""
+"""Decides which layers dequantize weights once, while loading, instead of in every step."""
 
 from __future__ import annotations
 
@@ -15,92 +15,98 @@ from interposer_models._decoder.decoder import CausalLM
 from interposer_models._dequantization.methods import DequantizedEmbedding, DequantizedLinear
 from interposer_ops.layers.linear import Linear
 
-# Of what is free; the rest is for the cache and for the steps themselves.
-_SHARE = 0.75
-# A weight is dequantized in float64, where its codes and its scales are held besides.
-_BYTES_MEANWHILE = 3 * 8
+# Fraction of the free memory for weights; the cache and the steps use the remaining memory.
+_WEIGHT_FRACTION = 0.75
+# Dequantizing computes in float64, with one more float64 tensor each for values and scales.
+_TEMPORARY_BYTES = 3 * 8
 
 Choices = Mapping[tuple[object, ...], Choice]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """A layer whose product is computed by the reference of an op.
+class _SlowLayer:
+    """A layer with a matmul that the reference implementation of an op computes.
 
     Attributes:
-        references: choices of such ops, by their keys in the resolver.
-        others: the same of what else the method of the layer calls.
-        num_weights: of the product.
-        exchange: returns the method that holds them dequantized.
+        references: choices of such ops, by key in the resolver.
+        other_choices: choices of other ops that the layer's method calls.
+        num_weights: number of weights of the matmul.
+        dequantizing_method: returns the method that holds the weights dequantized.
     """
 
     layer: Any
     references: Choices
-    others: Choices
+    other_choices: Choices
     num_weights: int
-    exchange: Callable[[], Any]
+    dequantizing_method: Callable[[], Any]
 
     @property
     def stored_bytes(self) -> int:
-        """Return what the weight takes as it is stored."""
-        held = self.layer._parameters.items()
-        return sum(p.nbytes for name, p in held if p is not None and name != "bias")
+        """Size of the stored weight in bytes, without bias."""
+        parameters = self.layer._parameters.items()
+        return sum(p.nbytes for name, p in parameters if p is not None and name != "bias")
 
 
 def dequantize_once(model: nn.Module, site: Site, placement: Placement) -> None:
-    """Exchange the methods of layers that would dequantize their weights in every step.
+    """Let layers that would dequantize weights in every step do so once, while loading.
 
-    Those keep theirs that cannot do with a plain product, and all of them where the memory is too
-    small. Choices say so, and the resolver's notes what it comes to. Called before weights load.
+    A layer keeps its method if no plain matmul can replace the method. All layers keep their
+    methods if the memory is too small. Choices record the reason, and the resolver's notes the
+    sizes. Call this before weights are loaded.
 
     Args:
-        site: of the model.
+        site: site of the model.
+        placement: device of the model.
     """
     resolver: Any = site.resolver
     if not resolver.config.dequantize:
         return
-    places: list[_Place] = []
+    slow_layers: list[_SlowLayer] = []
     refused: dict[tuple[object, ...], Verdict] = {}
-    for place in _places(model, site):
-        verdict = place.layer.method.dequantizable()
+    for slow_layer in _slow_layers(model, site):
+        verdict = slow_layer.layer.method.dequantizable()
         if verdict:
-            places.append(place)
+            slow_layers.append(slow_layer)
         else:
-            told = {k: c for k, c in place.references.items() if c.chosen.emulation}
-            refused.update(dict.fromkeys(told, verdict))
-    verdict = _judge_memory(places, model, site, placement) if places else Verdict.accept()
+            emulated = {k: c for k, c in slow_layer.references.items() if c.chosen.emulation}
+            refused.update(dict.fromkeys(emulated, verdict))
+    verdict = (
+        _judge_memory(slow_layers, model, site, placement) if slow_layers else Verdict.accept()
+    )
     if not verdict:
-        refused.update({key: verdict for place in places for key in place.references})
+        refused.update({key: verdict for layer in slow_layers for key in layer.references})
         resolver.notes.append(
-            f"{_listed(places)} are dequantized in every step, slowly: {verdict.reason}"
+            f"{_listed(slow_layers)} are dequantized in every step, slowly: {verdict.reason}"
         )
-    for key, why in refused.items():
-        resolver.annotate(key, f"not dequantized while loading: {why.reason}")
-    if not (places and verdict):
+    for key, refusal in refused.items():
+        resolver.annotate(key, f"not dequantized while loading: {refusal.reason}")
+    if not (slow_layers and verdict):
         return
-    served: dict[tuple[object, ...], list[_Place]] = defaultdict(list)
-    for place in places:
-        for key in (*place.references, *place.others):
-            served[key].append(place)
-    for key, own in served.items():
-        count = len(set(resolver.choices[key][1]))
+    layers_by_choice: dict[tuple[object, ...], list[_SlowLayer]] = defaultdict(list)
+    # A choice is idle if all layers that made the choice are dequantized.
+    for layer in slow_layers:
+        for key in (*layer.references, *layer.other_choices):
+            layers_by_choice[key].append(layer)
+    for key, layers in layers_by_choice.items():
+        num_prefixes = len(set(resolver.choices[key][1]))
         note = (
-            f"not called at {len(own)} of {count} places: their weights are dequantized once, "
-            f"while loading, to {_sizes(own, site)}, and multiplied by the op 'linear'"
+            f"not called at {len(layers)} of {num_prefixes} places: their weights are dequantized "
+            f"once, while loading, to {_sizes(layers, site)}, and multiplied by the op 'linear'"
         )
-        resolver.annotate(key, note, idle=len(own) == count)
-    for place in places:
-        place.layer.method = place.exchange()
+        resolver.annotate(key, note, idle=len(layers) == num_prefixes)
+    for slow_layer in slow_layers:
+        slow_layer.layer.method = slow_layer.dequantizing_method()
     resolver.notes.append(
-        f"{_listed(places)} are dequantized once, while loading, to {_sizes(places, site)}. "
+        f"{_listed(slow_layers)} are dequantized once, while loading, to "
+        f"{_sizes(slow_layers, site)}. "
         "Config(dequantize=False) keeps them as they are stored, and is slow"
     )
 
 
-def _places(model: nn.Module, site: Site) -> Iterator[_Place]:
-    """Yield the layers of which a product is left to a reference, as nothing else can compute it.
+def _slow_layers(model: nn.Module, site: Site) -> Iterator[_SlowLayer]:
+    """Yield the layers with a matmul that no kernel computes, only a reference.
 
-    An op of products states the dim ``in_features``. A reference that somebody wants is none.
+    Ops with a dim ``in_features`` are matmuls. A reference that the user requested does not count.
     """
     by_prefix: dict[str, dict[tuple[object, ...], Choice]] = defaultdict(dict)
     for key, (choice, prefixes) in site.resolver.choices.items():
@@ -108,34 +114,37 @@ def _places(model: nn.Module, site: Site) -> Iterator[_Place]:
             for prefix in prefixes:
                 by_prefix[prefix][key] = choice
 
-    def place(
+    def if_slow(
         layer: Any, prefixes: Sequence[str], size: tuple[int, int], method: Any, *sites: Site
-    ) -> Iterator[_Place]:
+    ) -> Iterator[_SlowLayer]:
         choices = {k: c for prefix in prefixes for k, c in by_prefix[prefix].items()}
         references = {key: choice for key, choice in choices.items() if _is_slow(choice)}
         if references:
-            own = Site(site.resolver, layer.prefix, site.dtype)
-            others = {k: c for k, c in choices.items() if k not in references}
+            layer_site = Site(site.resolver, layer.prefix, site.dtype)
+            other_choices = {k: c for k, c in choices.items() if k not in references}
 
-            def exchange() -> Any:
-                return method(layer.method, own, *size, *sites)
+            def dequantizing_method() -> Any:
+                return method(layer.method, layer_site, *size, *sites)
 
-            yield _Place(layer, references, others, size[0] * size[1], exchange)
+            yield _SlowLayer(
+                layer, references, other_choices, size[0] * size[1], dequantizing_method
+            )
 
     for module in model.modules():
         if isinstance(module, Linear):
             size = module.in_features, sum(module.parts.values())
-            yield from place(module, (module.prefix,), size, DequantizedLinear)
+            yield from if_slow(module, (module.prefix,), size, DequantizedLinear)
     if not isinstance(model, CausalLM):
-        return  # nothing says which layers of another frame are the table and the head
+        return  # the embedding table and the head of other models are unknown
     head, table = model.lm_head, model.model.embed_tokens
     hidden, vocab = model.model.config.hidden_size, model.config.vocab_size
+    # One tied table serves embedding and head: both prefixes have choices.
     if table.is_tied:
-        at = Site(site.resolver, head.prefix, site.dtype)
-        both = head.prefix, table.prefix
-        yield from place(table, both, (vocab, hidden), DequantizedEmbedding, at)
+        head_site = Site(site.resolver, head.prefix, site.dtype)
+        tied_prefixes = head.prefix, table.prefix
+        yield from if_slow(table, tied_prefixes, (vocab, hidden), DequantizedEmbedding, head_site)
     else:
-        yield from place(head, (head.prefix,), (hidden, vocab), DequantizedLinear)
+        yield from if_slow(head, (head.prefix,), (hidden, vocab), DequantizedLinear)
 
 
 def _is_slow(choice: Choice) -> bool:
@@ -148,41 +157,46 @@ def _is_slow(choice: Choice) -> bool:
 
 
 def _judge_memory(
-    places: Sequence[_Place], model: nn.Module, site: Site, placement: Placement
+    slow_layers: Sequence[_SlowLayer], model: nn.Module, site: Site, placement: Placement
 ) -> Verdict:
-    """Refuse unless all weights fit, and what dequantizing the largest takes on the host."""
-    needed = sum(parameter.nbytes for parameter in model.parameters())
-    needed += sum(_plain_bytes(place, site) - place.stored_bytes for place in places)
+    """Refuse unless all weights fit, with the temporary memory for the largest one on the host."""
+    needed_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    needed_bytes += sum(_plain_bytes(layer, site) - layer.stored_bytes for layer in slow_layers)
     device = placement.device
     if device.torch_device.partition(":")[0] == "cpu":
-        needed += _BYTES_MEANWHILE * max(place.num_weights for place in places)
+        needed_bytes += _TEMPORARY_BYTES * max(layer.num_weights for layer in slow_layers)
+    # A described device is not present: its declared memory counts as free.
     if placement.described:
-        free = device.capability.memory_bytes
+        free_bytes = device.capability.memory_bytes
     else:
-        free = placement.platform.memory(device.torch_device).free_bytes
-    if needed <= _SHARE * free or (placement.described and not free):
+        free_bytes = placement.platform.memory(device.torch_device).free_bytes
+    if needed_bytes <= _WEIGHT_FRACTION * free_bytes or (placement.described and not free_bytes):
         return Verdict.accept()
     return Verdict.refuse(
-        f"dequantized, they would need {_mebibytes(needed)} with all other weights, and "
-        f"{_SHARE:.0%} of the free memory are {_mebibytes(int(_SHARE * free))}"
+        f"dequantized, they would need {_mebibytes(needed_bytes)} with all other weights, and "
+        f"{_WEIGHT_FRACTION:.0%} of the free memory are "
+        f"{_mebibytes(int(_WEIGHT_FRACTION * free_bytes))}"
     )
 
 
-def _listed(places: Sequence[_Place]) -> str:
-    ops = sorted({choice.request.name for place in places for choice in place.references.values()})
+def _listed(slow_layers: Sequence[_SlowLayer]) -> str:
+    ops = sorted(
+        {choice.request.name for layer in slow_layers for choice in layer.references.values()}
+    )
     return (
-        f"the weights of {len(places)} layers, which only the reference of {', '.join(ops)} reads,"
+        f"the weights of {len(slow_layers)} layers, "
+        f"which only the reference of {', '.join(ops)} reads,"
     )
 
 
-def _sizes(places: Sequence[_Place], site: Site) -> str:
-    plain = sum(_plain_bytes(place, site) for place in places)
-    stored = sum(place.stored_bytes for place in places)
-    return f"{_mebibytes(plain)} instead of {_mebibytes(stored)}"
+def _sizes(slow_layers: Sequence[_SlowLayer], site: Site) -> str:
+    plain_bytes = sum(_plain_bytes(layer, site) for layer in slow_layers)
+    stored_bytes = sum(layer.stored_bytes for layer in slow_layers)
+    return f"{_mebibytes(plain_bytes)} instead of {_mebibytes(stored_bytes)}"
 
 
-def _plain_bytes(place: _Place, site: Site) -> int:
-    return place.num_weights * site.dtype.itemsize
+def _plain_bytes(layer: _SlowLayer, site: Site) -> int:
+    return layer.num_weights * site.dtype.itemsize
 
 
 def _mebibytes(num_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""Methods of layers that hold in the model's dtype what is stored quantized.
+"""Layer methods that dequantize stored weights once, to the model's dtype.
 
 Dimensions: O output features, I input features, V vocabulary, H hidden size.
 """
@@ -23,7 +23,7 @@ _log = logging.getLogger("interposer")
 
 
 class DequantizedLinear(LinearMethod):
-    """Holds the weight ``[O, I]`` that the parameters of ``method`` stand for, rounded once."""
+    """Linear method that dequantizes the weight ``[O, I]`` of another method once."""
 
     def __init__(
         self, method: LinearMethod, site: Site, in_features: int, out_features: int
@@ -38,29 +38,33 @@ class DequantizedLinear(LinearMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register what ``method`` does."""
+        """Register the quantized parameters of ``method``."""
         self.method.create_weights(layer, site, in_features, out_features, bias)
 
     def dequantized(self, layer: nn.Module) -> Tensor | None:
-        """Return the float64 weight of ``method``."""
+        """Return the dequantized float64 weight of ``method``."""
         return self.method.dequantized(layer)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        """Return the kernel of the op ``linear`` with the weight.
+        """Return the kernel of the op ``linear``, weight and bias.
 
         Raises: CheckpointError: as ``method`` does.
         """
-        weight, bias = _rounded(self.method, layer, self.dtype), layer._parameters.get("bias")
+        weight, bias = (
+            _dequantized_weight(self.method, layer, self.dtype),
+            layer._parameters.get("bias"),
+        )
         stored = self.method.finalize(layer)
         if weight is None:
             return stored
+        # The stored method has checked the weights; free its operands before packing the plain one.
         del stored
-        _hold(layer, weight, bias)
+        _replace_parameters(layer, weight, bias)
         return self.plain.finalize(layer)
 
 
 class DequantizedEmbedding(EmbeddingMethod):
-    """Holds the table ``[V, H]`` that the parameters of ``method`` stand for, rounded once."""
+    """Embedding method that dequantizes the table ``[V, H]`` of another method once."""
 
     def __init__(
         self, method: EmbeddingMethod, site: Site, vocab_size: int, hidden_size: int, head: Site
@@ -76,35 +80,35 @@ class DequantizedEmbedding(EmbeddingMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, vocab_size: int, hidden_size: int, head: Site | None
     ) -> None:
-        """Register what ``method`` does."""
+        """Register the quantized parameters of ``method``."""
         self.method.create_weights(layer, site, vocab_size, hidden_size, head)
 
     def dequantized(self, layer: nn.Module) -> Tensor | None:
-        """Return the float64 table of ``method``."""
+        """Return the dequantized float64 table of ``method``."""
         return self.method.dequantized(layer)
 
     def finalize(self, layer: nn.Module) -> tuple[Call, Call | None]:
-        """Return the kernels of the ops ``embedding`` and ``linear`` with the table.
+        """Return the kernels of the ops ``embedding`` and ``linear`` on the table.
 
         Raises: CheckpointError: as ``method`` does.
         """
-        weight = _rounded(self.method, layer, self.dtype)
+        weight = _dequantized_weight(self.method, layer, self.dtype)
         stored = self.method.finalize(layer)
         if weight is None:
             return stored
         del stored
-        _hold(layer, weight)
+        _replace_parameters(layer, weight)
         return self.plain.finalize(layer)
 
 
-def _rounded(
+def _dequantized_weight(
     method: LinearMethod | EmbeddingMethod, layer: nn.Module, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return what the parameters stand for, in the model's dtype; None if the method can't tell."""
+    """Return the weight in the model's dtype; None if the method cannot dequantize."""
     exact = method.dequantized(_on_host(layer))
     if exact is None:
-        where = getattr(layer, "prefix", "a layer")
-        _log.warning("%s: its method states no weight, so it keeps the reference", where)
+        prefix = getattr(layer, "prefix", "a layer")
+        _log.warning("%s: its method states no weight, so it keeps the reference", prefix)
         return None
     device = next(layer.parameters()).device
     if device.type != "cpu":
@@ -114,24 +118,24 @@ def _rounded(
 
 
 def _on_host(layer: nn.Module) -> nn.Module:
-    """Return the layer with its parameters on the host.
+    """Return the layer, or a copy with all parameters on the host.
 
-    Not every accelerator computes in float64, and its memory would have to hold several copies.
+    Some accelerators cannot compute in float64, and their memory might not hold several copies.
     """
     if all(parameter.device.type == "cpu" for parameter in layer.parameters()):
         return layer
-    copy = object.__new__(type(layer))
-    vars(copy).update(vars(layer), _parameters={})
+    host_layer = object.__new__(type(layer))
+    vars(host_layer).update(vars(layer), _parameters={})
     for name, parameter in layer._parameters.items():
-        held = None if parameter is None else nn.Parameter(parameter.data.cpu(), False)
-        if held is not None:
-            held.__dict__.update(vars(parameter))
-        copy.register_parameter(name, held)
-    return copy
+        host_parameter = None if parameter is None else nn.Parameter(parameter.data.cpu(), False)
+        if host_parameter is not None:
+            host_parameter.__dict__.update(vars(parameter))
+        host_layer.register_parameter(name, host_parameter)
+    return host_layer
 
 
-def _hold(layer: nn.Module, weight: Tensor, bias: nn.Parameter | None = None) -> None:
-    """Register ``weight`` and ``bias`` in place of all that the layer has."""
+def _replace_parameters(layer: nn.Module, weight: Tensor, bias: nn.Parameter | None = None) -> None:
+    """Replace all parameters of the layer by ``weight`` and ``bias``."""
     for name in list(layer._parameters):
         layer.register_parameter(name, None)
     layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))

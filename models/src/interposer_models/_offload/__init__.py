@@ -1,1 +1,1 @@
-"""Offload: weights that lie in host memory or on the disk, and come when their block computes."""
+"""Weight offload: weights in host memory or on the disk, read when their block computes."""

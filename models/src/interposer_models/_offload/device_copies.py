@@ -1,7 +1,7 @@
-"""Weights in pinned host memory, copied into buffers of a device beside its computing.
+"""Copies offloaded weights from pinned host memory to device buffers, parallel to the computation.
 
-Tokens were those of a resident model on an H100. Tests run it with a platform that is the processor
-posing as a device, where copies happen at once.
+On an H100, tokens equalled the tokens of a resident model. Tests use a platform that presents the
+CPU as a device, where copies are synchronous.
 """
 
 from __future__ import annotations
@@ -14,70 +14,76 @@ import torch
 from interposer import Platform
 from interposer_models._offload.ring import Filler
 
-_LINE_BYTES = 256
-"""Tensors begin at multiples of it, as in memory that a device's allocator gives."""
+_ALIGNED_BYTES = 256
+"""Alignment of tensors in a buffer, the same as that of the device's allocator."""
 
 
-class Packet:
-    """The memories of a block, one behind the other in pinned host memory.
+class PinnedBlock:
+    """All memories of a block, one after another in pinned host memory.
 
     Attributes:
-        host: uint8, pinned.
-        places: the first byte of each memory, by its number.
+        host: the pinned memory, uint8.
+        offsets: offset of each memory in bytes, by number.
     """
 
     def __init__(self, memories: dict[int, torch.Tensor], platform: Platform) -> None:
-        self.places: dict[int, int] = {}
+        self.offsets: dict[int, int] = {}
         end = 0
         for number, memory in memories.items():
-            self.places[number] = end
-            end += -(-memory.nbytes // _LINE_BYTES) * _LINE_BYTES
+            self.offsets[number] = end
+            end += -(-memory.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        # Only copies from pinned memory run parallel to the host.
         self.host = platform.pin_memory(torch.empty(end, dtype=torch.uint8))
-        for number, at in self.places.items():
-            memory = memories.pop(number)  # so that a block is held twice, not the model
-            self.host[at : at + memory.nbytes].copy_(memory)
+        for number, offset in self.offsets.items():
+            memory = memories.pop(number)  # free it: one block is in memory twice, not the model
+            self.host[offset : offset + memory.nbytes].copy_(memory)
 
 
 class DeviceCopies(Filler):
-    """Copies packets into buffers of a device on streams of their own, ordered by events."""
+    """Copies blocks into device buffers on a stream of its own, ordered by events."""
 
     def __init__(
-        self, platform: Platform, device: str, packets: Sequence[Packet], num_buffers: int
+        self,
+        platform: Platform,
+        device: str,
+        pinned_blocks: Sequence[PinnedBlock],
+        num_buffers: int,
     ) -> None:
         self._platform, self._device = platform, device
-        self._packets = [packet.host for packet in packets]
-        size = max(packet.nbytes for packet in self._packets)
+        self._host_blocks = [pinned_block.host for pinned_block in pinned_blocks]
+        size = max(pinned_block.nbytes for pinned_block in self._host_blocks)
         self._buffers = [
             torch.empty(size, dtype=torch.uint8, device=device) for _ in range(num_buffers)
         ]
-        # The host's memory has been written when a call returns, so that nothing is waited for.
+        # Host computation is synchronous and needs no events.
         self._is_queued = torch.device(device).type != "cpu"
-        self._used: list[Any] = [self._event() for _ in range(num_buffers)]
+        self._last_uses: list[Any] = [self._event() for _ in range(num_buffers)]
 
-    def memory(self, buffer: int, at: int, num_bytes: int) -> torch.Tensor:
-        """Return a part of a buffer, uint8."""
-        return self._buffers[buffer][at : at + num_bytes]
+    def memory(self, buffer: int, offset: int, num_bytes: int) -> torch.Tensor:
+        """Return a part of a buffer, as uint8."""
+        return self._buffers[buffer][offset : offset + num_bytes]
 
     def fill(self, block: int, buffer: int) -> Any:
-        """Queue the copy of a block behind the last work on the buffer, beside all other work."""
-        packet = self._packets[block]
+        """Queue the copy of a block, after the last work that uses the buffer."""
+        pinned_block = self._host_blocks[block]
         with self._platform.stream(self._device):
-            if (used := self._used[buffer]) is not None:
-                used.wait()
-            self._buffers[buffer][: packet.nbytes].copy_(packet, non_blocking=True)
+            # The block that used the buffer before may still be computing.
+            if (last_use := self._last_uses[buffer]) is not None:
+                last_use.wait()
+            self._buffers[buffer][: pinned_block.nbytes].copy_(pinned_block, non_blocking=True)
             return self._event()
 
-    def wait(self, filling: Any) -> None:
-        """Let the work that is queued from now on follow a copy."""
-        if filling is not None:
-            filling.wait()
+    def wait(self, handle: Any) -> None:
+        """Let subsequently queued work wait for a copy."""
+        if handle is not None:
+            handle.wait()
 
     def done(self, buffer: int) -> None:
-        """Let the next copy into a buffer follow the work that was queued so far."""
-        self._used[buffer] = self._event()
+        """Let the next copy into a buffer wait for the work queued so far."""
+        self._last_uses[buffer] = self._event()
 
     def _event(self) -> torch.Event | None:
-        """Return an event behind all that is queued on the current stream."""
+        """Record an event on the current stream; None if the device is synchronous."""
         if not self._is_queued:
             return None
         event = torch.Event(self._device)

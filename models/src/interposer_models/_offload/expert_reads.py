@@ -1,8 +1,8 @@
-"""Reads of mapped experts: those that tokens are routed to, and nothing of the others.
+"""Reads the mapped experts that tokens are routed to, and no others.
 
-A fault at a page that is not in memory lets the system read what lies around it as well, up to
-``read_ahead_kb`` of the disk. Advice reads what it names and no more. What kernels read besides,
-such as sizes that stand in front of each matrix, comes page by page.
+A page fault lets the system also read the neighbouring pages, up to ``read_ahead_kb`` of the disk.
+An advice reads only its range. Other data that kernels need, such as sizes in front of each matrix,
+is read page by page.
 
 Dimensions: T tokens, K chosen experts.
 """
@@ -24,9 +24,9 @@ class ExpertMemory:
     """A memory of a layer of experts.
 
     Attributes:
-        number: in the packed file.
-        expert: whose all of it is; None where it has equal shares of all experts, in their order,
-            behind a header of at most 4 KiB.
+        number: number of the memory in the packed file.
+        expert: the expert that uses all of the memory; None if all experts have equal parts, in
+            order, after a header of at most 4 KiB.
     """
 
     number: int
@@ -35,48 +35,52 @@ class ExpertMemory:
 
 
 class ExpertReads:
-    """Has experts of one layer read before each time that it computes."""
+    """Starts to read the chosen experts of one layer before the layer computes."""
 
     def __init__(
         self, mapped: MappedMemory, memories: Iterable[ExpertMemory], num_experts: int
     ) -> None:
-        """Have nothing read yet.
+        """Disable read-ahead for the memories of the layer.
 
         Args:
-            memories: all that the layer has.
+            memories: all memories of the layer.
         """
-        self._mapped, self._count = mapped, num_experts
-        self._own: dict[int, list[int]] = {}
+        self._mapped, self._num_experts = mapped, num_experts
+        self._numbers_by_expert: dict[int, list[int]] = {}
         self._shared: list[ExpertMemory] = []
-        held = [*memories]
-        for memory in held:
+        layer_memories = [*memories]
+        for memory in layer_memories:
             if memory.expert is None:
                 self._shared.append(memory)
             else:
-                self._own.setdefault(memory.expert, []).append(memory.number)
-        mapped.scatter(memory.number for memory in held)
+                self._numbers_by_expert.setdefault(memory.expert, []).append(memory.number)
+        mapped.scatter(memory.number for memory in layer_memories)
 
     def attach(self, experts: nn.Module) -> None:
-        """Read before ``experts`` computes ``(x, weights, expert_ids)``, ids ``[T, K]``."""
+        """Register a hook that reads before ``experts`` computes ``(x, weights, expert_ids)``.
 
-        def entering(_layer: nn.Module, given: tuple[Tensor, ...]) -> None:
-            self.read(given[2].unique().tolist())
+        Expert ids have the shape ``[T, K]``.
+        """
 
-        experts.register_forward_pre_hook(entering)
+        def read_chosen(_layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            self.read(arguments[2].unique().tolist())
+
+        experts.register_forward_pre_hook(read_chosen)
 
     def read(self, expert_ids: Iterable[int]) -> None:
-        """Let the system begin to read these experts, in ascending order."""
+        """Let the system start to read experts; ids must ascend."""
+        # Neighbouring experts of a shared memory need one advice.
         runs: list[list[int]] = []
         for expert in expert_ids:
-            for number in self._own.get(expert, ()):
+            for number in self._numbers_by_expert.get(expert, ()):
                 self._mapped.advise(number)
             if runs and runs[-1][1] == expert:
                 runs[-1][1] += 1
-            elif 0 <= expert < self._count:  # others are padding
+            elif 0 <= expert < self._num_experts:  # other ids are padding
                 runs.append([expert, expert + 1])
         for memory in self._shared:
             self._mapped.advise(memory.number, 0, _SLACK_BYTES)
             for first, last in runs:
-                start = first * memory.num_bytes // self._count - _SLACK_BYTES
-                stop = -(-last * memory.num_bytes // self._count) + _SLACK_BYTES
+                start = first * memory.num_bytes // self._num_experts - _SLACK_BYTES
+                stop = -(-last * memory.num_bytes // self._num_experts) + _SLACK_BYTES
                 self._mapped.advise(memory.number, start, stop)

@@ -1,4 +1,4 @@
-"""Loading of a model with offloaded blocks: their states lie over buffers that are filled later."""
+"""Loads a model with offloaded blocks: layers use buffers that are filled during the steps."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from interposer.errors import ConfigError
 from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._checkpoint.layer_group import LayerGroup
 from interposer_models._checkpoint.weights import Progress, Weights
-from interposer_models._offload.device_copies import DeviceCopies, Packet
+from interposer_models._offload.device_copies import DeviceCopies, PinnedBlock
 from interposer_models._offload.disk import DiskReader, Extents
 from interposer_models._offload.expert_reads import ExpertMemory, ExpertReads
 from interposer_models._offload.placing import BlockSize, OffloadPlan
 from interposer_models._offload.planning import (
-    Mixture,
+    ExpertLayer,
     Offloading,
     Sizes,
     blocks_of,
     expert_layers,
-    mixtures,
+    moe_layers,
 )
 from interposer_models._offload.ring import Ring
 from interposer_models._packed.expert_memories import expert_memories
-from interposer_models._packed.filling import (
+from interposer_models._packed.group_states import GroupData, keep_states
+from interposer_models._packed.loading_steps import (
     REFUSALS,
     MemoryOf,
-    attempted,
     packed_file,
     read,
     restore,
     states_of,
+    try_loading,
 )
-from interposer_models._packed.group_states import GroupData, keep_states
 from interposer_models._packed.packed_file import MappedMemory, PackedFile
 from interposer_models._packed.packed_loading import load_weights
 from interposer_models._plan import Plan
@@ -48,55 +48,56 @@ _FIXED = (
 )
 
 
-class _Members:
-    """The memories of a model, by the block and the kind of layer that they belong to."""
+class _BlockMemories:
+    """The memories of a model, by block, and separately for experts."""
 
     def __init__(self, planned: Plan, weights: Weights) -> None:
         self.blocks = blocks_of(planned.model)
         owners = {layer: i for i, block in enumerate(self.blocks) for layer in block.modules()}
-        mixed = {layer for block in self.blocks for layer in expert_layers(block)}
-        # Whose block a group is in, None where it is in none, and whether experts have it.
+        experts = {layer for block in self.blocks for layer in expert_layers(block)}
+        # Of each group: the number of its block, None outside of blocks; whether it has experts.
         self.owner: dict[int, tuple[int | None, bool]] = {}
         for number, group in weights.groups():
-            found = {owners.get(layer) for layer in group.layers}
-            block = found.pop() if len(found) == 1 else None
-            self.owner[number] = block, block is not None and mixed.issuperset(group.layers)
+            blocks = {owners.get(layer) for layer in group.layers}
+            # A group that several blocks share must be resident.
+            block = blocks.pop() if len(blocks) == 1 else None
+            self.owner[number] = block, block is not None and experts.issuperset(group.layers)
         self.memories: dict[tuple[int | None, bool], list[int]] = defaultdict(list)
-        # The group of each layer, and its place among the layers of that.
+        # Of each layer: the number of its group, and its position in the group.
         self.places = {
             layer: (number, place)
             for number, group in weights.groups()
             for place, layer in enumerate(group.layers)
         }
 
-    def note(self, group: int, memories: Iterable[int]) -> None:
-        """Know that a group has memories."""
+    def add(self, group: int, memories: Iterable[int]) -> None:
+        """Record the memories of a group."""
         self.memories[self.owner[group]] += memories
 
-    def experts(self, mixture: Mixture, states: GroupData) -> dict[int, int | None]:
-        """Return the expert of each memory of a mixture, None where it has shares of all.
+    def experts(self, expert_layer: ExpertLayer, states: GroupData) -> dict[int, int | None]:
+        """Return the expert of each memory of a layer; None for a memory that experts share.
 
-        Experts that are layers of their own are its children, and have their numbers as names.
+        Experts that are separate layers are children, named by number.
         """
-        found: dict[int, int | None] = {}
-        for name, layer in mixture.named_modules():
+        experts: dict[int, int | None] = {}
+        for name, layer in expert_layer.named_modules():
             if layer in self.places:
                 group, place = self.places[layer]
-                held = expert_memories(states[str(group)][place], mixture.spec.num_experts)
-                first = name.partition(".")[0]
-                found |= dict.fromkeys(held, int(first)) if first.isdigit() else held
-        return found
+                memories = expert_memories(states[str(group)][place], expert_layer.spec.num_experts)
+                child = name.partition(".")[0]
+                experts |= dict.fromkeys(memories, int(child)) if child.isdigit() else memories
+        return experts
 
     def of(self, block: int, with_experts: bool) -> list[int]:
-        """Return the memories of a block."""
+        """Return the memories of a block, with or without its experts."""
         experts = self.memories[block, True] if with_experts else []
         return [*self.memories[block, False], *experts]
 
     def sizes(self, bytes_of: Callable[[int], int]) -> Sizes:
-        """Return the bytes of all blocks and of what is outside."""
+        """Return the sizes of all blocks, and of memories outside of blocks."""
 
-        def total(block: int | None, mixed: bool) -> int:
-            return sum(map(bytes_of, self.memories[block, mixed]))
+        def total(block: int | None, of_experts: bool) -> int:
+            return sum(map(bytes_of, self.memories[block, of_experts]))
 
         blocks = tuple(
             BlockSize(f"block {number}", total(number, False), total(number, True))
@@ -111,52 +112,56 @@ def load_offloaded(
     weights: Weights,
     progress: Progress,
 ) -> None:
-    """Fill the model of a plan as its offload says, or all of it where nothing is offloaded.
+    """Load the weights of a plan's model as its offload plan says.
+
+    Without an offload plan, load all weights through ``load_weights``.
 
     Raises:
         CheckpointError: as ``Weights.load``.
-        ConfigError: layers hold what lies nowhere but in the memory that computes, the weights
-            cannot be packed, or the budget is too small.
+        ConfigError: a layer holds a value that cannot be moved, the weights cannot be packed, or
+            the budget is too small.
     """
-    decided = planned.offload
-    if decided is None:
+    offloading = planned.offload
+    if offloading is None:
         load_weights(planned, checkpoint, weights, progress)
         return
-    fill = _from_disk if decided.source == "disk" else _from_host
+    load_from_source = _from_disk if offloading.source == "disk" else _from_host
 
-    def filled(advance: Progress) -> None:
-        fill(planned, decided, checkpoint, weights, advance)
+    def load(advance: Progress) -> None:
+        load_from_source(planned, offloading, checkpoint, weights, advance)
 
-    refusal = attempted(filled, progress, (*REFUSALS, ConfigError))
+    refusal = try_loading(load, progress, (*REFUSALS, ConfigError))
     if refusal is None:
         return
-    if not decided.is_automatic:
+    if not offloading.is_automatic:
         raise ConfigError(f"offload was asked for, but {refusal}") from refusal
-    _renote(planned, [f"{_NOTE}none, {refusal}"])
+    _replace_notes(planned, [f"{_NOTE}none, {refusal}"])
     load_weights(planned, checkpoint, weights, progress)
 
 
 def _from_disk(
     planned: Plan,
-    decided: Offloading,
+    offloading: Offloading,
     checkpoint: Checkpoint | CheckpointFile,
     weights: Weights,
     progress: Progress,
 ) -> None:
-    """Map a packed file, whose streamed blocks are read into buffers instead."""
+    """Map a packed file, and read streamed blocks into buffers instead."""
     file = packed_file(planned, checkpoint, weights, progress)
     memory, bounds = file.memory(ahead=False), file.facts.memories
-    members = _noted(planned, weights, file, memory.__getitem__)
-    plan = decided.again(members.sizes(lambda number: bounds[number][1]))
-    parts = [
-        Extents({number: bounds[number] for number in _moved(plan, members, block)})
+    block_memories = _memories_of_file(planned, weights, file, memory.__getitem__)
+    plan = offloading.again(block_memories.sizes(lambda number: bounds[number][1]))
+    extents_by_block = [
+        Extents(
+            {number: bounds[number] for number in _streamed_memories(plan, block_memories, block)}
+        )
         for block in plan.streamed
     ]
-    reader = DiskReader(file.path, parts, plan.num_buffers) if parts else None
+    reader = DiskReader(file.path, extents_by_block, plan.num_buffers) if extents_by_block else None
     places = {
-        number: (position % plan.num_buffers, at, bounds[number][1])
-        for position, extents in enumerate(parts)
-        for number, at in extents.places.items()
+        number: (position % plan.num_buffers, offset, bounds[number][1])
+        for position, extents in enumerate(extents_by_block)
+        for number, offset in extents.offsets.items()
         if bounds[number][1]
     }
 
@@ -165,26 +170,27 @@ def _from_disk(
         return memory[number] if reader is None or place is None else reader.memory(*place)
 
     restore(weights, file.facts.states, memory_of)
-    comes = _advise(plan, members, file, memory)
+    mapped_on_demand = _advise(plan, block_memories, file, memory)
+    # Start to read resident memories now; others are read when blocks or experts need them.
     for number in range(len(bounds)):
-        if number not in comes and number not in places:
+        if number not in mapped_on_demand and number not in places:
             memory.advise(number)
     if reader is not None:
-        _attach(plan, members, reader, weights)
-    _renote(planned, plan.notes() if plan.offloads else [])
+        _attach(plan, block_memories, reader, weights)
+    _replace_notes(planned, plan.notes() if plan.offloads else [])
 
 
 def _from_host(
     planned: Plan,
-    decided: Offloading,
+    offloading: Offloading,
     checkpoint: Checkpoint | CheckpointFile,
     weights: Weights,
     progress: Progress,
 ) -> None:
-    """Finalize layers on the device one after the other, and move what is offloaded to the host."""
-    plan, platform = decided.plan, planned.placement.platform
+    """Finalize layers one after another on the device, and move offloaded weights to the host."""
+    plan, platform = offloading.plan, planned.placement.platform
     device = planned.placement.device.torch_device
-    members = _Members(planned, weights)
+    block_memories = _BlockMemories(planned, weights)
     memories: dict[int, torch.Tensor] = {}
 
     def hold(memory: torch.Tensor) -> int:
@@ -196,88 +202,108 @@ def _from_host(
     def keep(number: int, group: LayerGroup) -> None:
         first = len(memories)
         keep_states(states, number, group, hold, device)
-        new = range(first, len(memories))
-        members.note(number, new)
-        block, is_mixed = members.owner[number]
+        new_memories = range(first, len(memories))
+        block_memories.add(number, new_memories)
+        block, has_experts = block_memories.owner[number]
         if block is None:
             return
         place = plan.places[block]
-        if (place.experts if is_mixed else place.where) != "resident":
-            for moved in new:
-                memories[moved] = memories[moved].to("cpu")
+        if (place.experts if has_experts else place.where) != "resident":
+            for memory_number in new_memories:
+                memories[memory_number] = memories[memory_number].to("cpu")
 
+    # ``keep`` holds the tensors of finalized layers without a copy, so that none may be borrowed.
     read(planned, checkpoint, weights, progress, keep, copies=False)
 
-    def packet(numbers: Iterable[int]) -> Packet:
-        return Packet({n: memories.pop(n) for n in numbers}, platform)
+    def pinned(numbers: Iterable[int]) -> PinnedBlock:
+        return PinnedBlock({n: memories.pop(n) for n in numbers}, platform)
 
     bytes_of = {number: memory.nbytes for number, memory in memories.items()}
-    held: dict[int, torch.Tensor] = {}
+    # The memory that each layer uses during steps, by its number.
+    final_memories: dict[int, torch.Tensor] = {}
     for block, place in enumerate(plan.places):
-        numbers = members.memories[block, True]
+        numbers = block_memories.memories[block, True]
         if place.experts == "mapped" and numbers:
-            mapped = packet(numbers)
-            seen = platform.map_host_memory(mapped.host)
-            held |= {n: seen[at : at + bytes_of[n]] for n, at in mapped.places.items()}
-    packets = [packet(_moved(plan, members, block)) for block in plan.streamed]
-    if packets:
-        copies = DeviceCopies(platform, device, packets, plan.num_buffers)
-        for position, each in enumerate(packets):
+            experts = pinned(numbers)
+            device_view = platform.map_host_memory(experts.host)
+            final_memories |= {
+                number: device_view[offset : offset + bytes_of[number]]
+                for number, offset in experts.offsets.items()
+            }
+    pinned_blocks = [
+        pinned(_streamed_memories(plan, block_memories, block)) for block in plan.streamed
+    ]
+    if pinned_blocks:
+        copies = DeviceCopies(platform, device, pinned_blocks, plan.num_buffers)
+        for position, pinned_block in enumerate(pinned_blocks):
             buffer = position % plan.num_buffers
-            held |= {n: copies.memory(buffer, at, bytes_of[n]) for n, at in each.places.items()}
-    held |= memories
+            final_memories |= {
+                number: copies.memory(buffer, offset, bytes_of[number])
+                for number, offset in pinned_block.offsets.items()
+            }
+    final_memories |= memories
 
-    restore(weights, states, held.__getitem__)
-    if packets:
-        _attach(plan, members, copies, weights)
+    restore(weights, states, final_memories.__getitem__)
+    if pinned_blocks:
+        _attach(plan, block_memories, copies, weights)
 
 
-def _moved(plan: OffloadPlan, members: _Members, block: int) -> list[int]:
+def _streamed_memories(plan: OffloadPlan, block_memories: _BlockMemories, block: int) -> list[int]:
     """Return the memories of a streamed block that pass through a buffer."""
-    return members.of(block, plan.places[block].experts == "streamed")
+    return block_memories.of(block, plan.places[block].experts == "streamed")
 
 
 def _attach(
-    plan: OffloadPlan, members: _Members, filler: DeviceCopies | DiskReader, weights: Weights
+    plan: OffloadPlan,
+    block_memories: _BlockMemories,
+    filler: DeviceCopies | DiskReader,
+    weights: Weights,
 ) -> None:
     ring = Ring(filler, len(plan.streamed), plan.num_buffers)
-    ring.attach([members.blocks[number] for number in plan.streamed])
+    ring.attach([block_memories.blocks[number] for number in plan.streamed])
+    # An update would be overwritten when the block's buffer is filled the next time.
     weights.fixed = _FIXED
 
 
 def _advise(
-    plan: OffloadPlan, members: _Members, file: PackedFile, memory: MappedMemory
+    plan: OffloadPlan, block_memories: _BlockMemories, file: PackedFile, memory: MappedMemory
 ) -> set[int]:
-    """Read experts of blocks that are mapped as tokens need them; return all such memories."""
-    found: set[int] = set()
+    """Read mapped experts on demand, and return the memories of all mapped experts."""
+    expert_memory_numbers: set[int] = set()
     bounds = file.facts.memories
     for block, place in enumerate(plan.places):
         if place.experts != "mapped":
             continue
-        found.update(members.memories[block, True])
-        for layer in mixtures(members.blocks[block]):
-            owned = members.experts(layer, file.facts.states)
-            held = [ExpertMemory(number, bounds[number][1], own) for number, own in owned.items()]
-            ExpertReads(memory, held, layer.spec.num_experts).attach(layer)
-    return found
+        expert_memory_numbers.update(block_memories.memories[block, True])
+        for layer in moe_layers(block_memories.blocks[block]):
+            experts = block_memories.experts(layer, file.facts.states)
+            layer_memories = [
+                ExpertMemory(number, bounds[number][1], expert)
+                for number, expert in experts.items()
+            ]
+            ExpertReads(memory, layer_memories, layer.spec.num_experts).attach(layer)
+    return expert_memory_numbers
 
 
-def _noted(planned: Plan, weights: Weights, file: PackedFile, memory_of: MemoryOf) -> _Members:
-    """Return which memories of a packed file each block has."""
-    members = _Members(planned, weights)
+def _memories_of_file(
+    planned: Plan, weights: Weights, file: PackedFile, memory_of: MemoryOf
+) -> _BlockMemories:
+    """Find out which memories of a packed file each block uses."""
+    block_memories = _BlockMemories(planned, weights)
     for number, group in weights.groups():
-        used: dict[int, None] = {}
+        group_memories: dict[int, None] = {}
 
-        def noted(memory: int, used: dict[int, None] = used) -> torch.Tensor:
-            used[memory] = None
+        def record(memory: int, memories: dict[int, None] = group_memories) -> torch.Tensor:
+            memories[memory] = None
             return memory_of(memory)
 
-        states_of(file.facts.states, number, group, noted)
-        members.note(number, used)
-    return members
+        # Build the states only to record which memories they use.
+        states_of(file.facts.states, number, group, record)
+        block_memories.add(number, group_memories)
+    return block_memories
 
 
-def _renote(planned: Plan, lines: list[str]) -> None:
-    """Put what is known now in the place of what was planned."""
+def _replace_notes(planned: Plan, lines: list[str]) -> None:
+    """Replace the planned notes on offload by notes on the actual offload."""
     notes: list[Any] = planned.resolver.notes
     notes[:] = [*(note for note in notes if not note.startswith(_NOTE)), *lines]

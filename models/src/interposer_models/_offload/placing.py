@@ -1,9 +1,8 @@
-"""The place of each block's weights, decided from sizes and a budget; plain data with reasons.
+"""Decides from sizes and a budget where the weights of each block lie; plain data with reasons.
 
-Every step reads every block once, in order. What is used least recently is then what is wanted
-next, so that a cache which forgets by that rule holds nothing that it will need. A fixed part of
-the blocks is resident instead, and the others pass through buffers: no policy reads less in a
-cycle.
+Every step reads every block once, in order. A cache with least-recently-used eviction would evict
+each block just before the next step needs it. Therefore a fixed set of blocks is resident, and the
+others pass through buffers: no policy reads less in a cycle.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from interposer.errors import ConfigError
 Where = Literal["resident", "streamed", "mapped"]
 Source = Literal["disk", "host"]
 
-_COMES = {"disk": "read from the disk", "host": "copied from host memory"}
+_TRANSFERS = {"disk": "read from the disk", "host": "copied from host memory"}
 _DISK_BUFFERS, _HOST_BUFFERS = 3, 2
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSize:
-    """The bytes of a block's weights.
+    """Sizes of a block's weights.
 
     Attributes:
-        num_bytes: that every step reads.
-        expert_bytes: of experts, of which a step reads those that its tokens are routed to.
+        num_bytes: weights that every step reads.
+        expert_bytes: weights of experts, of which a step reads the ones that tokens are routed to.
     """
 
     name: str
@@ -38,7 +37,7 @@ class BlockSize:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """The place of a block's weights, that of its experts, and the reason."""
+    """Where the weights and experts of a block lie, and the reason."""
 
     size: BlockSize
     where: Where
@@ -48,15 +47,15 @@ class BlockPlace:
 
 @dataclass(frozen=True, slots=True)
 class OffloadPlan:
-    """The places of a model's weights; its notes are for people.
+    """Where a model's weights lie.
 
     Attributes:
-        source: where those come from that are not resident.
-        budget_bytes: that resident weights and buffers may take.
-        other_bytes: of weights outside of blocks, which are resident.
-        num_buffers: that streamed blocks take turns in.
+        source: where weights that are not resident are read from.
+        budget_bytes: limit for resident weights and buffers.
+        other_bytes: weights outside of blocks, which are resident.
+        num_buffers: number of buffers for streamed blocks.
         places: of all blocks, in order.
-        is_automatic: nobody asked for it.
+        is_automatic: the user did not request offload.
     """
 
     source: Source
@@ -68,37 +67,37 @@ class OffloadPlan:
 
     @property
     def streamed(self) -> tuple[int, ...]:
-        """The numbers of the blocks that are streamed."""
+        """Numbers of the streamed blocks."""
         return tuple(i for i, place in enumerate(self.places) if place.where == "streamed")
 
     @property
     def offloads(self) -> bool:
-        """True if anything is not resident."""
+        """Whether any weights are not resident."""
         return any(at != "resident" for place in self.places for at in (place.where, place.experts))
 
     def notes(self) -> list[str]:
-        """Return what lies where and why: a line for all, and one for blocks that are alike."""
+        """Return a line on all weights, and a line for each run of blocks with the same place."""
         total = self.other_bytes + sum(_all_bytes(place.size) for place in self.places)
-        asked = "as nobody said otherwise" if self.is_automatic else "as asked for"
+        origin = "as nobody said otherwise" if self.is_automatic else "as asked for"
         lines = [
             f"offload: the weights take {_size(total)}, {_size(self.budget_bytes)} of it may be "
-            f"resident, {asked}; outside of blocks {_size(self.other_bytes)}, resident"
+            f"resident, {origin}; outside of blocks {_size(self.other_bytes)}, resident"
         ]
-        alike: dict[tuple[str, str, str], list[int]] = {}
+        numbers_by_place: dict[tuple[str, str, str], list[int]] = {}
         for number, place in enumerate(self.places):
             key = place.where, place.experts if place.size.expert_bytes else "", place.reason
-            alike.setdefault(key, []).append(number)
-        for (where, experts, reason), numbers in alike.items():
-            held = sum(self.places[number].size.num_bytes for number in numbers)
-            text = f"offload: blocks {_ranges(numbers)} {where}, {_size(held)}"
+            numbers_by_place.setdefault(key, []).append(number)
+        for (where, experts, reason), numbers in numbers_by_place.items():
+            num_bytes = sum(self.places[number].size.num_bytes for number in numbers)
+            text = f"offload: blocks {_ranges(numbers)} {where}, {_size(num_bytes)}"
             if experts:
-                held = sum(self.places[number].size.expert_bytes for number in numbers)
-                text += f", and {_size(held)} of experts {experts}"
+                num_bytes = sum(self.places[number].size.expert_bytes for number in numbers)
+                text += f", and {_size(num_bytes)} of experts {experts}"
             lines.append(f"{text}: {reason}")
         return lines
 
 
-def placed(
+def plan_offload(
     sizes: Sequence[BlockSize],
     other_bytes: int,
     budget_bytes: int,
@@ -107,60 +106,63 @@ def placed(
     can_map: bool,
     is_automatic: bool = False,
 ) -> OffloadPlan:
-    """Return where blocks lie so that no more than the budget is resident.
+    """Place blocks so that resident weights and buffers stay within the budget.
 
     Args:
-        can_map: experts may stay where they are and be read in place.
-    Raises: ConfigError: the buffers and what is outside of blocks exceed the budget.
+        can_map: experts can be read in place, from the disk or host memory.
+    Raises: ConfigError: buffers and weights outside of blocks exceed the budget.
     """
-    own = [size.num_bytes + (0 if can_map else size.expert_bytes) for size in sizes]
-    mapped = [size.expert_bytes if can_map else 0 for size in sizes]
-    everything = range(len(sizes))
-    buffers = 0
-    resident = set(everything)
-    if other_bytes + sum(own) > budget_bytes:
-        buffers = min(_DISK_BUFFERS if source == "disk" else _HOST_BUFFERS, len(sizes))
-        least = other_bytes + buffers * max(own)
-        if least > budget_bytes:
+    block_bytes = [size.num_bytes + (0 if can_map else size.expert_bytes) for size in sizes]
+    mapped_bytes = [size.expert_bytes if can_map else 0 for size in sizes]
+    all_blocks = range(len(sizes))
+    num_buffers = 0
+    resident = set(all_blocks)
+    if other_bytes + sum(block_bytes) > budget_bytes:
+        num_buffers = min(_DISK_BUFFERS if source == "disk" else _HOST_BUFFERS, len(sizes))
+        # Each buffer must hold the largest block.
+        min_bytes = other_bytes + num_buffers * max(block_bytes)
+        if min_bytes > budget_bytes:
             raise ConfigError(
                 f"{_size(budget_bytes)} may be resident, but what is outside of blocks takes "
-                f"{_size(other_bytes)} and {buffers} buffers {_size(buffers * max(own))}. "
-                f"Try: a budget of {least} bytes at least"
+                f"{_size(other_bytes)} and {num_buffers} buffers "
+                f"{_size(num_buffers * max(block_bytes))}. "
+                f"Try: a budget of {min_bytes} bytes at least"
             )
-        resident = _spread(own, budget_bytes - least)
-    room = budget_bytes - other_bytes - sum(own[i] for i in resident)
-    room -= buffers * max(own, default=0)
-    # A host's own cache of the disk keeps the experts that are used; a device has none.
-    kept = _spread(mapped, room if source == "host" else 0)
-    if sum(mapped) <= room:
-        kept = set(everything)
+        resident = _spread(block_bytes, budget_bytes - min_bytes)
+    free_bytes = budget_bytes - other_bytes - sum(block_bytes[i] for i in resident)
+    free_bytes -= num_buffers * max(block_bytes, default=0)
+    # The page cache of a host keeps experts that are used often; a device has no such cache.
+    resident_experts = _spread(mapped_bytes, free_bytes if source == "host" else 0)
+    if sum(mapped_bytes) <= free_bytes:
+        resident_experts = set(all_blocks)
     places = []
     for i, size in enumerate(sizes):
         where: Where = "resident" if i in resident else "streamed"
         experts: Where = where
-        if mapped[i]:
-            experts = "resident" if i in kept else "mapped"
+        if mapped_bytes[i]:
+            experts = "resident" if i in resident_experts else "mapped"
         places.append(BlockPlace(size, where, experts, _reason(where, experts, source)))
-    return OffloadPlan(source, budget_bytes, other_bytes, buffers, tuple(places), is_automatic)
+    return OffloadPlan(source, budget_bytes, other_bytes, num_buffers, tuple(places), is_automatic)
 
 
-def _spread(sizes: Sequence[int], room_bytes: int) -> set[int]:
-    """Return the most blocks that fit, evenly between the others.
+def _spread(sizes: Sequence[int], free_bytes: int) -> set[int]:
+    """Return the largest set of blocks that fits, spread evenly over the model.
 
-    While one of them computes, what comes behind it is on its way.
+    While a resident block computes, streamed blocks after it are being read.
     """
     count = len(sizes)
-    for kept in range(count, 0, -1):
-        chosen = {(2 * i + 1) * count // (2 * kept) for i in range(kept)}
-        if sum(sizes[i] for i in chosen) <= room_bytes:
+    # Blocks differ in size: try each number, from all blocks down.
+    for num_resident in range(count, 0, -1):
+        chosen = {(2 * i + 1) * count // (2 * num_resident) for i in range(num_resident)}
+        if sum(sizes[i] for i in chosen) <= free_bytes:
             return chosen
     return set()
 
 
 def _reason(where: Where, experts: Where, source: Source) -> str:
-    comes = _COMES[source]
+    transfer = _TRANSFERS[source]
     if where == "streamed":
-        text = f"{comes} in every step while the blocks before compute"
+        text = f"{transfer} in every step while the blocks before compute"
     else:
         text = "fits into the budget"
     if experts == "mapped":

@@ -1,4 +1,4 @@
-"""Buffers that the weights of streamed blocks take turns in, filled ahead of the blocks."""
+"""A ring of buffers for the weights of streamed blocks, filled ahead of the computation."""
 
 from __future__ import annotations
 
@@ -14,59 +14,60 @@ class Filler(ABC):
 
     @abstractmethod
     def fill(self, block: int, buffer: int) -> Any:
-        """Begin to fill a buffer once the work on it is done, and return what ``wait`` takes."""
+        """Start to fill a buffer after the last use, and return the handle for ``wait``."""
 
     @abstractmethod
-    def wait(self, filling: Any) -> None:
-        """Let what computes from now on see the buffer filled."""
+    def wait(self, handle: Any) -> None:
+        """Let subsequent computation wait until the buffer is filled."""
 
     @abstractmethod
     def done(self, buffer: int) -> None:
-        """Know that what was queued so far is the last work on what the buffer holds."""
+        """Record that the work queued so far is the last that uses the content of the buffer."""
 
 
 class Ring:
-    """Knows which block each buffer holds. A block always has the same one, at fixed addresses.
+    """Assigns buffers to streamed blocks. A block always uses the same buffer, at fixed addresses.
 
-    When a block is done, its buffer is filled for the next block that has it, across the end of a
-    step as well. A block that comes out of this order is waited for.
+    When a block has been computed, its buffer is filled for the next block that uses it, which may
+    belong to the next step. A block that is computed out of order waits for the weights.
     """
 
     def __init__(self, filler: Filler, num_blocks: int, num_buffers: int) -> None:
         self.filler = filler
-        self._count, self._buffers = num_blocks, num_buffers
-        self._held: list[int] = list(range(num_buffers))
-        self._fillings = [filler.fill(block, block) for block in range(num_buffers)]
+        self._num_blocks, self._num_buffers = num_blocks, num_buffers
+        self._block_of: list[int] = list(range(num_buffers))
+        # Start at once with the first blocks of the first step.
+        self._handles = [filler.fill(block, block) for block in range(num_buffers)]
 
     def attach(self, blocks: Sequence[nn.Module]) -> None:
-        """Let each of these blocks wait for its weights, and give its buffer up afterwards."""
+        """Register hooks that wait for each block's weights, and release the buffer afterwards."""
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(self._entering(number))
             block.register_forward_hook(self._leaving(number))
 
     def enter(self, block: int) -> None:
-        """Have the weights of a block in its buffer."""
-        buffer = block % self._buffers
-        if self._held[buffer] != block:
-            self.filler.wait(self._fillings[buffer])
+        """Wait until the weights of a block are in its buffer."""
+        buffer = block % self._num_buffers
+        if self._block_of[buffer] != block:  # computed out of order
+            self.filler.wait(self._handles[buffer])
             self.filler.done(buffer)
             self._fill(block, buffer)
-        self.filler.wait(self._fillings[buffer])
+        self.filler.wait(self._handles[buffer])
 
     def leave(self, block: int) -> None:
-        """Fill the buffer of a block for the next one."""
-        buffer = block % self._buffers
-        following = block + self._buffers
-        if following >= self._count:
-            following = buffer
+        """Fill the buffer of a block for the next block that uses it."""
+        buffer = block % self._num_buffers
+        following = block + self._num_buffers
+        if following >= self._num_blocks:
+            following = buffer  # the first block of the next step
         if following != block:
             self.filler.done(buffer)
             self._fill(following, buffer)
 
     def _fill(self, block: int, buffer: int) -> None:
-        self._held[buffer] = -1  # of no block, should filling fail
-        self._fillings[buffer] = self.filler.fill(block, buffer)
-        self._held[buffer] = block
+        self._block_of[buffer] = -1  # valid if filling fails
+        self._handles[buffer] = self.filler.fill(block, buffer)
+        self._block_of[buffer] = block
 
     def _entering(self, number: int) -> Any:
         def enter(*_: object) -> None:

@@ -1,1 +1,1 @@
-"""Packed forms of checkpoints: what kernels prepared, in a file that is mapped."""
+"""Packed forms of checkpoints: weights that kernels have prepared, in a file to be mapped."""

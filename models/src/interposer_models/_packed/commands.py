@@ -1,6 +1,6 @@
 """The subcommand ``interposer pack``.
 
-What is heavy is imported inside the command, so that ``--help`` answers at once.
+Heavy modules are imported inside the command, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from interposer_tools.options import (
 def pack(
     model_dir: Annotated[Path, typer.Argument(help="A model directory, a name, or a file.")],
     output: Annotated[
-        Path | None, typer.Option(help="The folder to write to; by default beside the model.")
+        Path | None, typer.Option(help="The folder to write to; by default next to the model.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Read the files that are there, and write none.")
+        bool, typer.Option("--check", help="Verify existing packed files; write nothing.")
     ] = False,
     dtype: Dtype = "auto",
     quantization: Quantization = None,
@@ -37,24 +37,27 @@ def pack(
     locked: Locked = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a model's weights as kernels here take them, to be mapped by whoever loads it."""
+    """Write a model's weights in the packed form of this machine's kernels, for fast loading."""
     from interposer_models._packed.packing import check_packed
     from interposer_models._packed.packing import pack as write
 
     config = policy(kernel, platform, locked)
     if check:
-        found = check_packed(model_dir, output, config)
+        faults_by_path = check_packed(model_dir, output, config)
         if as_json:
-            files = {str(path): fault for path, fault in found.items()}
+            files = {str(path): fault for path, fault in faults_by_path.items()}
             print(json.dumps({"version": 1, "files": files}, indent=2))
         else:
-            print("\n".join(f"{path}: {fault or 'sound'}" for path, fault in found.items()))
-        if any(found.values()):
+            print(
+                "\n".join(f"{path}: {fault or 'sound'}" for path, fault in faults_by_path.items())
+            )
+        # A script must notice damaged files.
+        if any(faults_by_path.values()):
             raise typer.Exit(1)
         return
-    done = write(model_dir, output, dtype, config=config, quantization=quantization)
+    packed = write(model_dir, output, dtype, config=config, quantization=quantization)
     if as_json:
-        facts = {"version": 1, "path": str(done.path), "bytes": done.num_bytes}
-        print(json.dumps({**facts, "seconds": done.seconds}, indent=2))
+        facts = {"version": 1, "path": str(packed.path), "bytes": packed.num_bytes}
+        print(json.dumps({**facts, "seconds": packed.seconds}, indent=2))
     else:
-        print(f"{done.path}: {done.num_bytes / 1e6:.1f} MB in {done.seconds:.1f} s")
+        print(f"{packed.path}: {packed.num_bytes / 1e6:.1f} MB in {packed.seconds:.1f} s")

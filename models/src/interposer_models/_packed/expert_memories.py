@@ -1,4 +1,4 @@
-"""The experts whose numbers lie in each memory of a layer, as its state in a packed file tells."""
+"""Assigns memories of a layer to experts, from the layer's packed state."""
 
 from __future__ import annotations
 
@@ -9,40 +9,41 @@ from interposer_models._packed.layer_states import Data
 
 
 def expert_memories(changes: Mapping[str, Data], num_experts: int) -> dict[int, int | None]:
-    """Return the expert of each memory, by its number; None where it has equal shares of all.
+    """Return the expert of each memory, by number; None for a memory that experts share.
 
-    What a layer holds as a sequence of that length has a member for each expert.
+    A sequence of ``num_experts`` members in the layer's state has one member for each expert.
 
     Args:
-        changes: of one layer; see ``layer_states``.
+        changes: state of one layer; see ``layer_states``.
     """
-    found: dict[int, int | None] = {}
+    experts: dict[int, int | None] = {}
     for data in changes.values():
-        found.update(_walked(data, num_experts, None))
-    return found
+        experts.update(_walked(data, num_experts, None))
+    return experts
 
 
-def _walked(data: Data, count: int, expert: int | None) -> Iterator[tuple[int, int | None]]:
-    kind, held = data
+def _walked(data: Data, num_experts: int, expert: int | None) -> Iterator[tuple[int, int | None]]:
+    kind, content = data
     parts: list[Any] = []
     match kind:
         case "tensor" | "parameter":
-            yield held[0], expert
+            yield content[0], expert
         case "tuple" | "list":
-            if expert is None and len(held) == count:
-                for number, part in enumerate(held):
-                    yield from _walked(part, count, number)
+            # The outermost such sequence counts; deeper ones belong to one expert.
+            if expert is None and len(content) == num_experts:
+                for number, part in enumerate(content):
+                    yield from _walked(part, num_experts, number)
             else:
-                parts = held
+                parts = content
         case "dict":
-            parts = [*held.values()]
+            parts = [*content.values()]
         case "partial":
-            parts = held
+            parts = content
         case "product":
-            parts = held[1]
+            parts = content[1]
         case "method":
-            parts = held[:1]
+            parts = content[:1]
         case "copy":
-            parts = [*held[1].values()]
+            parts = [*content[1].values()]
     for part in parts:
-        yield from _walked(part, count, expert)
+        yield from _walked(part, num_experts, expert)

@@ -1,4 +1,4 @@
-"""The states of groups of layers as data: kept as each is finalized, and given back."""
+"""States of layer groups as plain data: recorded after finalizing, and restored later."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from interposer_models._packed.layer_states import (
 )
 
 GroupData = dict[str, list[dict[str, Any]]]
-"""Differences from the state that each layer was built in, by the number of its group."""
+"""Each layer's changes to the state in which it was built, by the number of its group."""
 
 
 def keep_states(
     states: GroupData, number: int, group: LayerGroup, hold: Keep, device: str = "cpu"
 ) -> None:
-    """Add the states of a finalized group.
+    """Record the states of a finalized group in ``states``.
 
     Args:
-        hold: takes each memory of the group once, uint8 on ``device``, and returns its number.
-    Raises: UnpackableError: a layer holds what is no data.
+        hold: stores a memory, uint8 on ``device``, and returns a number. Called once for each
+            memory of the group.
+    Raises: UnpackableError: a layer holds a value that no file can store.
     """
-    numbers: dict[int, int] = {}  # of memories, which tensors of a group may share
+    numbers: dict[int, int] = {}  # by address, as tensors of a group may share memory
 
     def number_of(memory: torch.Tensor) -> int:
         address = memory.data_ptr()
+        # Empty tensors all have the address 0, but are different memories.
         if address not in numbers or not address:
             numbers[address] = hold(memory)
         return numbers[address]
@@ -42,15 +44,15 @@ def keep_states(
         except UnpackableError as error:
             raise UnpackableError(f"{state.get('prefix')}: {error}") from None
 
-    states[str(number)] = group.changed(changes)
+    states[str(number)] = group.compare_states(changes)
 
 
 def group_states(
     states: GroupData, number: int, group: LayerGroup, memory_of: Callable[[int], torch.Tensor]
 ) -> list[State]:
-    """Return the states of a group over the memories of these numbers, uint8.
+    """Return the recorded states of a group, with tensors in the memories of ``memory_of``.
 
-    Raises: KeyError, ValueError, TypeError: they are of another model.
+    Raises: KeyError, ValueError, TypeError: the states belong to another model.
     """
     pairs = zip(group.states({}), states[str(number)], strict=True)
     return [restored_state(*pair, memory_of) for pair in pairs]

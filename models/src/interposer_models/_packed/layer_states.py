@@ -1,9 +1,9 @@
-"""The states of finalized layers as plain data, and back.
+"""Converts states of finalized layers to plain data and back.
 
-What weights decide of a layer is in its attributes: tensors, and beside them functions of kernels
-and settings that the layer had before it got its weights. Tensors are told by their place in a
-file, what the layer had before by its path from the layer, and layers that were made as copies of
-one that it had, by the path of that and what differs. No code is named or read.
+A layer's attributes after finalizing are tensors, functions of kernels, and settings that the layer
+had before loading. A tensor is recorded by the number of a memory in the file. An
+object that the layer had before is recorded by its path from the layer. A copy of such a layer is
+recorded by the path of the original and the differences. The data contain and name no code.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from interposer_ops.quantized_linear import CodedProduct, StaticProduct
 
 Data: TypeAlias = list[Any]
 Keep: TypeAlias = Callable[[torch.Tensor], int]
-"""Takes uint8, all of a tensor's memory, and returns its number in the file."""
+"""Stores all of a tensor's memory, as uint8, and returns the number of the memory in the file."""
 
 _PRODUCTS = {kind.__name__: kind for kind in (CodedProduct, StaticProduct)}
 _PLAIN = (bool, int, float, str)
-_MOST_STEPS = 6  # from a layer to the function of a kernel that a method of a method has bound
+_MAX_STEPS = 6  # from a layer to the function of a kernel that a method of a method has bound
 
 
 class UnpackableError(Exception):
-    """A layer holds what no file can hold; the text says what."""
+    """A layer holds a value that no file can store; the text names the value."""
 
 
 class StateWriter:
-    """Turns what a layer holds into data."""
+    """Converts the state of a layer to data."""
 
     def __init__(self, built: State, keep: Keep, device: str = "cpu") -> None:
-        """Begin a walk of what the layer was built with.
+        """Prepare to compare states with the state in which the layer was built.
 
         Args:
-            device: where tensors have to lie.
+            built: the state in which the layer was built.
+            keep: stores the memory of a tensor.
+            device: the device on which all tensors must be.
         """
         self._built = built
         self._keep = keep
@@ -53,102 +55,111 @@ class StateWriter:
         self._walk = _reachable(built)
 
     def changes(self, state: State) -> dict[str, Data]:
-        """Return what differs from the state that the layer was built in, by attribute.
+        """Return the attributes that differ from the built state, as data.
 
-        Raises: UnpackableError: it is nothing that a file can hold.
+        Raises: UnpackableError: an attribute holds a value that no file can store.
         """
         missing = self._built.keys() - state.keys()
         if missing:
             raise UnpackableError(f"it drops {', '.join(sorted(missing))}")
         return {
-            name: self._data(held)
-            for name, held in state.items()
-            if name not in self._built or not _same(held, self._built[name])
+            name: self._data(value)
+            for name, value in state.items()
+            if name not in self._built or not _same(value, self._built[name])
         }
 
-    def _data(self, held: Any) -> Data:
-        if held is None or type(held) in _PLAIN:
-            return ["plain", held]
-        if isinstance(held, torch.Tensor):
-            return self._tensor(held)
-        if isinstance(held, torch.dtype):
-            return ["dtype", str(held).removeprefix("torch.")]
-        if type(held) in (tuple, list):
-            return [type(held).__name__, [self._data(part) for part in held]]
-        if type(held) is dict and all(type(key) is str for key in held):
-            return ["dict", {key: self._data(part) for key, part in held.items()}]
-        if (path := self._path(held)) is not None:
+    def _data(self, value: Any) -> Data:
+        if value is None or type(value) in _PLAIN:
+            return ["plain", value]
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, torch.dtype):
+            return ["dtype", str(value).removeprefix("torch.")]
+        if type(value) in (tuple, list):
+            return [type(value).__name__, [self._data(part) for part in value]]
+        if type(value) is dict and all(type(key) is str for key in value):
+            return ["dict", {key: self._data(part) for key, part in value.items()}]
+        # An object that the layer had before, such as the function of a kernel.
+        if (path := self._path(value)) is not None:
             return ["built", path]
-        if type(held) is partial:
-            parts = [held.func, held.args, held.keywords]
+        if type(value) is partial:
+            parts = [value.func, value.args, value.keywords]
             return ["partial", [self._data(part) for part in parts]]
-        if (name := type(held).__name__) in _PRODUCTS and type(held) is _PRODUCTS[name]:
-            members = [getattr(held, field.name) for field in fields(held)]
+        if (name := type(value).__name__) in _PRODUCTS and type(value) is _PRODUCTS[name]:
+            members = [getattr(value, field.name) for field in fields(value)]
             return ["product", [name, [self._data(part) for part in members]]]
-        if type(held) is MethodType:
-            return ["method", [self._data(held.__self__), held.__func__.__name__]]
-        if isinstance(held, nn.Module) and (made := self._copied(held)) is not None:
-            return ["copy", made]
-        raise UnpackableError(f"it holds {held!r:.80}, made while weights were loaded")
+        if type(value) is MethodType:
+            return ["method", [self._data(value.__self__), value.__func__.__name__]]
+        if isinstance(value, nn.Module) and (layer_copy := self._copied(value)) is not None:
+            return ["copy", layer_copy]
+        raise UnpackableError(f"it holds {value!r:.80}, made while weights were loaded")
 
-    def _tensor(self, held: torch.Tensor) -> Data:
-        plain = type(held) in (torch.Tensor, nn.Parameter) and held.layout is torch.strided
-        elsewhere = held.device.type != torch.device(self._device).type
-        if not plain or elsewhere or held.is_quantized or held.is_complex():
-            where = f", on {held.device}" if elsewhere else ""
-            kind = f"{type(held).__name__}, {held.layout}{where}"
+    def _tensor(self, tensor: torch.Tensor) -> Data:
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+        is_elsewhere = tensor.device.type != torch.device(self._device).type
+        if not is_plain or is_elsewhere or tensor.is_quantized or tensor.is_complex():
+            location = f", on {tensor.device}" if is_elsewhere else ""
+            kind = f"{type(tensor).__name__}, {tensor.layout}{location}"
             raise UnpackableError(f"it holds a tensor of {kind}")
-        memory = torch.empty(0, dtype=torch.uint8, device=held.device)
-        memory.set_(held.untyped_storage())
-        dtype = str(held.dtype).removeprefix("torch.")
-        form = [dtype, list(held.shape), list(held.stride()), held.storage_offset()]
-        return ["parameter" if type(held) is nn.Parameter else "tensor", [self._keep(memory), form]]
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        memory.set_(tensor.untyped_storage())
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        form = [dtype, list(tensor.shape), list(tensor.stride()), tensor.storage_offset()]
+        return [
+            "parameter" if type(tensor) is nn.Parameter else "tensor",
+            [self._keep(memory), form],
+        ]
 
-    def _copied(self, held: nn.Module) -> list[Any] | None:
-        """Return the path of the layer that ``held`` was copied of, and what differs from it.
+    def _copied(self, layer: nn.Module) -> list[Any] | None:
+        """Return the path of the layer that ``layer`` was copied from, and the differences.
 
-        Copies share what they do not replace, so that it is the one with which most is shared.
+        A copy shares all attributes that were not replaced, so that the original is the layer that
+        shares the most.
         """
-        own, alike = state_of(held), []
-        for path, found in _reachable(self._built):
-            if type(found) is type(held):
-                state = state_of(found)
-                shared = [name for name in own if name in state and own[name] is state[name]]
-                alike.append((len(shared), path, state))
-        if not alike:
+        copied_state, originals = state_of(layer), []
+        for path, value in _reachable(self._built):
+            if type(value) is type(layer):
+                state = state_of(value)
+                num_shared = sum(
+                    name in state and attribute is state[name]
+                    for name, attribute in copied_state.items()
+                )
+                originals.append((num_shared, path, state))
+        if not originals:
             return None
-        _, path, state = max(alike, key=lambda each: each[0])
-        return [path, StateWriter(state, self._keep, self._device).changes(own)]
+        _, path, state = max(originals, key=lambda original: original[0])
+        return [path, StateWriter(state, self._keep, self._device).changes(copied_state)]
 
-    def _path(self, held: Any) -> list[Any] | None:
-        while id(held) not in self._paths:  # mostly near, and the way is long
+    def _path(self, value: Any) -> list[Any] | None:
+        # The walk is lazy: most values are close to the layer, and a complete walk is long.
+        while id(value) not in self._paths:
             try:
-                path, found = next(self._walk)
+                path, reached = next(self._walk)
             except StopIteration:
                 return None
-            self._paths[id(found)] = path
-        return self._paths[id(held)]
+            self._paths[id(reached)] = path
+        return self._paths[id(value)]
 
 
 def restored_state(
     built: State, changes: Mapping[str, Data], tensor_of: Callable[[int], torch.Tensor]
 ) -> State:
-    """Return the state that a layer had when ``changes`` were read of it.
+    """Return the state of a layer from the data that ``StateWriter.changes`` returned.
 
     Args:
-        built: the state that it was built in.
-        tensor_of: the memory of a number, uint8.
-    Raises: ValueError: the changes are of another layer, or no such data.
+        built: the state in which the layer was built.
+        tensor_of: returns the memory of a number, as uint8.
+    Raises: ValueError: the data belong to another layer, or are malformed.
     """
-    reading = _Reading(built, tensor_of)
+    reader = _StateReader(built, tensor_of)
     try:
-        read = {name: reading.value(data, (name,)) for name, data in changes.items()}
+        attributes = {name: reader.value(data, (name,)) for name, data in changes.items()}
     except (KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    return {**built, **read}
+    return {**built, **attributes}
 
 
-class _Reading:
+class _StateReader:
     def __init__(self, built: State, tensor_of: Callable[[int], torch.Tensor]) -> None:
         self._built = built
         self._tensor_of = tensor_of
@@ -156,116 +167,123 @@ class _Reading:
         self._reachable: dict[str, Any] | None = None
 
     def value(self, data: Data, at: tuple[str, ...]) -> Any:
-        kind, held = data
+        kind, content = data
         match kind:
             case "plain":
-                if held is not None and type(held) not in _PLAIN:
-                    raise ValueError(f"{held!r:.80} is no plain value")
-                return held
+                if content is not None and type(content) not in _PLAIN:
+                    raise ValueError(f"{content!r:.80} is no plain value")
+                return content
             case "tensor":
-                return self._tensor(held)
+                return self._tensor(content)
             case "parameter":
-                return self._parameter(held, at)
+                return self._parameter(content, at)
             case "dtype":
-                return dtype_of(held)
+                return dtype_of(content)
             case "tuple":
-                return tuple(self.value(part, at) for part in held)
+                return tuple(self.value(part, at) for part in content)
             case "list":
-                return [self.value(part, at) for part in held]
+                return [self.value(part, at) for part in content]
             case "dict":
-                return {name: self.value(part, (*at, name)) for name, part in held.items()}
+                return {name: self.value(part, (*at, name)) for name, part in content.items()}
             case "built":
-                return self._found(held)
+                return self._built_object(content)
             case "partial":
-                function, args, keywords = (self.value(part, at) for part in held)
+                function, args, keywords = (self.value(part, at) for part in content)
                 return partial(function, *args, **keywords)
             case "product":
-                name, members = held
+                name, members = content
                 return _PRODUCTS[name](*(self.value(part, at) for part in members))
             case "method":
-                owner, name = self.value(held[0], at), held[1]
+                owner, name = self.value(content[0], at), content[1]
+                # The file must not reach anything but a method of that name.
                 method = getattr(owner, name)
                 if type(method) is not MethodType or method.__func__.__name__ != name:
                     raise ValueError(f"{name!r:.80} is no method of {type(owner).__name__}")
                 return method
             case "copy":
-                path, changes = held
-                return self._copy(self._found(path), changes)
+                path, changes = content
+                return self._copy(self._built_object(path), changes)
         raise ValueError(f"{kind!r:.80} is no kind of value")
 
-    def _tensor(self, held: Any) -> torch.Tensor:
-        key = repr(held)
+    def _tensor(self, content: Any) -> torch.Tensor:
+        key = repr(content)
         if key not in self._tensors:
-            number, form = held
+            number, form = content
             memory = self._tensor_of(number)
             dtype, shape, strides, offset = form
-            # The library checks neither sign nor end of what a storage that cannot grow is asked.
+            # torch does not check offset and size of a view on a storage that cannot grow.
             check_view(form, memory.nbytes, "a tensor")
             empty = torch.empty(0, dtype=dtype_of(dtype), device=memory.device)
-            first, rest = divmod(int(memory.storage_offset()), empty.itemsize)
-            if rest:
-                raise ValueError(f"a memory begins {rest} bytes behind where {dtype} may")
+            first, excess_bytes = divmod(int(memory.storage_offset()), empty.itemsize)
+            if excess_bytes:
+                raise ValueError(f"a memory is not aligned for {dtype}, by {excess_bytes} bytes")
             self._tensors[key] = empty.set_(
                 memory.untyped_storage(), first + offset, shape, strides
             )
         return self._tensors[key]
 
-    def _parameter(self, held: Any, at: tuple[str, ...]) -> nn.Parameter:
-        parameter = nn.Parameter(self._tensor(held), requires_grad=False)
-        before: Any = self._built
+    def _parameter(self, content: Any, at: tuple[str, ...]) -> nn.Parameter:
+        parameter = nn.Parameter(self._tensor(content), requires_grad=False)
+        built_value: Any = self._built
         for name in at:
-            before = before.get(name) if isinstance(before, dict) else None
-        if isinstance(before, nn.Parameter):
-            parameter.__dict__.update(before.__dict__)
+            built_value = built_value.get(name) if isinstance(built_value, dict) else None
+        # Restore attributes such as ``stored_as`` of the parameter at the same place.
+        if isinstance(built_value, nn.Parameter):
+            parameter.__dict__.update(built_value.__dict__)
         return parameter
 
-    def _copy(self, pattern: Any, changes: Mapping[str, Data]) -> nn.Module:
-        if not isinstance(pattern, nn.Module):
-            raise ValueError(f"{type(pattern).__name__} is no layer")
-        layer = copy(pattern)
-        vars(layer).update(restored_state(state_of(pattern), changes, self._tensor_of))
+    def _copy(self, original: Any, changes: Mapping[str, Data]) -> nn.Module:
+        if not isinstance(original, nn.Module):
+            raise ValueError(f"{type(original).__name__} is no layer")
+        layer = copy(original)
+        vars(layer).update(restored_state(state_of(original), changes, self._tensor_of))
         return layer
 
-    def _found(self, path: list[Any]) -> Any:
+    def _built_object(self, path: list[Any]) -> Any:
         if self._reachable is None:
-            self._reachable = {repr(path): found for path, found in _reachable(self._built)}
+            self._reachable = {repr(path): value for path, value in _reachable(self._built)}
         return self._reachable[repr(path)]
 
 
-def _same(held: Any, built: Any) -> bool:
-    if held is built:
+def _same(value: Any, built: Any) -> bool:
+    if value is built:
         return True
-    if type(held) is not type(built):
+    if type(value) is not type(built):
         return False
-    if isinstance(held, dict):
-        return held.keys() == built.keys() and all(_same(held[key], built[key]) for key in held)
-    if isinstance(held, tuple | list):  # named ones as well, which were made again
-        return len(held) == len(built) and all(map(_same, held, built))
-    return type(held) in _PLAIN and bool(held == built)
+    if isinstance(value, dict):
+        return value.keys() == built.keys() and all(_same(value[key], built[key]) for key in value)
+    if isinstance(value, tuple | list):  # including named tuples, which finalizing creates anew
+        return len(value) == len(built) and all(map(_same, value, built))
+    return type(value) in _PLAIN and bool(value == built)
 
 
 def _reachable(built: State) -> Iterator[tuple[list[Any], Any]]:
-    """Yield what a layer was built with, and the path to it: names and numbers of members."""
-    waiting = deque([([name], held) for name, held in built.items()])
-    seen: set[int] = set()
-    while waiting:
-        path, held = waiting.popleft()
-        if id(held) in seen or held is None or isinstance(held, (*_PLAIN, torch.Tensor, Site)):
+    """Yield ``(path, object)`` for all objects of the built state; paths have names and numbers."""
+    queue = deque([([name], value) for name, value in built.items()])
+    visited_ids: set[int] = set()
+    while queue:
+        path, value = queue.popleft()
+        if (
+            id(value) in visited_ids
+            or value is None
+            or isinstance(value, (*_PLAIN, torch.Tensor, Site))
+        ):
             continue
-        seen.add(id(held))
-        yield path, held
-        if len(path) < _MOST_STEPS:
-            waiting += [([*path, name], part) for name, part in _members(held)]
+        visited_ids.add(id(value))
+        yield path, value
+        # Breadth first, so that each object gets its shortest path.
+        if len(path) < _MAX_STEPS:
+            queue += [([*path, name], part) for name, part in _members(value)]
 
 
-def _members(held: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(held, dict):
-        yield from ((key, part) for key, part in held.items() if type(key) is str)
-    elif isinstance(held, tuple | list):
-        yield from enumerate(held)
-    elif isinstance(held, nn.Module | type):
-        return
-    elif is_dataclass(held):
-        yield from ((field.name, getattr(held, field.name)) for field in fields(held))
+def _members(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        yield from ((key, part) for key, part in value.items() if type(key) is str)
+    elif isinstance(value, tuple | list):
+        yield from enumerate(value)
+    elif isinstance(value, nn.Module | type):
+        return  # other layers and classes have states of their own
+    elif is_dataclass(value):
+        yield from ((field.name, getattr(value, field.name)) for field in fields(value))
     else:
-        yield from getattr(held, "__dict__", {}).items()
+        yield from getattr(value, "__dict__", {}).items()

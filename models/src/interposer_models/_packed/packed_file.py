@@ -1,7 +1,8 @@
-"""Packed weights in a file: safetensors, whose data begin where a huge page of the file does.
+"""Files of packed weights: safetensors files with data that starts at a huge page of the file.
 
-The header is of one size, so that memory can be packed before it is known what there will be. Each
-tensor of the file is the memory of tensors of layers, which the metadata tell with a checksum.
+The header has a fixed size, so that memory can be packed into the file before the header is known.
+Each tensor of the file is the memory of tensors of layers. The metadata describe the layers, with a
+checksum.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from interposer_models._packed.header_check import (
 )
 
 FORMAT = 2
-"""Changes with what a file of ours means."""
+"""Format version of a packed file. Increase the number when the meaning of a file changes."""
 
 HEADER_BYTES = 2 << 20
 _METADATA = "__metadata__"
@@ -38,7 +39,7 @@ _SIGNATURE = "signature"
 _LENGTH_BYTES = 8
 _CAN_MAP = hasattr(mmap, "MAP_PRIVATE")
 _WILL_NEED: int | None = getattr(mmap, "MADV_WILLNEED", None)
-_ADVICE_BYTES = 128 << 10  # Linux reads no more for one advice than it would read ahead
+_ADVICE_BYTES = 128 << 10  # one advice makes Linux read no more than its read-ahead size
 
 
 class PackedFileError(Exception):
@@ -46,20 +47,21 @@ class PackedFileError(Exception):
 
 
 class BeingWrittenError(PackedFileError):
-    """Another process, or another model of this one, writes the file."""
+    """Another process, or another model of this process, is writing the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts of a packed file.
+    """Metadata of a packed file.
 
     Attributes:
-        asked: what was to be packed, of which a checkpoint may have several forms.
-        made_by: what else the bytes depend on.
-        states: of each layer, by the number of its group; see ``layer_states``.
-        memories: first byte and number of bytes of each memory, behind the header.
-        digests: SHA-256 of each.
-        non_finite: what the check of weights found, a line for each tensor; None: it was off.
+        asked: the checkpoint and the form in which it was packed.
+        made_by: versions of kernels and packages that the packed bytes depend on.
+        states: the states of each layer, by the number of its group; see ``layer_states``.
+        memories: ``(first byte, number of bytes)`` of each memory, counted from the end of the
+            header.
+        digests: SHA-256 of each memory.
+        non_finite: findings of the weight check, a line for each tensor; None if the check was off.
     """
 
     asked: dict[str, str]
@@ -70,26 +72,26 @@ class Facts:
     non_finite: list[str] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the fields as plain values."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def write_header(file: int, facts: Facts, num_bytes: int, secret: bytes | None) -> None:
-    """Write the header of an open file with so many bytes behind it.
+    """Write the header of an open file with ``num_bytes`` of data.
 
     Args:
-        secret: signs it; None writes none.
-    Raises: PackedFileError: there is too much to say, or readers would refuse it.
+        secret: signs the header; None writes no signature.
+    Raises: PackedFileError: the header is too large, or invalid.
     """
     try:
         _check(facts, num_bytes)
     except ValueError as error:
         raise PackedFileError(f"its states have no form that can be checked: {error}") from error
     encoded = json.dumps(_header(facts, num_bytes, secret), separators=(",", ":")).encode()
-    room = HEADER_BYTES - _LENGTH_BYTES
-    if len(encoded) > room:
-        raise PackedFileError(f"its header takes {len(encoded)} bytes, more than {room}")
-    os.pwrite(file, room.to_bytes(_LENGTH_BYTES, "little") + encoded.ljust(room), 0)
+    capacity = HEADER_BYTES - _LENGTH_BYTES
+    if len(encoded) > capacity:
+        raise PackedFileError(f"its header takes {len(encoded)} bytes, more than {capacity}")
+    os.pwrite(file, capacity.to_bytes(_LENGTH_BYTES, "little") + encoded.ljust(capacity), 0)
 
 
 def _header(facts: Facts, num_bytes: int, secret: bytes | None) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def _header(facts: Facts, num_bytes: int, secret: bytes | None) -> dict[str, Any
 
 
 def _tensors(facts: Facts, num_bytes: int) -> dict[str, Any]:
-    """Return the memories as tensors of safetensors, which have no gaps between them."""
+    """Return the memories as safetensors entries, which must cover the data without gaps."""
     starts = [start for start, _ in facts.memories]
     order = sorted(range(len(starts)), key=starts.__getitem__)
     edges = [0, *(starts[number] for number in order[1:]), num_bytes]
@@ -117,7 +119,7 @@ def _signature(digest: str, secret: bytes) -> str:
 
 
 def _check(facts: Facts, num_bytes: int) -> None:
-    """Refuse facts that no writer writes.
+    """Refuse facts that no writer would write.
 
     Raises: ValueError: with the first fault.
     """
@@ -129,36 +131,37 @@ def _check(facts: Facts, num_bytes: int) -> None:
 
 
 def _read_header(file: int) -> dict[str, Any]:
-    """Return the header, and let the system read nothing behind it.
+    """Read the header, and keep the system from reading data ahead.
 
     Raises:
-        PackedFileError: the file is cut off.
-        ValueError: it is no header of ours.
+        PackedFileError: the file is truncated.
+        ValueError: the header has another format.
     """
+    # Without read-ahead: data of several GiB follow the header.
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
-    read = bytearray()
-    while len(read) < HEADER_BYTES and (
-        part := os.pread(file, HEADER_BYTES - len(read), len(read))
+    content = bytearray()
+    while len(content) < HEADER_BYTES and (
+        part := os.pread(file, HEADER_BYTES - len(content), len(content))
     ):
-        read += part
-    if int.from_bytes(read[:_LENGTH_BYTES], "little") != HEADER_BYTES - _LENGTH_BYTES:
+        content += part
+    if int.from_bytes(content[:_LENGTH_BYTES], "little") != HEADER_BYTES - _LENGTH_BYTES:
         raise ValueError("its header has another length")
-    if len(read) < HEADER_BYTES:
+    if len(content) < HEADER_BYTES:
         raise PackedFileError("it is truncated or corrupt: it ends in its header")
-    header = json.loads(read[_LENGTH_BYTES:].decode())
+    header = json.loads(content[_LENGTH_BYTES:].decode())
     if type(header) is not dict or type(header.get(_METADATA)) is not dict:
         raise ValueError("its header has no metadata")
     return header
 
 
 class MappedMemory:
-    """The memories of an open file as tensors, whose pages all processes share.
+    """The memories of an open file as tensors in mapped pages, which processes share.
 
-    What is written to one stays in this process.
+    A change to a tensor is visible in this process only.
 
     Args:
-        ahead: the system is to read all of it soon.
+        ahead: let the system read the complete file soon.
     """
 
     def __init__(self, file: int, memories: list[tuple[int, int]], ahead: bool = True) -> None:
@@ -167,77 +170,79 @@ class MappedMemory:
         size = os.fstat(file).st_size
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         self._memories = memories
+        # Private and writable: layers may write to tensors, and the file must stay unchanged.
         self._map = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=protection)
         for advice in ("MADV_HUGEPAGE", "MADV_WILLNEED")[: 1 + ahead]:
-            with suppress(OSError):  # it is read all the same, by and by
+            with suppress(OSError):  # without the advice, pages are read at first access
                 if (number := getattr(mmap, advice, None)) is not None:
                     self._map.madvise(number)
 
     def __getitem__(self, number: int) -> torch.Tensor:
-        """Return the memory of that number, uint8."""
+        """Return the memory of that number, as uint8."""
         start, num_bytes = self._memories[number]
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
-        # Of one storage each: who compares storages is to find those apart that are.
+        # A storage for each memory: code that compares storages must not see memories as aliases.
         return torch.frombuffer(
             self._map, dtype=torch.uint8, count=num_bytes, offset=HEADER_BYTES + start
         )
 
     def advise(self, number: int, start: int = 0, stop: int | None = None) -> None:
-        """Let the system begin to read a part of a memory, and nothing beside its pages.
+        """Let the system start to read a part of a memory, and no other pages.
 
         Args:
-            start: first byte in the memory; less than 0 is its beginning.
-            stop: byte behind the last one; None, or beyond the end, is the end.
+            start: first byte in the memory; a negative number means 0.
+            stop: end in the memory; None or a larger number means the end of the memory.
         """
-        at, num_bytes = self._memories[number]
+        memory_start, num_bytes = self._memories[number]
         start, stop = max(start, 0), num_bytes if stop is None else min(stop, num_bytes)
         if _WILL_NEED is None or stop <= start:
             return
-        first = (HEADER_BYTES + at + start) // mmap.PAGESIZE * mmap.PAGESIZE
-        last = HEADER_BYTES + at + stop
-        with suppress(OSError):  # it is read all the same, by and by
+        first = (HEADER_BYTES + memory_start + start) // mmap.PAGESIZE * mmap.PAGESIZE
+        last = HEADER_BYTES + memory_start + stop
+        with suppress(OSError):  # without the advice, pages are read at first access
             for begin in range(first, last, _ADVICE_BYTES):
                 self._map.madvise(_WILL_NEED, begin, min(_ADVICE_BYTES, last - begin))
 
     def scatter(self, numbers: Iterable[int]) -> None:
-        """Let the system read single pages of memories where it was not advised.
+        """Let the system read single pages of memories, except where ``advise`` was called.
 
-        By its own rules it would read what lies around them, as far as ``read_ahead_kb`` says.
+        By default the system would also read the neighbouring pages, up to ``read_ahead_kb``.
         """
-        spans: list[list[int]] = []  # memories that follow each other share pages
-        for at, num_bytes in sorted(self._memories[number] for number in numbers):
-            if spans and at < spans[-1][1] + mmap.PAGESIZE:
-                spans[-1][1] = at + num_bytes
+        spans: list[list[int]] = []  # merged, as neighbouring memories share pages
+        for memory_start, num_bytes in sorted(self._memories[number] for number in numbers):
+            if spans and memory_start < spans[-1][1] + mmap.PAGESIZE:
+                spans[-1][1] = memory_start + num_bytes
             else:
-                spans.append([at, at + num_bytes])
+                spans.append([memory_start, memory_start + num_bytes])
         for begin, end in spans:
+            # Only pages that lie entirely inside the span.
             first = -(-(HEADER_BYTES + begin) // mmap.PAGESIZE) * mmap.PAGESIZE
             size = (HEADER_BYTES + end) // mmap.PAGESIZE * mmap.PAGESIZE - first
             for advice in ("MADV_NOHUGEPAGE", "MADV_RANDOM"):
-                known: int | None = getattr(mmap, advice, None)
-                if known is not None and size > 0:
+                advice_number: int | None = getattr(mmap, advice, None)
+                if advice_number is not None and size > 0:
                     with suppress(OSError):
-                        self._map.madvise(known, first, size)
+                        self._map.madvise(advice_number, first, size)
 
     def digests(self) -> Iterator[str]:
         """Yield the SHA-256 of each memory."""
-        with memoryview(self._map) as whole:
+        with memoryview(self._map) as content:
             for start, num_bytes in self._memories:
                 first = HEADER_BYTES + start
-                with whole[first : first + num_bytes] as part:
+                with content[first : first + num_bytes] as part:
                     yield hashlib.sha256(part).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A file whose header was read and is sound.
+    """A packed file with a valid header.
 
     Attributes:
-        identity: device, inode and size of the file whose header was read; None: any.
-        is_of_root: root owns it, and this process is of another user.
-        signature: of the header, "" without one.
-        digest: of the header, which ``signature`` signs.
+        identity: device, inode and size of the file; None: not compared.
+        is_of_root: root owns the file, and this process belongs to another user.
+        signature: signature of ``digest``, "" without one.
+        digest: checksum of the header.
     """
 
     path: Path
@@ -249,19 +254,19 @@ class PackedFile:
 
     @classmethod
     def open(cls, path: Path) -> PackedFile:
-        """Return the file at ``path``.
+        """Read and check the header of the file at ``path``.
 
-        Raises: PackedFileError: it is cut off, corrupt, of another format, no regular file, or of
-            another user.
+        Raises: PackedFileError: the file is truncated, corrupt, of another format, not a regular
+            file, or owned by another user.
         """
         try:
             file = open_owned(path)
         except (OSError, ValueError) as error:
             raise PackedFileError(f"it cannot be used: {error}") from error
         try:
-            facts = os.fstat(file)
+            status = os.fstat(file)
             header = _read_header(file)
-            return cls._of(path, facts, header)
+            return cls._of(path, status, header)
         except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
             kind = type(error).__name__
             raise PackedFileError(f"it holds no packed weights: {kind}: {error!s:.400}") from error
@@ -287,7 +292,8 @@ class PackedFile:
                 f"it is corrupt: its header contradicts the file: {error}"
             ) from error
         facts.memories[:] = [(start, size) for start, size in facts.memories]
-        tensors = {name: each for name, each in header.items() if name != _METADATA}
+        tensors = {name: entry for name, entry in header.items() if name != _METADATA}
+        # The safetensors entries are redundant, but other programs read them.
         if canonical_json(tensors) != canonical_json(_tensors(facts, num_bytes)):
             raise PackedFileError("it is corrupt: tensors and memories of its header differ")
         identity = (status.st_dev, status.st_ino, status.st_size)
@@ -296,20 +302,23 @@ class PackedFile:
         return cls(path, facts, identity, is_of_root, signature, metadata["checksum"])
 
     def is_signed(self, secret: bytes) -> bool:
-        """Return True if a process that knows the secret wrote the header."""
+        """Say whether a process that knows the secret wrote the header."""
         signature = _signature(self.digest, secret)
         return hmac.compare_digest(signature.encode(), self.signature.encode())
 
     def memory(self, ahead: bool = True) -> MappedMemory:
-        """Return its memories, mapped, to be read ``ahead`` of their use or not.
+        """Map the memories of the file.
 
-        Raises: PackedFileError: it cannot be mapped, or another file has taken its place.
+        Args:
+            ahead: let the system read the complete file soon.
+        Raises: PackedFileError: the file cannot be mapped, or was replaced by another file.
         """
         try:
             file = open_owned(self.path)
             try:
-                facts = os.fstat(file)
-                identity = (facts.st_dev, facts.st_ino, facts.st_size)
+                status = os.fstat(file)
+                identity = (status.st_dev, status.st_ino, status.st_size)
+                # The path may name another file than the one whose header was checked.
                 if self.identity not in (None, identity):
                     raise PackedFileError("another file took its place while it was opened")
                 return MappedMemory(file, self.facts.memories, ahead)
@@ -319,17 +328,15 @@ class PackedFile:
             raise PackedFileError(f"it cannot be mapped: {error}") from error
 
     def check(self) -> None:
-        """Read it all.
+        """Read the complete file.
 
         Raises: PackedFileError: a memory differs from its checksum.
         """
-        found = list(self.memory().digests())
-        wrong = [
-            i
-            for i, pair in enumerate(zip(found, self.facts.digests, strict=True))
-            if len({*pair}) > 1
-        ]
-        if wrong:
+        digests = list(self.memory().digests())
+        num_wrong = sum(
+            digest != expected for digest, expected in zip(digests, self.facts.digests, strict=True)
+        )
+        if num_wrong:
             raise PackedFileError(
-                f"it is corrupt: {len(wrong)} of {len(found)} memories differ from their checksums"
+                f"it is corrupt: {num_wrong} of {len(digests)} memories differ from their checksums"
             )

@@ -1,4 +1,4 @@
-"""The facts that packed weights depend on, and whether kernels let them be kept."""
+"""The key of packed weights, and whether kernels allow weights to be packed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _PARTS = ("interposer-models", "interposer-ops", "interposer-quantization")
 
 @dataclass(frozen=True, slots=True)
 class PackedKey:
-    """The facts that packed weights depend on, as texts by name.
+    """The key of packed weights: all facts that the packed bytes depend on, as texts by name.
 
     Attributes:
-        asked: checkpoint, form and level; others are kept beside these.
-        made_by: versions of what packs, of which the last is kept.
+        asked: checkpoint, form and CPU level. Files with other values can exist side by side.
+        made_by: versions of kernels and packages. A new version replaces the file.
     """
 
     asked: dict[str, str]
@@ -35,12 +35,12 @@ class PackedKey:
 
     @property
     def address(self) -> str:
-        """The name of the file that holds what is asked for."""
+        """Name of the file, a digest of ``asked``."""
         return checksum(self.asked)[:32]
 
 
 def judge_layouts(planned: Plan) -> Verdict:
-    """Accept a plan whose kernels all say what the bytes of their constants mean."""
+    """Accept a plan if every kernel that prepares constants states the layout."""
     placement = planned.placement
     if not is_host(placement.platform):
         return Verdict.refuse(f"memory of {placement.platform.name} maps no files")
@@ -54,7 +54,7 @@ def judge_layouts(planned: Plan) -> Verdict:
 
 
 def packed_key(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> PackedKey:
-    """Return what the packed weights of a plan depend on."""
+    """Return the key of the packed weights of a plan."""
     capability = planned.placement.device.capability
     config = planned.resolver.config
     asked = {
@@ -69,31 +69,32 @@ def packed_key(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> Packed
     if (ranks := planned.resolver.ranks) is not None:
         asked["share"] = f"{ranks.rank} of {ranks.size}"
     registry, made_by = planned.resolver.registry, {"torch": str(torch.__version__)}
-    used = {*_PARTS}
+    distributions = {*_PARTS}
     for choice, prefixes in planned.resolver.choices.values():
         request, chosen = choice.request, choice.chosen
         if request.kind == "platform":
-            continue
-        used.add(chosen.provider)
+            continue  # part of ``asked``
+        distributions.add(chosen.provider)
         layout = getattr(chosen.record, "layout", 0)
-        where = checksum([list(map(str, request.key)), prefixes])[:12]
-        made_by[f"{request.kind} {request.name} ({where})"] = (
+        location = checksum([list(map(str, request.key)), prefixes])[:12]
+        made_by[f"{request.kind} {request.name} ({location})"] = (
             f"{chosen.qualified_name} {chosen.version}" + f", layout {layout}" * bool(layout)
         )
     for plugin in registry.plugins.loaded:
-        if plugin.distribution in used:
+        if plugin.distribution in distributions:
             installed = plugin.source.installed
+            # The fingerprint of the installed files: a version may be edited in place.
             code = "" if installed is None else f" ({installed.fingerprint[:16]})"
             made_by[f"code of {plugin.distribution}"] = f"{plugin.version}{code}"
     return PackedKey(asked, made_by)
 
 
-def difference(held: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return what differs first, empty where nothing does."""
-    for name in sorted({*held, *now}):
-        if held.get(name) != now.get(name):
-            was, wanted = held.get(name, "nothing"), now.get(name, "nothing")
-            return f"it was packed for another {name}: {was:.200}, not {wanted:.200}"
+def difference(packed: Mapping[str, str], current: Mapping[str, str]) -> str:
+    """Describe the first difference between a file's facts and the current ones; "" if equal."""
+    for name in sorted({*packed, *current}):
+        if packed.get(name) != current.get(name):
+            before, now = packed.get(name, "nothing"), current.get(name, "nothing")
+            return f"it was packed for another {name}: {before:.200}, not {now:.200}"
     return ""
 
 
@@ -103,11 +104,11 @@ def _identity(checkpoint: Checkpoint | CheckpointFile) -> str:
 
 
 def _file_identity(path: Path) -> str:
-    """Return name, size, time of change, and a digest of samples."""
+    """Return name, size, modification time, and a digest of samples of a file."""
     facts = path.stat()
     return f"{path.name}, {facts.st_size} bytes, {facts.st_mtime_ns}, {sampled_digest(path)}"
 
 
 def _text(value: object) -> str:
-    """Return the one text for ``value``; configurations of models may hold infinity."""
+    """Return a canonical text for ``value``; configurations of models may contain infinity."""
     return json.dumps(value, sort_keys=True, default=str)

@@ -1,6 +1,6 @@
-"""Weights of a plan: mapped from a packed file, or read from the checkpoint and packed.
+"""Loads the weights of a plan: maps a packed file, or reads and packs the checkpoint.
 
-The one seam between loading and packed files is ``load_weights``.
+``load_weights`` is the only integration point between model loading and packed files.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from interposer import CheckpointFile
 from interposer.errors import ConfigError
 from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._checkpoint.weights import Progress, Weights
-from interposer_models._packed.filling import (
+from interposer_models._packed.loading_steps import (
     PAUSE_SECONDS,
-    attempted,
     pack_into,
+    packed_store_of,
     read,
     repeat_findings,
     restore,
-    shelf_of,
+    try_loading,
 )
 from interposer_models._packed.packed_file import BeingWrittenError, Facts, PackedFileError
-from interposer_models._packed.shelf import LEAST_BYTES
+from interposer_models._packed.packed_store import MIN_BYTES
 from interposer_models._plan import Plan
 
 _log = logging.getLogger("interposer")
 
 
-class _SmallError(PackedFileError):
-    """A checkpoint is too small for a file to be worth while, of which nobody needs to know."""
+class _TooSmallError(PackedFileError):
+    """The checkpoint is too small to be worth packing; no note is necessary."""
 
 
-class _DividedError(PackedFileError):
-    """Several ranks have the model, which is no fault that anybody should mend."""
+class _RankedModelError(PackedFileError):
+    """The model runs on several ranks; that needs a note, but no warning."""
 
 
 def load_weights(
@@ -46,77 +46,82 @@ def load_weights(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Fill the model of a plan, and note where from.
+    """Load the weights of a plan's model, and note the source.
 
     Args:
-        sleep: waits for so many seconds while another process writes the file.
+        sleep: waits for a number of seconds while another process writes the file.
     Raises:
         CheckpointError: as ``Weights.load``.
         ConfigError: ``packed`` is ``"on"``, and no packed weights can be used.
     """
-    wanted = planned.resolver.config.packed
+    setting = planned.resolver.config.packed
 
     def mapped(advance: Progress) -> None:
         _map(planned, checkpoint, weights, advance)
 
-    if wanted != "off":
-        refusal = attempted(mapped, progress)
-        while wanted == "on" and isinstance(refusal, BeingWrittenError):
+    if setting != "off":
+        refusal = try_loading(mapped, progress)
+        # With "auto", reading the checkpoint is faster than waiting for another process.
+        while setting == "on" and isinstance(refusal, BeingWrittenError):
             sleep(PAUSE_SECONDS)
-            refusal = attempted(mapped, progress)
+            refusal = try_loading(mapped, progress)
         if refusal is None:
             return
-        if wanted == "on":
+        if setting == "on":
             raise ConfigError(f"packed='on' was asked for, but {refusal}") from refusal
         note = f"packed weights: none, {refusal}"
-        if isinstance(refusal, _DividedError):
+        if isinstance(refusal, _RankedModelError):
             planned.resolver.notes.append(note)
-        elif not isinstance(refusal, _SmallError):
-            _tell(planned, note)
+        elif not isinstance(refusal, _TooSmallError):
+            _note_and_warn(planned, note)
     read(planned, checkpoint, weights, progress)
 
 
 def _map(
     planned: Plan, checkpoint: Checkpoint | CheckpointFile, weights: Weights, progress: Progress
 ) -> None:
-    """Fill the model with what is mapped, and publish it in a thread where it is new.
+    """Set the model to mapped packed weights; pack weights first if there is no file.
+
+    A thread publishes the new file.
 
     Raises:
         CheckpointError: as ``Weights.load``.
-        PackedFileError: that cannot be; as a BeingWrittenError, another process packs it now.
-        UnpackableError: a layer holds what no file can.
+        BeingWrittenError: another process writes the file now.
+        PackedFileError: the weights cannot be packed or mapped.
+        UnpackableError: a layer holds a value that no file can store.
     """
     if planned.resolver.ranks is not None:
-        raise _DividedError("each rank holds shares of its own, and files hold whole models")
-    shelf = shelf_of(planned, checkpoint)
-    found = shelf.find()
-    if found is not None:
+        raise _RankedModelError("each rank holds shares of its own, and files hold whole models")
+    packed_store = packed_store_of(planned, checkpoint)
+    file = packed_store.find()
+    if file is not None:
         try:
-            restore(weights, found.facts.states, found.memory().__getitem__)
+            restore(weights, file.facts.states, file.memory().__getitem__)
         except PackedFileError as error:
-            shelf.refused.append(f"{found.path}: {error}")
-            found = None
-    for reason in shelf.refused:
-        _tell(planned, f"packed weights: not used, {reason}")
+            packed_store.refusals.append(f"{file.path}: {error}")
+            file = None
+    for reason in packed_store.refusals:
+        _note_and_warn(planned, f"packed weights: not used, {reason}")
     num_bytes = checkpoint.num_bytes
-    if found is not None:
-        repeat_findings(weights, found.facts)
-        _note(planned, found.facts, found.path)
+    if file is not None:
+        repeat_findings(weights, file.facts)
+        _note(planned, file.facts, file.path)
         progress(num_bytes)
         return
-    if num_bytes < LEAST_BYTES and planned.resolver.config.packed == "auto":
-        raise _SmallError(f"it has {num_bytes} bytes, fewer than {LEAST_BYTES}")
-    if refused := shelf.judge_room(num_bytes):
-        raise PackedFileError(refused)
-    writer = shelf.writer(shelf.kept)
+    if num_bytes < MIN_BYTES and planned.resolver.config.packed == "auto":
+        raise _TooSmallError(f"it has {num_bytes} bytes, fewer than {MIN_BYTES}")
+    if refusal := packed_store.judge_space(num_bytes):
+        raise PackedFileError(refusal)
+    writer = packed_store.writer(packed_store.cache_folder)
     try:
-        facts = pack_into(writer, shelf, planned, checkpoint, weights, progress)
+        # The model uses the mapped file at once; a thread publishes it afterwards.
+        facts = pack_into(writer, packed_store, planned, checkpoint, weights, progress)
         restore(weights, facts.states, writer.memory().__getitem__)
     except BaseException:
         writer.close()
         raise
     _note(planned, facts, writer.path)
-    shelf.publish_soon(writer, facts)
+    packed_store.publish_soon(writer, facts)
 
 
 def _note(planned: Plan, facts: Facts, path: Path) -> None:
@@ -124,6 +129,6 @@ def _note(planned: Plan, facts: Facts, path: Path) -> None:
     planned.resolver.notes.append(f"packed weights: {num_bytes >> 20} MiB, mapped from {path}")
 
 
-def _tell(planned: Plan, note: str) -> None:
+def _note_and_warn(planned: Plan, note: str) -> None:
     planned.resolver.notes.append(note)
     _log.warning("%s: %s", planned.path, note)

@@ -1,4 +1,4 @@
-"""Packing on request: the file that loading maps, written beside a model."""
+"""Packs a model on request, into the file that loading would map."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from interposer_models._checkpoint.files import open_checkpoint, with_weights
 from interposer_models._checkpoint.weight_check import WeightCheck
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._loader import plan
-from interposer_models._packed.filling import REFUSALS, pack_into, shelf_of
+from interposer_models._packed.loading_steps import REFUSALS, pack_into, packed_store_of
 from interposer_models._packed.packed_file import PackedFile, PackedFileError
-from interposer_models._packed.shelf import files_in, folder_beside
+from interposer_models._packed.packed_store import files_in, folder_next_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Packed:
     """A packed file that was written.
 
     Attributes:
-        num_bytes: of its weights.
+        num_bytes: size of the packed weights.
     """
 
     path: Path
@@ -44,13 +44,13 @@ def pack(
     quantization: str | Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Packed:
-    """Write what ``load`` with the same arguments would pack, so that it is mapped instead.
+    """Write the packed weights of a model, so that ``load`` with the same arguments maps the file.
 
     Args:
-        output: a folder; None takes the one that ``load`` looks into, beside the model.
-        progress: told ``(bytes done, bytes in all)``.
+        output: a folder; None is the folder next to the model, where ``load`` searches.
+        progress: called with ``(bytes done, bytes in all)``.
     Raises:
-        ConfigError: kernels or layers of the model hold what no file can, or the folder cannot be
+        ConfigError: a kernel or layer holds a value that no file can store, or the folder cannot be
             written.
     """
     start = time.perf_counter()
@@ -58,20 +58,21 @@ def pack(
     checkpoint = with_weights(planned.checkpoint)
     device = planned.placement.device.torch_device
     weights = Weights(planned.model, device, WeightCheck.of(planned))
-    total, done = checkpoint.num_bytes, 0
+    total_bytes, done_bytes = checkpoint.num_bytes, 0
 
     def advance(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
+        nonlocal done_bytes
+        done_bytes += num_bytes
         if progress is not None:
-            progress(done, total)
+            progress(done_bytes, total_bytes)
 
     try:
-        shelf = shelf_of(planned, checkpoint)
-        writer = shelf.writer(shelf.beside if output is None else Path(output))
+        packed_store = packed_store_of(planned, checkpoint)
+        writer = packed_store.writer(packed_store.model_folder if output is None else Path(output))
         try:
+            # With the numerics of ``load``, kernels prepare the same constants.
             with planned.numerics():
-                facts = pack_into(writer, shelf, planned, checkpoint, weights, advance)
+                facts = pack_into(writer, packed_store, planned, checkpoint, weights, advance)
             writer.publish(facts)
         finally:
             writer.close()
@@ -84,12 +85,13 @@ def pack(
 def check_packed(
     path: str | Path, output: str | Path | None = None, config: Config | None = None
 ) -> dict[Path, str]:
-    """Return the packed files beside a model, or in ``output``, and what is wrong with each.
+    """Read all packed files of a model, and return the fault of each; "" for a valid file.
 
-    All of them is read; an empty text is a sound file.
+    Args:
+        output: the folder to search; None is the folder next to the model.
     """
     checkpoint, _ = open_checkpoint(path, config or Config())
-    folder = folder_beside(checkpoint.path) if output is None else Path(output)
+    folder = folder_next_to(checkpoint.path) if output is None else Path(output)
     return {file: _fault(file) for file in files_in(folder)}
 
 

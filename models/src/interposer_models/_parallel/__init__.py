@@ -1,1 +1,1 @@
-"""Models that several processes compute together."""
+"""Tensor and expert parallelism: models that several processes compute together."""

@@ -1,7 +1,7 @@
-"""The form in which values cross to other ranks: tagged, of bounded lengths, and no code.
+"""Encodes values for other ranks: tagged, of bounded length, and without code.
 
-A value is a byte that names its kind, then its content; lengths are 8 bytes. Of classes, the ones
-of ``_CLASSES`` can cross, as the values of their fields, which their constructors check.
+A value is a byte that names the kind, followed by the content; lengths have 8 bytes. Instances of
+the classes in ``_classes`` are sent as values of fields, which the constructor checks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from interposer import Config
 from interposer.errors import ConfigError
 
-_MOST_LEVELS = 64  # of containers in containers
+_MAX_LEVELS = 64  # of nested containers
 _LENGTH = struct.Struct("<Q")
 _FLOAT = struct.Struct("<d")
 _INT = struct.Struct("<q")
-_TEXT = "utf-8", "surrogatepass"  # a text may hold half of a pair
+_TEXT = "utf-8", "surrogatepass"  # a text may contain a lone surrogate
 _CONTAINERS: dict[bytes, Callable[[list[Any]], Any]] = {
     b"l": list,
     b"t": tuple,
@@ -31,7 +31,7 @@ _CONTAINERS: dict[bytes, Callable[[list[Any]], Any]] = {
     b"z": frozenset,
 }
 _TAGS: dict[type[Any], bytes] = {list: b"l", tuple: b"t", set: b"s", frozenset: b"z"}
-_DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 class CodecError(ValueError):
@@ -40,7 +40,8 @@ class CodecError(ValueError):
 
 @cache
 def _classes() -> dict[str, type[Any]]:
-    """Return the classes whose instances cross, by name."""
+    """Return the classes of instances that can be sent, by name."""
+    # Imported at first use: these modules load the engine.
     from interposer_models._constraint import Constraint
     from interposer_models._engine.prefix_settings import PrefixCache
     from interposer_models._engine.sampling_params import SamplingParams
@@ -54,13 +55,13 @@ def _classes() -> dict[str, type[Any]]:
         *(Constraint, ExpertLoads, ExpertParallel, ExpertPlacement, Meeting, PrefixCache),
         *(SamplingParams, Speculation, WeightsFrom),
     )
-    return {each.__name__: each for each in classes}
+    return {kind.__name__: kind for kind in classes}
 
 
 def encode(value: Any) -> bytes:
     """Return the bytes of a value.
 
-    Raises: ConfigError: it, or a part of it, is of a type that does not cross.
+    Raises: ConfigError: the type of the value, or of a part, cannot be sent.
     """
     parts: list[bytes] = []
     _write(value, parts, 0)
@@ -68,9 +69,9 @@ def encode(value: Any) -> bytes:
 
 
 def decode(content: bytes) -> Any:
-    """Return the value of these bytes.
+    """Return the value that ``encode`` turned into bytes.
 
-    Raises: CodecError: they are cut off, too deep, or name a kind or class that is not known.
+    Raises: CodecError: the bytes are truncated, too deeply nested, or of an unknown kind or class.
     """
     reader = _Reader(content)
     value = reader.value(0)
@@ -80,8 +81,8 @@ def decode(content: bytes) -> Any:
 
 
 def _write(value: Any, parts: list[bytes], level: int) -> None:
-    if level > _MOST_LEVELS:
-        raise ConfigError(f"values in more than {_MOST_LEVELS} levels cannot cross to other ranks")
+    if level > _MAX_LEVELS:
+        raise ConfigError(f"values in more than {_MAX_LEVELS} levels cannot cross to other ranks")
     kind = type(value)
     if value is None:
         parts.append(b"n")
@@ -99,6 +100,7 @@ def _write(value: Any, parts: list[bytes], level: int) -> None:
     elif kind is bytes:
         _append(b"b", value, parts)
     elif kind in _TAGS:
+        # Token ids are sent as an array of 64-bit integers, which is much faster.
         if kind in (list, tuple) and len(value) > 1 and set(map(type, value)) == {int}:
             try:
                 numbers = array("q", value)
@@ -140,7 +142,11 @@ def _append(tag: bytes, content: bytes, parts: list[bytes]) -> None:
 
 def _fields(value: Any) -> dict[str, Any]:
     set_fields = getattr(value, "model_fields_set", None)
-    names = sorted(set_fields) if set_fields is not None else [each.name for each in fields(value)]
+    # Of pydantic models only the fields that the user set, so that defaults stay defaults.
+    if set_fields is not None:
+        names = sorted(set_fields)
+    else:
+        names = [field.name for field in fields(value)]
     return {name: getattr(value, name) for name in names}
 
 
@@ -149,10 +155,10 @@ def _write_tensor(tensor: torch.Tensor, parts: list[bytes]) -> None:
         raise ConfigError(
             f"a tensor of {tensor.layout} on {tensor.device} cannot cross to other ranks"
         )
-    plain = tensor.detach().cpu().contiguous()
+    host_tensor = tensor.detach().cpu().contiguous()
     parts.append(b"x")
-    _write([str(plain.dtype), list(plain.shape)], parts, 0)
-    _append(b"b", plain.reshape(-1).view(torch.uint8).numpy().tobytes(), parts)
+    _write([str(host_tensor.dtype), list(host_tensor.shape)], parts, 0)
+    _append(b"b", host_tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), parts)
 
 
 class _Reader:
@@ -161,8 +167,8 @@ class _Reader:
         self.at = 0
 
     def value(self, level: int) -> Any:
-        if level > _MOST_LEVELS:
-            raise CodecError(f"it has more than {_MOST_LEVELS} levels")
+        if level > _MAX_LEVELS:
+            raise CodecError(f"it has more than {_MAX_LEVELS} levels")
         tag = self._take(1)
         match tag:
             case b"n":
@@ -192,21 +198,22 @@ class _Reader:
             case b"P":
                 return Path(self._text())
             case b"C":
-                return self._made(Config, level)
+                return self._constructed(Config, level)
             case b"o":
                 return self._instance(level)
         raise CodecError(f"{tag!r} is no kind of value")
 
     def _take(self, count: int) -> bytes:
         end = self.at + count
+        # Checked before slicing, which would silently return fewer bytes.
         if end > len(self._content):
             raise CodecError(f"it ends at byte {len(self._content)} of {end}")
-        found = self._content[self.at : end]
+        content = self._content[self.at : end]
         self.at = end
-        return found
+        return content
 
     def _count(self) -> int:
-        """Return a number of things that follow, each of which has at least one byte."""
+        """Read the number of following parts, each of which has at least one byte."""
         count = int(_LENGTH.unpack(self._take(8))[0])
         if count > len(self._content) - self.at:
             raise CodecError(f"{count} parts do not lie in {len(self._content) - self.at} bytes")
@@ -242,11 +249,13 @@ class _Reader:
             raise CodecError(f"{type(key).__name__} is a key of a dict") from None
         return key
 
-    def _named(self, level: int) -> dict[str, Any]:
-        named = self.value(level + 1)
-        if type(named) is not dict or not all(type(name) is str for name in named):
+    def _fields_by_name(self, level: int) -> dict[str, Any]:
+        fields_by_name = self.value(level + 1)
+        if type(fields_by_name) is not dict or not all(
+            type(name) is str for name in fields_by_name
+        ):
             raise CodecError("fields of a class are not values by name")
-        return named
+        return fields_by_name
 
     def _container(self, tag: bytes, parts: list[Any]) -> Any:
         try:
@@ -258,11 +267,11 @@ class _Reader:
         name = self._text()
         if name not in _classes():
             raise CodecError(f"{name!r:.80} is no class that crosses")
-        return self._made(_classes()[name], level)
+        return self._constructed(_classes()[name], level)
 
-    def _made(self, kind: type[Any], level: int) -> Any:
+    def _constructed(self, kind: type[Any], level: int) -> Any:
         try:
-            return kind(**self._named(level))
+            return kind(**self._fields_by_name(level))
         except (TypeError, ValueError) as error:
             raise CodecError(f"no {kind.__name__}: {error}") from error
 

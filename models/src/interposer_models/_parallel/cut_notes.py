@@ -1,4 +1,4 @@
-"""The cuts of a model's layers, told: one note for each kind of cut, from what layers declare."""
+"""Notes on the shards of a model's layers, for reports: one note for each kind of sharding."""
 
 from __future__ import annotations
 
@@ -9,44 +9,50 @@ from torch import nn
 from interposer_ops.layers.cuts import Cut
 
 _KINDS = {
-    "heads": "cut by heads",
-    "column": "cut by outputs",
-    "row": "cut by inputs and added up",
-    "expert": "cut inside of every expert and added up",
-    "experts": "placed whole on ranks",
-    "vocabulary": "cut by tokens",
+    "heads": "sharded by heads",
+    "column": "sharded by outputs",
+    "row": "sharded by inputs, then all-reduced",
+    "expert": "sharded inside every expert, then all-reduced",
+    "experts": "expert parallel",
+    "vocabulary": "sharded by tokens",
 }
-_REPLICATED = "whole on every rank"
+_REPLICATED = "replicated on every rank"
 
 
 def cut_notes(model: nn.Module) -> list[str]:
-    """Return which layers with weights are cut, and how, with what this rank holds of the axis.
+    """Describe how each layer with weights is sharded, and the size of this rank's shard.
 
-    Layers of several blocks are told once, where their sizes are the same.
+    Layers of several blocks are listed once if the sizes are equal.
     """
-    found: dict[str, dict[str, None]] = {}
+    layers_by_kind: dict[str, dict[str, None]] = {}
     for prefix, layer in model.named_modules():
         name = ".".join(part for part in prefix.split(".") if not part.isdigit())
-        told = [*_cuts(layer)]
-        if told:
-            kinds = dict.fromkeys(cut.kind for _, cut in told)
+        shards = [*_shards(layer)]
+        if shards:
+            kinds = dict.fromkeys(shard.kind for _, shard in shards)
             for kind in kinds:
-                sizes = ", ".join(_size(part, cut) for part, cut in told if cut.kind == kind)
-                found.setdefault(_KINDS[kind], {})[f"{name} ({sizes})"] = None
+                sizes = ", ".join(
+                    _size(part, shard) for part, shard in shards if shard.kind == kind
+                )
+                layers_by_kind.setdefault(_KINDS[kind], {})[f"{name} ({sizes})"] = None
         elif any(parameter is not None for parameter in layer._parameters.values()):
-            found.setdefault(_REPLICATED, {})[name] = None
+            layers_by_kind.setdefault(_REPLICATED, {})[name] = None
     kinds_in_order = [*_KINDS.values(), _REPLICATED]
-    return [f"{kind}: {', '.join(found[kind])}" for kind in kinds_in_order if kind in found]
+    return [
+        f"{kind}: {', '.join(layers_by_kind[kind])}"
+        for kind in kinds_in_order
+        if kind in layers_by_kind
+    ]
 
 
-def _cuts(layer: nn.Module) -> Iterator[tuple[str, Cut]]:
-    """Yield the cuts that a layer declares: of each of its parts by name, or of all of it."""
-    parts = getattr(layer, "cuts", None)
-    if isinstance(parts, dict):
-        yield from ((part, cut) for part, cut in parts.items() if isinstance(cut, Cut))
-    elif isinstance(one := getattr(layer, "cut", None), Cut):
-        yield "", one
+def _shards(layer: nn.Module) -> Iterator[tuple[str, Cut]]:
+    """Yield ``(part, shard)`` of each sharded part; the name is "" for an undivided layer."""
+    shards_by_part = getattr(layer, "cuts", None)
+    if isinstance(shards_by_part, dict):
+        yield from ((part, cut) for part, cut in shards_by_part.items() if isinstance(cut, Cut))
+    elif isinstance(shard := getattr(layer, "cut", None), Cut):
+        yield "", shard
 
 
-def _size(part: str, cut: Cut) -> str:
-    return f"{part} {cut.size} of {cut.whole}".lstrip()
+def _size(part: str, shard: Cut) -> str:
+    return f"{part} {shard.size} of {shard.whole}".lstrip()

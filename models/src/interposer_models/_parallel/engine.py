@@ -1,4 +1,4 @@
-"""The engine of one rank, which does what those of the other ranks do."""
+"""The engine of one rank, which runs the same steps as the engines of all other ranks."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from interposer.errors import RankError
 from interposer_models._engine.engine import Engine
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.sequence import Event, Sequence
-from interposer_models._parallel.lead import Lead, Silent
+from interposer_models._parallel.coordination import Coordinator, LocalCoordinator
 
 
 class RankedEngine(Engine):
-    """Runs the requests that every rank runs.
+    """Runs the same requests as the engines of all other ranks.
 
     Attributes:
-        lead: what the ranks follow.
-        digest: of all requests and all tokens so far, 32 bits.
+        coordinator: coordinates this rank with the others.
+        digest: 32-bit digest of all requests and all tokens so far.
     """
 
-    lead: Lead = Silent()
+    coordinator: Coordinator = LocalCoordinator()
 
     def __init__(
         self, *parts: Any, seed: int | None = None, shared_seed: int, **facts: Any
     ) -> None:
-        """Take no request yet.
+        """Create an engine without requests.
 
         Args:
-            seed: as ``Engine`` takes it.
-            shared_seed: that rank 0 drew, where there is none.
+            seed: as for ``Engine``.
+            shared_seed: a random seed that rank 0 drew, used if ``seed`` is None.
         """
         super().__init__(*parts, seed=seed, **facts)
-        self._repeats = seed is not None
+        self._is_seeded = seed is not None
         self._seeds = Random(shared_seed if seed is None else seed)
         self.digest = 0
-        self._fresh = False
+        self._has_new_requests = False
 
     @property
     def draws_repeat(self) -> bool:
-        """Say whether the noise of requests that name no seed is the same each time."""
-        return self._repeats
+        """Say whether requests without a seed draw the same noise in each run."""
+        return self._is_seeded
 
     @property
     def trouble(self) -> str:
-        """The reason why no step can be computed, such as a lost rank; else empty."""
-        return self.lead.trouble
+        """Why no step can be computed, such as a lost rank; empty if none is known."""
+        return self.coordinator.trouble
 
     def agreed(self, flag: bool) -> bool:
-        """Return what rank 0 says."""
-        return self.lead.decide(flag)
+        """Return the flag of rank 0."""
+        return self.coordinator.decide(flag)
 
     def add(
         self,
@@ -65,29 +65,30 @@ class RankedEngine(Engine):
         reads_texts: bool = False,
     ) -> Sequence:
         """Queue a request on all ranks; see ``Engine.add``."""
-        self.lead.tell("add", prompt, params, source, reads_texts)
-        self._fresh = True
+        self.coordinator.call_others("add", prompt, params, source, reads_texts)
+        self._has_new_requests = True
         try:
             sequence = super().add(prompt, params, source, reads_texts=reads_texts)
         except Exception as error:
             self.mark(error)
             raise
+        # Followers compute the same digest from the same requests and tokens.
         tokens = array("q", (sequence.seed, *sequence.prompt, *sequence.source))
         self.digest = crc32(tokens.tobytes(), self.digest)
         return sequence
 
     def mark(self, error: Exception) -> None:
-        """Have an error in the digest, which is to come on every rank."""
+        """Add an error to the digest; every rank must have the same error."""
         self.mix(type(error).__name__)
 
     def mix(self, text: str) -> None:
-        """Have in the digest what is to be the same on every rank."""
+        """Add a text to the digest; every rank must add the same text."""
         self.digest = crc32(text.encode(), self.digest)
 
     def cancel(self, sequence: Sequence) -> None:
         """End a request early on all ranks; see ``Engine.cancel``."""
-        if sequence.finish_reason is None:
-            self.lead.tell("cancel", sequence.id)
+        if sequence.finish_reason is None:  # otherwise followers have removed the request
+            self.coordinator.call_others("cancel", sequence.id)
             super().cancel(sequence)
 
     def step(self) -> list[Event]:
@@ -96,13 +97,13 @@ class RankedEngine(Engine):
             return []
         speculates = self.speculation is not None
         try:
-            self.lead.begin(self.digest, fresh=self._fresh, speculates=speculates)
-            self._fresh = False
+            self.coordinator.begin(self.digest, fresh=self._has_new_requests, speculates=speculates)
+            self._has_new_requests = False
             events = super().step()
         except RankError as error:
-            raise self.lead.reason(error) from error
-        drawn = array("q", (n for e in events for n in (e.sequence.id, e.token_id)))
-        self.digest = crc32(drawn.tobytes(), self.digest)
+            raise self.coordinator.reason(error) from error
+        drawn_tokens = array("q", (n for e in events for n in (e.sequence.id, e.token_id)))
+        self.digest = crc32(drawn_tokens.tobytes(), self.digest)
         return events
 
     def logits(
@@ -113,11 +114,11 @@ class RankedEngine(Engine):
         source: Items[int] | None = None,
     ) -> torch.Tensor:
         """Compute logits on all ranks; see ``Engine.logits``."""
-        self.lead.tell("logits", token_ids, adapter, num_prompt, source)
+        self.coordinator.call_others("logits", token_ids, adapter, num_prompt, source)
         try:
             return super().logits(token_ids, adapter, num_prompt, source)
         except RankError as error:
-            raise self.lead.reason(error) from error
+            raise self.coordinator.reason(error) from error
         except Exception as error:
             self.mark(error)
             raise

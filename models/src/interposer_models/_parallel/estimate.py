@@ -1,4 +1,4 @@
-"""The time of a decode step over several ranks, on paper.
+"""Estimated time of a decode step on several ranks, from declared rates.
 
 Dimensions: N ranks, M of them on a node, K nodes, B sequences, C tokens in the cache of each.
 """
@@ -19,13 +19,13 @@ _CONTEXT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The ways between ranks. Seconds are those of the smallest message, there and back.
+    """Rates of the connections between ranks. Latencies apply to the smallest message.
 
     Attributes:
-        link_bytes_per_s: of one rank to the others of its node, in one direction.
-        link_seconds: of a collective within a node.
-        network_bytes_per_s: of one rank to other nodes, in one direction.
-        network_seconds: of a collective between nodes.
+        link_bytes_per_s: from one rank to the others of its node, in one direction.
+        link_seconds: latency of a collective within a node.
+        network_bytes_per_s: from one rank to other nodes, in one direction.
+        network_seconds: latency of a collective between nodes.
     """
 
     link_bytes_per_s: float
@@ -34,31 +34,38 @@ class Links:
     network_seconds: float = 0.0
 
     def all_reduce(self, num_bytes: float, ranks: int, nodes: int = 1) -> float:
-        """Return the seconds of an all-reduce of so many bytes of each rank.
+        """Return the seconds of an all-reduce of ``num_bytes`` per rank.
 
-        Within a node every rank reads all parts at once, (M - 1) b, or each sums up its share and
-        reads the others' sums, 2 (M - 1) / M b with twice the latency: whichever is less. Between
-        nodes each rank reduces the share of b / M that it has, 2 (K - 1) / K of it, between the
-        two halves of the second way.
+        Within a node the faster of two algorithms counts, for b bytes. One-shot: every rank reads
+        all parts, (M - 1) b. Two-shot: a reduce-scatter and an all-gather, 2 (M - 1) / M b with
+        twice the latency. Between nodes, each rank all-reduces its b / M after the reduce-scatter,
+        2 (K - 1) / K of it.
+
+        Args:
+            ranks: N.
+            nodes: K.
         """
-        inside = max(1, ranks // nodes)
-        at_once = self.link_seconds + (inside - 1) * num_bytes / self.link_bytes_per_s
-        half = self.link_seconds + (inside - 1) / inside * num_bytes / self.link_bytes_per_s
-        if inside == 1:
-            at_once = half = 0.0
+        node_ranks = max(1, ranks // nodes)
+        one_shot = self.link_seconds + (node_ranks - 1) * num_bytes / self.link_bytes_per_s
+        two_shot_half = (
+            self.link_seconds + (node_ranks - 1) / node_ranks * num_bytes / self.link_bytes_per_s
+        )
+        if node_ranks == 1:
+            one_shot = two_shot_half = 0.0
         if nodes == 1:
-            return min(at_once, 2 * half)
-        share = 2 * (nodes - 1) / nodes * num_bytes / inside
-        return 2 * half + self.network_seconds + share / self.network_bytes_per_s
+            return min(one_shot, 2 * two_shot_half)
+        network_bytes = 2 * (nodes - 1) / nodes * num_bytes / node_ranks
+        return 2 * two_shot_half + self.network_seconds + network_bytes / self.network_bytes_per_s
 
     def all_gather(self, num_bytes: float, ranks: int, nodes: int = 1) -> float:
-        """Return the seconds in which every rank gets so many bytes of each other one.
+        """Return the seconds in which every rank receives ``num_bytes`` from each other rank.
 
-        What comes from other nodes comes once, and goes on to the other ranks of the node.
+        Data from other nodes crosses the network once, and is passed on within the node.
         """
-        inside = max(1, ranks // nodes)
-        seconds = (ranks - 1) * num_bytes / self.link_bytes_per_s if inside > 1 else 0.0
-        if inside > 1:
+        node_ranks = max(1, ranks // nodes)
+        # Each rank receives from all others over its own link, one after another.
+        seconds = (ranks - 1) * num_bytes / self.link_bytes_per_s if node_ranks > 1 else 0.0
+        if node_ranks > 1:
             seconds += self.link_seconds
         if nodes > 1:
             seconds += self.network_seconds
@@ -68,11 +75,13 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The parts of the time of a decode step, in seconds; nothing of them overlaps.
+    """Parts of the time of a decode step, in seconds.
+
+    Reading and multiplying overlap; exchanging overlaps with nothing.
 
     Attributes:
         reading: weights and caches of one rank.
-        multiplying: its products.
+        multiplying: matmuls of one rank.
         exchanging: all collectives.
     """
 
@@ -82,12 +91,12 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """The longer one of reading and multiplying, and what is exchanged."""
+        """Time of the step: the larger of reading and multiplying, plus exchanging."""
         return max(self.reading, self.multiplying) + self.exchanging
 
     @property
     def bound(self) -> str:
-        """The name of the part that takes longest."""
+        """Name of the part that takes longest."""
         parts = {
             "memory": self.reading,
             "products": self.multiplying,
@@ -98,7 +107,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Collectives of one kind and size in a step; ``row_bytes`` are those of one token."""
+    """Collectives of one kind and size in a step; ``row_bytes`` is the size for one token."""
 
     collective: str
     row_bytes: int
@@ -107,11 +116,11 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A model of one rank on a device of declared speed.
+    """Estimates for one rank of a model, on a device of declared rates.
 
     Attributes:
-        work: of one rank.
-        rates: ``memory_bytes_per_s`` and ``flops_per_s``, and those of ``Links`` by their names.
+        work: work of one rank.
+        rates: ``memory_bytes_per_s``, ``flops_per_s``, and the attributes of ``Links``.
     """
 
     work: ModelWork
@@ -129,24 +138,28 @@ class Estimate:
             e.count * getattr(links, e.collective)(e.row_bytes * batch, self.ranks.size, nodes)
             for e in self.exchanges
         )
-        read = self.work.weight_bytes(batch) + batch * self.work.context_bytes(context)
-        products = self.work.operations(1, context, batch)
-        return Step(read / memory, products / flops, exchanging)
+        read_bytes = self.work.weight_bytes(batch) + batch * self.work.context_bytes(context)
+        num_operations = self.work.operations(1, context, batch)
+        return Step(read_bytes / memory, num_operations / flops, exchanging)
 
     @property
     def weight_bytes(self) -> float:
-        """The bytes of all weights of one rank."""
+        """Size of all weights of one rank."""
         return sum(part.num_bytes for part in (*self.work.weights, self.work.head))
 
     def lines(self, context: int = _CONTEXT) -> Iterator[str]:
-        """Yield whether it fits, then a sentence for each batch."""
+        """Yield a line on whether weights and cache fit, then a line for each batch size."""
         weights, memory = self.weight_bytes, self.memory_bytes
         cache = self.work.context_bytes(context)
-        room = memory - weights
-        fits = f"room for {int(room / cache * context):,} tokens" if cache and room > 0 else "room"
-        held = f"{weights / 2**30:.1f} GiB of weights for each of {self.ranks.size} ranks"
-        yield f"{held}, of {memory / 2**30:.1f} GiB: " + (
-            f"they fit, with {fits}" if room > 0 else "they do not fit"
+        free_bytes = memory - weights
+        fits = (
+            f"room for {int(free_bytes / cache * context):,} tokens"
+            if cache and free_bytes > 0
+            else "room"
+        )
+        text = f"{weights / 2**30:.1f} GiB of weights for each of {self.ranks.size} ranks"
+        yield f"{text}, of {memory / 2**30:.1f} GiB: " + (
+            f"they fit, with {fits}" if free_bytes > 0 else "they do not fit"
         )
         for batch in _BATCHES:
             step = self.step(batch, context)
@@ -159,33 +172,32 @@ class Estimate:
 
 
 def exchanges_of(choices: Iterable[tuple[Choice, list[str]]]) -> tuple[Exchange, ...]:
-    """Return the collectives that a step takes, of the choices that were made for a model.
+    """Return the collectives of one step, from the choices made for a model.
 
-    A layer that asks for several sizes uses one of them in each step, so that the smallest counts,
-    which is that of one token.
+    For a layer that requested several sizes, the smallest counts: that of one token.
     """
     sizes: dict[tuple[str, str], int] = {}
     for choice, prefixes in choices:
         request = choice.request
-        # One that is fused is asked for beside the plain one, which says how long it takes.
+        # A fused all-reduce is requested next to the plain one, which states the time.
         if request.kind != "communicator" or request.name == FUSED_SUM:
             continue
         for prefix in set(prefixes):
-            if prefix.rpartition(".")[2] == EXCHANGE:  # of more rows than a decode step has
+            if prefix.rpartition(".")[2] == EXCHANGE:  # has more rows than a decode step
                 continue
-            key, found = (request.name, prefix), int(request.dims["bytes"])
-            sizes[key] = min(found, sizes.get(key, found))
-    counted: dict[tuple[str, int], int] = {}
+            key, num_bytes = (request.name, prefix), int(request.dims["bytes"])
+            sizes[key] = min(num_bytes, sizes.get(key, num_bytes))
+    counts: dict[tuple[str, int], int] = {}
     for (name, _), size in sizes.items():
-        counted[name, size] = counted.get((name, size), 0) + 1
-    return tuple(Exchange(name, size, count) for (name, size), count in counted.items())
+        counts[name, size] = counts.get((name, size), 0) + 1
+    return tuple(Exchange(name, size, count) for (name, size), count in counts.items())
 
 
 def estimated(model: CausalModel, resolver: Resolver) -> list[str]:
-    """Return what is to be said of the speed of described ranks, where their rates are declared."""
-    ranks, can = resolver.ranks, resolver.device.capability
-    if ranks is None or not (resolver.described and can.rates):
+    """Return lines on the estimated speed of described ranks, if rates are declared."""
+    ranks, capability = resolver.ranks, resolver.device.capability
+    if ranks is None or not (resolver.described and capability.rates):
         return []
     exchanges = exchanges_of(resolver.choices.values())
     work = ModelWork.of(model)
-    return [*Estimate(work, ranks, can.memory_bytes, can.rates, exchanges).lines()]
+    return [*Estimate(work, ranks, capability.memory_bytes, capability.rates, exchanges).lines()]

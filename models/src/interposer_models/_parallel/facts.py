@@ -1,4 +1,4 @@
-"""Facts in which the ranks of a model must not differ."""
+"""Facts that must be equal on all ranks of a model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _DISTRIBUTIONS = ("interposer", "interposer-ops", "interposer-models")
 
 
 def facts_of(planned: Plan, **options: object) -> dict[str, object]:
-    """Return what ranks compare before they read weights, by what it is called.
+    """Return the facts that ranks compare before reading weights, by name.
 
     Args:
-        options: of ``load``, as they were given.
+        options: options of ``load``, as the user passed them.
     """
     config = json.dumps(planned.checkpoint.config, sort_keys=True, default=str)
-    facts: dict[str, object] = {f"{name}": version(name) for name in _DISTRIBUTIONS}
+    facts: dict[str, object] = {name: version(name) for name in _DISTRIBUTIONS}
     facts |= {
         "torch": torch.__version__,
         "a checkpoint with the digest": _digest(config),
@@ -38,8 +38,9 @@ def facts_of(planned: Plan, **options: object) -> dict[str, object]:
 
 
 def _weights(planned: Plan) -> list[tuple[str, int, str]]:
-    """Return names, bytes and samples of the files of weights, as far as they are here."""
+    """Return names, sizes and sampled digests of the weight files that are on the disk."""
     path = planned.path
+    # Pickled files are not read, but also show that the folders of two ranks differ.
     if isinstance(planned.checkpoint, Checkpoint):
         files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.bin"))
     else:
@@ -48,11 +49,11 @@ def _weights(planned: Plan) -> list[tuple[str, int, str]]:
 
 
 def _descriptions(planned: Plan) -> list[tuple[str, str]]:
-    """Return names and digests of the other files, of which tokens and their end depend."""
+    """Return names and digests of tokenizer and default files, which affect the tokens."""
     if not isinstance(planned.checkpoint, Checkpoint):
         return []
-    found = {file for pattern in DESCRIPTION for file in planned.path.glob(pattern)}
-    return [(file.name, sha256(file.read_bytes()).hexdigest()) for file in sorted(found)]
+    files = {file for pattern in DESCRIPTION for file in planned.path.glob(pattern)}
+    return [(file.name, sha256(file.read_bytes()).hexdigest()) for file in sorted(files)]
 
 
 def _digest(value: object) -> str:

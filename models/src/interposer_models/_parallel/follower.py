@@ -9,31 +9,31 @@ from interposer.errors import InterposerError, RankError, described
 from interposer_models._engine.sequence import Sequence
 from interposer_models._parallel.channel import Channel
 from interposer_models._parallel.codec import encode
+from interposer_models._parallel.coordination import LocalCoordinator, drifted
 from interposer_models._parallel.group import Group
 from interposer_models._parallel.language_model import RankedLanguageModel
-from interposer_models._parallel.lead import Silent, drifted
 from interposer_models._parallel.leader import REPORTS, SPECULATES
 
-# Calls in which ranks of other groups can be lost, while this model is whole.
+# Calls in which ranks of other groups can be lost while all ranks of this model live.
 _WITH_OTHERS = frozenset({"update_weights"})
 
 
-class Following(Silent):
-    """Takes what rank 0 decides from the channel, in the midst of a step."""
+class FollowerCoordinator(LocalCoordinator):
+    """Receives the decisions of rank 0 from the channel during a step."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     def decide(self, flag: bool) -> bool:
-        """Return the flag of rank 0."""
-        kind, told, _ = self._channel.receive()
+        """Receive the flag of rank 0."""
+        kind, decision, _ = self._channel.receive()
         if kind != "decision":
             raise ValueError(f"rank 0 decided nothing, but sent a {kind}")
-        return bool(told)
+        return bool(decision)
 
 
 class Follower:
-    """Does the calls that come through a channel until it is closed."""
+    """Executes the calls that arrive over a channel, until the channel is closed."""
 
     def __init__(self, channel: Channel, group: Group) -> None:
         self._channel, self._group = channel, group
@@ -41,7 +41,7 @@ class Follower:
         self._running: dict[int, Sequence] = {}
         self._speculation: Any = None
         self._steps = 0
-        self._known = ""  # of calls that failed here, as they were to fail everywhere
+        self._last_error = ""  # of a call that failed here, as it must have on every rank
         self._calls: dict[str, Callable[..., Any]] = {
             "load": self._load,
             "add": self._add,
@@ -50,9 +50,9 @@ class Follower:
         }
 
     def run(self) -> None:
-        """Follow.
+        """Execute commands of rank 0.
 
-        Raises: RankError: this rank computed something else than rank 0.
+        Raises: RankError: this rank computed other tokens than rank 0.
         """
         while True:
             try:
@@ -72,7 +72,7 @@ class Follower:
 
     @property
     def model(self) -> RankedLanguageModel:
-        """The model, which rank 0 had loaded."""
+        """The model, after rank 0 has loaded it."""
         assert self._model is not None
         return self._model
 
@@ -80,21 +80,22 @@ class Follower:
         from interposer_models._loader import load
 
         try:
-            found = load(path, tensor_parallel=self._group, **options)
+            model = load(path, tensor_parallel=self._group, **options)
         except Exception:
-            if not self._group.told:
+            # If rank 0 knows of the error, it reports the error to the user.
+            if not self._group.is_error_shared:
                 raise
             return  # rank 0 ends, and this rank with it
-        assert isinstance(found, RankedLanguageModel)
-        self._model, self._speculation = found, found.engine.speculation
+        assert isinstance(model, RankedLanguageModel)
+        self._model, self._speculation = model, model.engine.speculation
 
     def _add(self, prompt: Any, params: Any, source: Any, reads_texts: bool) -> None:
         try:
-            added = self.model.engine.add(prompt, params, source, reads_texts=reads_texts)
+            sequence = self.model.engine.add(prompt, params, source, reads_texts=reads_texts)
         except InterposerError as error:
-            self._known = described(error)
+            self._last_error = described(error)
         else:
-            self._running[added.id] = added
+            self._running[sequence.id] = sequence
 
     def _cancel(self, number: int) -> None:
         self.model.engine.cancel(self._running.pop(number))
@@ -103,14 +104,14 @@ class Follower:
         try:
             self.model.engine.logits(*arguments)
         except InterposerError as error:
-            self._known = described(error)
+            self._last_error = described(error)
 
     def _step(self, flags: int, digest: int) -> None:
         engine = self.model.engine
         self._steps += 1
         if digest != engine.digest:
             rank = self._group.rank
-            raise drifted(rank, rank, self._steps, self._known)
+            raise drifted(rank, rank, self._steps, self._last_error)
         if flags & REPORTS:
             self._channel.send("report")
         engine.speculation = self._speculation if flags & SPECULATES else None
@@ -123,9 +124,10 @@ class Follower:
         try:
             value = getattr(self.model, name)(*arguments, **options)
         except RankError as error:
+            # A lost rank of this model leaves no one to reply to.
             if name not in _WITH_OTHERS:
                 raise
             text = described(error)
-        except Exception as error:  # noqa: BLE001 - told to rank 0, which compares
+        except Exception as error:  # noqa: BLE001 - sent to rank 0, which compares errors
             text = described(error)
         self._channel.send_call(encode((text, value)))

@@ -1,4 +1,4 @@
-"""The process group that ``tensor_parallel`` means."""
+"""Resolves the option ``tensor_parallel`` to a group of ranks."""
 
 from __future__ import annotations
 
@@ -8,52 +8,54 @@ from typing import TYPE_CHECKING, Any
 
 from interposer import Ranks
 from interposer.errors import ConfigError
-from interposer_models._parallel.alone import Alone
+from interposer_models._parallel.single_process import SingleProcess
 from interposer_ops.layers.expert_placement import ExpertParallel
 
 if TYPE_CHECKING:
     from interposer_models._parallel.group import Group
 
 
-def joined(tensor_parallel: Any) -> Alone | Group:
+def joined(tensor_parallel: Any) -> SingleProcess | Group:
     """Return the ranks that load a model together.
 
     Args:
         tensor_parallel: see ``load``.
-    Raises: ConfigError: there are no such processes, or not so many.
+    Raises: ConfigError: the processes do not exist, or the number differs.
     """
     if tensor_parallel is None:
-        return Alone()
+        return SingleProcess()
     if isinstance(tensor_parallel, int):
         check_number(tensor_parallel)
         if tensor_parallel == 1:
-            return Alone()
+            return SingleProcess()
     import torch.distributed as dist
 
+    # Imported here: a single process does not need these modules.
+    from interposer_models._parallel.coordination import PeerCoordinator
     from interposer_models._parallel.group import Group
-    from interposer_models._parallel.lead import Everyone
 
     if isinstance(tensor_parallel, Group):
         return tensor_parallel
     if isinstance(tensor_parallel, int):
-        return Group(_world(tensor_parallel), Everyone)
+        return Group(_world(tensor_parallel), PeerCoordinator)
     if not isinstance(tensor_parallel, dist.ProcessGroup):
         raise ConfigError(
             f"tensor_parallel is of the type {type(tensor_parallel).__name__}. "
             "Try: a number of processes, or a process group of torch.distributed"
         )
-    return Group(tensor_parallel, Everyone)
+    return Group(tensor_parallel, PeerCoordinator)
 
 
 def described_ranks(
     tensor_parallel: int | Ranks | None, platform: str, expert_parallel: Any = None
 ) -> Ranks | None:
-    """Return the ranks to plan for: as they are given, or so many of one host.
+    """Return the ranks to plan for: given ranks, or a number of ranks on one host.
 
     Args:
-        platform: name of that of all.
+        platform: platform name of all ranks.
         expert_parallel: see ``load``.
-    Raises: ConfigError: it is no positive integer, or experts are to be placed on one process.
+    Raises: ConfigError: the number is not a positive integer, or expert parallelism is requested
+        for one process.
     """
     experts = ExpertParallel.of(expert_parallel)
     ranks = tensor_parallel
@@ -75,7 +77,7 @@ def described_ranks(
 def check_number(tensor_parallel: object) -> int:
     """Return the number of ranks.
 
-    Raises: ConfigError: it is no positive integer.
+    Raises: ConfigError: the value is not a positive integer.
     """
     if isinstance(tensor_parallel, bool) or not isinstance(tensor_parallel, int):
         raise ConfigError(f"tensor_parallel is {tensor_parallel!r}, must be a number of processes")
@@ -85,7 +87,7 @@ def check_number(tensor_parallel: object) -> int:
 
 
 def _world(size: int) -> Any:
-    """Return the group of all processes, which is begun where torchrun started them."""
+    """Return the group of all processes, after creating one under torchrun."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -97,10 +99,10 @@ def _world(size: int) -> Any:
             )
         dist.init_process_group("gloo")
         atexit.register(_leave)
-    found = dist.get_world_size()
-    if found != size:
+    num_processes = dist.get_world_size()
+    if num_processes != size:
         raise ConfigError(
-            f"tensor_parallel is {size}, and there are {found} processes. "
+            f"tensor_parallel is {size}, and there are {num_processes} processes. "
             f"Try: torchrun --nproc-per-node {size}, or a process group of {size} of them: "
             "load(..., tensor_parallel=torch.distributed.new_group([...]))"
         )
@@ -108,10 +110,10 @@ def _world(size: int) -> Any:
 
 
 def _leave() -> None:
-    """Leave the group that was begun here, unless the program did.
+    """Destroy the process group at exit, unless the program did.
 
-    A thread of gloo frees the tensors of the last collective. Where Python ends meanwhile, it ends
-    the process with an error.
+    A thread of gloo frees the tensors of the last collective. If Python exits meanwhile, that
+    thread aborts the process.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""The model of one rank."""
+"""The model of one rank; methods run on every rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from interposer import Resolver, explain
 from interposer.errors import ConfigError
 from interposer_models._language_model import LanguageModel
-from interposer_models._packed.filling import relocate
+from interposer_models._packed.loading_steps import relocate
 from interposer_models._parallel.engine import RankedEngine
 from interposer_models._parallel.placed_experts import (
     NOTE,
@@ -29,10 +29,10 @@ from interposer_models._transfer.receiver import WeightsFrom, at_rank
 
 
 class RankedLanguageModel(LanguageModel):
-    """A model that several processes compute; each call is made on every one of them.
+    """A model that several ranks compute; each call runs on every rank.
 
-    Where rank 0 was given the others by a command, it makes their calls. ``close`` gives back
-    what the ranks share.
+    If a command started the other ranks, rank 0 makes all calls. Otherwise every rank must make
+    the same calls. ``close`` releases the memory that ranks share.
     """
 
     engine: RankedEngine
@@ -42,29 +42,29 @@ class RankedLanguageModel(LanguageModel):
     ) -> None:
         super().__init__(engine, tokenizer, plan, *parts)
         self._plan = plan
-        self._is_stored = True
+        self._has_file_weights = True
         for layer in placed_layers(engine.model).values():
-            layer.routes.forget()  # what the steps chose that measured the cache
+            layer.routes.forget()  # the routes of the steps that measured the cache
 
     @property
     def resolver(self) -> Resolver:
-        """The resolver that made the choices, with a note of how evenly ranks are loaded."""
-        found = super().resolver
-        kept = [note for note in found.notes if not note.startswith(NOTE)]
-        found.notes[:] = [*kept, *load_notes(self.engine.model)]
-        return found
+        """The resolver of the model, with a note on the balance of the ranks."""
+        resolver = super().resolver
+        other_notes = [note for note in resolver.notes if not note.startswith(NOTE)]
+        resolver.notes[:] = [*other_notes, *load_notes(self.engine.model)]
+        return resolver
 
     def __enter__(self) -> Self:
-        """Return itself."""
+        """Return the model."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Do as ``close``."""
+        """Close the model."""
         self.close()
 
     def close(self) -> None:
-        """Give back the communicators; the model computes nothing afterwards."""
-        self.engine.lead.close()
+        """Close the communicators; the model is unusable afterwards."""
+        self.engine.coordinator.close()
         for communicator in self._resolver.communicators.values():
             communicator.close()
 
@@ -74,7 +74,7 @@ class RankedLanguageModel(LanguageModel):
         Raises: RankError: a rank was lost.
         """
         with self.engine.lock:
-            return self.engine.lead.everywhere("explanation", (), self.explanation)
+            return self.engine.coordinator.call_on_all("explanation", (), self.explanation)
 
     def explanation(self) -> dict[str, Any]:
         """Return ``interposer.explain(model).to_dict()`` of this rank."""
@@ -84,7 +84,7 @@ class RankedLanguageModel(LanguageModel):
         """Load a LoRA adapter on every rank; see ``LanguageModel.load_adapter``."""
         load = super().load_adapter
         with self.engine.lock:
-            self.engine.lead.everywhere(
+            self.engine.coordinator.call_on_all(
                 "load_adapter",
                 (name, path),
                 lambda: load(name, path, replace=replace),
@@ -92,67 +92,68 @@ class RankedLanguageModel(LanguageModel):
             )
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter on every rank; see ``LanguageModel.remove_adapter``."""
+        """Remove an adapter from every rank; see ``LanguageModel.remove_adapter``."""
         remove = super().remove_adapter
         with self.engine.lock:
-            self.engine.lead.everywhere("remove_adapter", (name,), lambda: remove(name))
+            self.engine.coordinator.call_on_all("remove_adapter", (name,), lambda: remove(name))
 
     def update_weights(
         self,
         tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | WeightsFrom,
     ) -> tuple[str, ...]:
-        """Exchange weights on every rank; see ``LanguageModel.update_weights``.
+        """Replace weights on every rank; see ``LanguageModel.update_weights``.
 
-        From a trainer, each rank receives what all others do, and keeps its share. So all of them
-        are in the trainer's group.
+        Each rank receives all weights from a trainer and keeps one shard of each. Therefore all
+        ranks must be in the trainer's group.
 
         Raises: ConfigError: ranks that follow this one cannot be in the group.
         """
-        lead, update = self.engine.lead, super().update_weights
-        given: Any = tensors
+        coordinator, update = self.engine.coordinator, super().update_weights
+        weights: Any = tensors
         if not isinstance(tensors, WeightsFrom):
-            given = [*(tensors.items() if isinstance(tensors, Mapping) else tensors)]
-        elif not (lead.is_one_program or isinstance(tensors.group, Meeting)):
+            weights = [*(tensors.items() if isinstance(tensors, Mapping) else tensors)]
+        elif not (coordinator.is_one_program or isinstance(tensors.group, Meeting)):
             raise ConfigError(
                 "The process groups of this program do not hold the ranks that follow it. "
                 "Try: WeightsFrom(Meeting(address, rank, size)), and the same address in "
                 "send_weights"
             )
 
-        def take() -> tuple[str, ...]:
+        def update_rank() -> tuple[str, ...]:
             ranks = self._resolver.ranks
-            if not isinstance(given, WeightsFrom):
-                return update(given)
-            return update(at_rank(given, 0 if ranks is None else ranks.rank))
+            if not isinstance(weights, WeightsFrom):
+                return update(weights)
+            return update(at_rank(weights, 0 if ranks is None else ranks.rank))
 
         with self.engine.lock:
-            found = lead.everywhere("update_weights", (given,), take)
-        self._is_stored = False
-        return cast("tuple[str, ...]", found[0])
+            results = coordinator.call_on_all("update_weights", (weights,), update_rank)
+        self._has_file_weights = False
+        return cast("tuple[str, ...]", results[0])
 
     def expert_loads(self) -> dict[str, ExpertLoads]:
-        """Return how many rows each expert got since it was placed, by the prefix of its layer.
+        """Return the number of rows of each expert since it was placed, by prefix of the layer.
 
-        Every rank counts the same. Of models whose experts are not placed whole there is none.
+        The counts are equal on every rank. Empty without expert parallelism.
         """
         return loads_of(self.engine.model)
 
     def rebalance_experts(self) -> dict[str, ExpertLoads]:
-        """Place experts by their loads on every rank, and count anew; between steps, at any time.
+        """Place experts by load on every rank, and reset the counts.
 
-        Each rank reads the experts that it is to hold from the files, whole layers of them where
-        one tensor holds those of a layer. Requests go on: keys and values stay as they are.
+        Call this at any time between steps; requests continue, as keys and values stay unchanged.
+        Each rank reads its new experts from the files: complete layers if one tensor stores all
+        experts of a layer.
 
-        Returns: what was counted until now, with the new placements, of the layers whose ranks have
-            less to do by these; others stay as they are.
+        Returns: the previous counts with the new placements, of each layer whose placement changed.
+            Layers stay as they are if no placement balances them better.
         Raises:
-            ConfigError: the weights are no longer those of the files, or are offloaded, or experts
-                are not placed whole.
-            CheckpointError: the files are no longer complete.
-            RankError: it failed on some ranks only, which are no longer alike.
+            ConfigError: the weights differ from the files, weights are offloaded, or the model has
+                no expert parallelism.
+            CheckpointError: the files are incomplete.
+            RankError: the call failed on some ranks only, so that ranks differ.
         """
         with self.engine.lock:
-            loads = self.engine.lead.everywhere("rebalance_experts", (), self._rebalance)
+            loads = self.engine.coordinator.call_on_all("rebalance_experts", (), self._rebalance)
         return cast("dict[str, ExpertLoads]", loads[0])
 
     def _rebalance(self) -> dict[str, ExpertLoads]:
@@ -160,21 +161,22 @@ class RankedLanguageModel(LanguageModel):
             raise ConfigError(
                 "No experts of this model are placed whole. Try: load(..., expert_parallel=True)"
             )
-        if not self._is_stored or self.weights is None:
+        if not self._has_file_weights or self.weights is None:
             raise ConfigError(
                 "Experts are read from the files again where they move, and update_weights() gave "
                 f"the model others. Try: load {self.path} anew, or rebalance before the update"
             )
         moves = better_placements(self.engine.model)
-        counted = self.expert_loads()
+        loads = self.expert_loads()
         if moves:
             with self._plan.numerics():
-                renewed = relocate(self._plan, self.weights, moves)
+                replaced_prefixes = relocate(self._plan, self.weights, moves)
             self._adapters.renew()
-            if renewed:
+            if replaced_prefixes:  # captured graphs use the old operands
                 self.engine.runner.renew()
+        # Ranks that moved experts differently must fail at the next step.
         self.engine.mix(repr([*moves.values()]))
         return {
-            layer.prefix: replace(counted[layer.prefix], placement=placement)
+            layer.prefix: replace(loads[layer.prefix], placement=placement)
             for layer, placement in moves.items()
         }

@@ -1,4 +1,4 @@
-"""The other ranks of a command: started, watched and ended by rank 0, which has the user."""
+"""Starts, watches and ends the follower processes of a command; this process is rank 0."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from interposer_models._language_model import LanguageModel
 from interposer_models._loader import load
 from interposer_models._parallel.channel import Channel
 from interposer_models._parallel.codec import encode
-from interposer_models._parallel.ending import ended
 from interposer_models._parallel.group import TIMEOUT_SECONDS, Group
 from interposer_models._parallel.joining import check_number
 from interposer_models._parallel.leader import Leader, Losses
 from interposer_models._parallel.process import file_store
-from interposer_models._parallel.threads import own_cores
+from interposer_models._parallel.process_end import describe_exit
+from interposer_models._parallel.threads import bound_to_share_of_cores
 
 _SECRET_BYTES = 32
 _CLOSE_SECONDS = 5.0
-_GRACE_SECONDS = 10.0  # in which this process ends by itself when a rank is lost
-_EXIT_SECONDS = 2.0  # from the end of a follower's connection to that of its process
+_GRACE_SECONDS = 10.0  # for this process to end by itself after a rank was lost
+_EXIT_SECONDS = 2.0  # for a follower to exit after its connection was closed
 _CLOSED = select.POLLHUP | getattr(select, "POLLRDHUP", 0)
-_KEPT_LINES = 20
+_NUM_LAST_LINES = 20
 _PROGRAM = "from interposer_models._parallel.process import main; main()"
 
 
 class Launched:
-    """Processes that follow this one, within a ``with`` block.
+    """Follower processes of this process, within a ``with`` block.
 
-    A follower that ends before it is told to, or answers nothing to another thread, interrupts the
-    main thread, as Ctrl-C does, and the block raises why. A main thread that does not come to that
-    within 10 s ends with the process.
+    If a follower ends unexpectedly, or fails to answer another thread, the main thread is
+    interrupted like by Ctrl-C, and the block raises the reason. If the main thread does not leave
+    the block within 10 s, this process ends.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class Launched:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Start nothing yet.
+        """Check the number of ranks; start no process.
 
         Args:
-            size: how many ranks, with this process.
-            config: policy by which the platform is chosen.
-            timeout_seconds: within which each rank comes to a step.
+            size: number of ranks, including this process.
+            config: policy for the choice of the platform.
+            timeout_seconds: time limit for each rank to reach a step.
             clock: returns seconds, for the time limit of followers that end.
-            sleep: waits for so many seconds between two looks at these followers.
-        Raises: ConfigError: it is no positive number; or this process is one of several already.
+            sleep: waits for a number of seconds between two checks of these followers.
+        Raises: ConfigError: the number is not positive, or this process is one of several already.
         """
         check_number(size)
         if dist.is_initialized() or dist.is_torchelastic_launched():
@@ -80,15 +80,15 @@ class Launched:
         self._size, self._config = size, config
         self._timeout_seconds = timeout_seconds
         self._clock, self._sleep = clock, sleep
-        self._secret = secrets.token_bytes(_SECRET_BYTES)  # crosses by an inherited socket alone
-        self._losses = Losses(self._end)
+        self._secret = secrets.token_bytes(_SECRET_BYTES)  # sent over inherited sockets only
+        self._losses = Losses(self._interrupt)
         self._followers: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._stack = ExitStack()
         self._group: Group | None = None
 
     def __enter__(self) -> Self:
-        """Start the followers, and wait until they have joined."""
+        """Start the followers, and wait until all have joined."""
         try:
             self._start()
         except BaseException as error:
@@ -102,7 +102,7 @@ class Launched:
     ) -> None:
         """End the followers.
 
-        Raises: RankError: one of them was lost.
+        Raises: RankError: a follower was lost.
         """
         self._close()
         self._raise(error)
@@ -113,26 +113,26 @@ class Launched:
         """Load a model on all ranks; see ``load`` of ``interposer_models``."""
         assert self._group is not None
         progress = options.pop("progress", None)
-        told = {"dtype": dtype, "config": effective_config(config), **options}
+        options = {"dtype": dtype, "config": effective_config(config), **options}
         leader = self._leader()
-        leader.tell("load", str(path), **told)
-        return load(path, tensor_parallel=self._group, progress=progress, **told)
+        leader.call_others("load", str(path), **options)
+        return load(path, tensor_parallel=self._group, progress=progress, **options)
 
     def _leader(self) -> Leader:
         return Leader(self._channels, self._losses, self._timeout_seconds)
 
     def _start(self) -> None:
         platform = place(self._config).platform
-        # A store in a folder of this user alone: to one with a port, every local process can write.
+        # A store in a private folder: every local process could write to a store with a port.
         folder = tempfile.TemporaryDirectory(prefix="interposer-ranks-", ignore_cleanup_errors=True)
         path = str(Path(self._stack.enter_context(folder), "store"))
-        lifeline, held = os.pipe()
-        self._stack.callback(os.close, held)
+        lifeline, writing_end = os.pipe()
+        self._stack.callback(os.close, writing_end)
         for rank in range(1, self._size):
             self._start_one(rank, path, lifeline)
         os.close(lifeline)
-        # Behind that, as a process may use the cores of the thread that started it.
-        self._stack.enter_context(own_cores(platform, 0, self._size))
+        # After that, as a process inherits the cores of the thread that started it.
+        self._stack.enter_context(bound_to_share_of_cores(platform, 0, self._size))
         store = file_store(path, self._size)
         dist.init_process_group("gloo", store=store, rank=0, world_size=self._size)
         self._group = Group(
@@ -141,11 +141,11 @@ class Launched:
 
     def _start_one(self, rank: int, path: str, lifeline: int) -> None:
         ours, theirs = socket.socketpair()
-        own = [os.getpid(), lifeline, theirs.fileno()]
+        arguments = [os.getpid(), lifeline, theirs.fileno()]
         config = effective_config(self._config)
         facts = rank, self._size, path, self._secret, self._timeout_seconds, config
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, *map(str, own)],
+            [sys.executable, "-P", "-c", _PROGRAM, *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             pass_fds=[lifeline, theirs.fileno()],
@@ -156,14 +156,14 @@ class Launched:
         self._followers.append(process)
         self._channels.append(Channel(ours))
         self._channels[-1].send_call(encode(facts))
-        lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
         reader = threading.Thread(target=_read, args=(rank, process, lines), daemon=True)
         reader.start()
-        for watch, arguments in (
+        for watch, watched in (
             (self._watch, (rank, process, reader, lines)),
             (self._watch_connection, (rank, process, ours.fileno())),
         ):
-            threading.Thread(target=watch, args=arguments, daemon=True).start()
+            threading.Thread(target=watch, args=watched, daemon=True).start()
 
     def _watch(
         self,
@@ -172,33 +172,34 @@ class Launched:
         reader: threading.Thread,
         lines: deque[str],
     ) -> None:
-        """Wait for the end of a follower, and end everything if nobody wanted it."""
+        """Wait for the end of a follower, and report an unexpected end as a loss."""
         code = process.wait()
         reader.join(1.0)
-        said = "".join(f"\n  {line}" for line in lines)
-        told = f" The end of what it printed:{said}" if said else ""
-        self._losses.tell(RankError(0, f"rank {rank} {ended(code)}.{told}", [rank]))
+        text = "".join(f"\n  {line}" for line in lines)
+        output = f" The end of what it printed:{text}" if text else ""
+        self._losses.report(RankError(0, f"rank {rank} {describe_exit(code)}.{output}", [rank]))
 
     def _watch_connection(
         self, rank: int, process: subprocess.Popen[bytes], connection: int
     ) -> None:
-        """Wait until a follower closes its end, though its process may live on."""
+        """Wait until a follower closes its connection, and report a loss if the process hangs."""
+        # Only the end of the connection: data that arrives belongs to the main thread.
         poll = select.poll()
         poll.register(connection, _CLOSED)
         poll.poll()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_EXIT_SECONDS)
-            return  # ``_watch`` says how it ended
-        self._losses.tell(RankError(0, f"rank {rank} closed its connection and hangs", [rank]))
+            return  # ``_watch`` reports the exit
+        self._losses.report(RankError(0, f"rank {rank} closed its connection and hangs", [rank]))
 
-    def _end(self) -> None:
-        """Interrupt the main thread, which ends the block, and at last the process."""
+    def _interrupt(self) -> None:
+        """Interrupt the main thread, and start a timer that ends the process."""
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        late = threading.Timer(_GRACE_SECONDS, self._end_late)
-        late.daemon = True
-        late.start()
+        timer = threading.Timer(_GRACE_SECONDS, self._exit_if_alive)
+        timer.daemon = True
+        timer.start()
 
-    def _end_late(self) -> None:
+    def _exit_if_alive(self) -> None:
         if not self._losses.closed:
             sys.stderr.write(f"error: {self._losses.first}\n")
             sys.stderr.flush()
@@ -208,7 +209,7 @@ class Launched:
     def _close(self) -> None:
         self._losses.close()
         for channel in self._channels:
-            channel.close()  # upon which a follower ends
+            channel.close()  # a follower ends when its channel is closed
         end = self._clock() + (_CLOSE_SECONDS if self._losses.first is None else 0.0)
         for process in self._followers:
             while process.poll() is None and self._clock() < end:
@@ -220,19 +221,19 @@ class Launched:
 
     def _kill(self) -> None:
         for process in self._followers:
-            process.kill()  # nothing where it has ended
+            process.kill()  # has no effect on a process that has ended
         for process in self._followers:
             process.wait()
 
     def _raise(self, error: BaseException | None) -> None:
-        """Raise the cause of a follower's loss instead of the error it led to on this rank."""
-        lost = self._losses.first
-        if lost is not None and isinstance(error, RankError | KeyboardInterrupt | None):
-            raise lost from error
+        """Raise the loss of a follower instead of the resulting error on this rank."""
+        loss = self._losses.first
+        if loss is not None and isinstance(error, RankError | KeyboardInterrupt | None):
+            raise loss from error
 
 
 def _read(rank: int, process: subprocess.Popen[bytes], lines: deque[str]) -> None:
-    """Forward a follower's output and keep its last lines."""
+    """Forward a follower's output, and keep the last lines."""
     assert process.stderr is not None
     for line in process.stderr:
         text = line.decode(errors="replace").rstrip()

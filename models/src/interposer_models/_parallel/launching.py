@@ -1,4 +1,4 @@
-"""The door to models on several processes that this one starts."""
+"""Starts the other ranks of a model as processes of this host."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def launched(
     *,
     timeout_seconds: float = 60.0,
 ) -> Iterator[Callable[..., LanguageModel]]:
-    """Start the other ranks of this host, and return what loads a model on all of them.
+    """Start the other ranks of this host, and return a function that loads a model on all ranks.
 
-    They do what this process does with that one model, and end with the ``with`` block. Each rank
-    of a host's platform computes on an equal share of its cores.
+    The other ranks run that one model in parallel to this process, and end with the ``with`` block.
+    Each rank of a host's platform computes on an equal share of the cores.
 
     Args:
-        tensor_parallel: how many ranks, with this process; None or 1 starts none.
-        config: policy by which the platform is chosen.
-        timeout_seconds: within which each rank comes to a step.
+        tensor_parallel: number of ranks, including this process; None or 1 starts none.
+        config: policy for the choice of the platform.
+        timeout_seconds: time limit for each rank to reach a step.
     Returns: ``load``, without ``tensor_parallel``.
     Raises:
-        ConfigError: it is no positive number, or this process is one of several already.
-        RankError: another rank was lost. The main thread is interrupted first; where it does not
-            end the block within 10 s, the process prints the error and ends.
+        ConfigError: the number is not positive, or this process is one of several already.
+        RankError: another rank was lost. The main thread is interrupted first. If the block does
+            not end within 10 s, the process prints the error and ends.
     """
     if tensor_parallel is None or check_number(tensor_parallel) == 1:
         yield load
         return
     from interposer_models._parallel.launcher import Launched
 
-    with Launched(tensor_parallel, config, timeout_seconds) as found:
-        yield found.load
+    with Launched(tensor_parallel, config, timeout_seconds) as ranks:
+        yield ranks.load

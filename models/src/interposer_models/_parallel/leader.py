@@ -1,4 +1,4 @@
-"""Coordination on rank 0, which sends each of its calls to the follower ranks."""
+"""Coordination by rank 0, which sends each call to the follower ranks."""
 
 from __future__ import annotations
 
@@ -9,133 +9,136 @@ from typing import Any, TypeVar
 from interposer.errors import RankError, described
 from interposer_models._parallel.channel import Channel
 from interposer_models._parallel.codec import encode
-from interposer_models._parallel.lead import check_outcomes
+from interposer_models._parallel.coordination import check_outcomes
 
 T = TypeVar("T")
 SPECULATES = 1
 REPORTS = 2
-_EVERY = 64  # steps, at which followers say that they are there
+_REPORT_STEPS = 64  # between reports of the followers that they are alive
 _CALL_SECONDS = 1800.0  # an adapter may be read from a slow disk
 _GRACE_SECONDS = 2.0
 
 
 class Losses:
-    """The loss of a follower that had not been told to end: of the first one, as nothing follows.
+    """The first unexpected loss of a follower; later losses are consequences.
 
     Attributes:
-        first: the error; None while all are there.
-        known: set with it.
+        first: the error; None while all followers are alive.
+        occurred: set together with ``first``.
         closed: followers may end.
     """
 
     def __init__(self, end: Callable[[], None]) -> None:
-        """Know of none.
+        """Start without a loss.
 
         Args:
-            end: called once, so that the process ends.
+            end: called once, to end this process.
         """
         self.first: RankError | None = None
-        self.known = Event()
+        self.occurred = Event()
         self.closed = False
         self._end = end
         self._lock = Lock()
 
-    def tell(self, error: RankError) -> None:
-        """Keep the first one, and end the process for it."""
+    def report(self, error: RankError) -> None:
+        """Record the first loss, and end the process."""
         with self._lock:
             if self.closed or self.first is not None:
                 return
             self.first = error
-            self.known.set()
+            self.occurred.set()
             self._end()
 
     def close(self) -> None:
-        """Let followers end from now on."""
+        """Allow followers to end from now on."""
         with self._lock:
             self.closed = True
 
 
 class Leader:
-    """Tells followers of each call before it is made here, in the order of the calls.
+    """Sends each call to the followers before making the call on this rank.
 
-    Where a follower computes something else, it says so and ends, as it compares the digest that
-    comes with each step.
+    A follower compares the digest of each step with the local digest. If digests differ, the
+    follower reports the error and ends.
     """
 
     is_one_program = False
 
     def __init__(self, channels: Sequence[Channel], losses: Losses, timeout_seconds: float) -> None:
-        """Tell nothing yet.
+        """Coordinate followers over open channels.
 
         Args:
-            channels: to the ranks from 1.
-            timeout_seconds: within which followers report.
+            channels: to ranks 1, 2, ...
+            losses: records followers that were lost.
+            timeout_seconds: time limit for a report of a follower.
         """
         self._channels, self._losses = channels, losses
         self._timeout_seconds = timeout_seconds
         self._steps = 0
-        self._awaited = False
+        self._is_report_due = False
 
-    def tell(self, name: str, *arguments: Any, **options: Any) -> None:
-        """Have a method called on the other ranks as well, before it is here.
+    def call_others(self, name: str, *arguments: Any, **options: Any) -> None:
+        """Call a method on all followers, before the call on this rank.
 
         Raises: RankError: a follower was lost.
         """
         payload = encode((name, arguments, options))
         self._send(lambda channel: channel.send_call(payload))
 
-    def everywhere(
+    def call_on_all(
         self, name: str, arguments: tuple[Any, ...], call: Callable[[], T], **options: Any
     ) -> list[Any]:
-        """Return what a call returns on every rank, this one first."""
-        self.tell(name, *arguments, **options)
-        own: Any = None
+        """Call a method on every rank, and return all results, this rank's first."""
+        self.call_others(name, *arguments, **options)
+        result: Any = None
         failure: Exception | None = None
         try:
-            own = call()
-        except Exception as error:  # noqa: BLE001 - raised below, once others were heard
+            result = call()
+        except Exception as error:  # noqa: BLE001 - raised below, after the replies of the others
             failure = error
         replies = [self._reply(rank) for rank in range(1, len(self._channels) + 1)]
         texts = ["" if failure is None else described(failure), *(text for text, _ in replies)]
         check_outcomes(0, name, texts)
         if failure is not None:
             raise failure
-        return [own, *(value for _, value in replies)]
+        return [result, *(value for _, value in replies)]
 
     def begin(self, digest: int, *, fresh: bool, speculates: bool) -> None:
-        """Let the followers begin a step, and hear at times that they are there."""
+        """Start a step on the followers, and check regularly that all are alive."""
         flags = SPECULATES * speculates
-        if self._steps % _EVERY == 0:
-            if self._awaited:
+        if self._steps % _REPORT_STEPS == 0:
+            # Reports are read one interval later, so that no step waits for followers.
+            if self._is_report_due:
                 for rank in range(1, len(self._channels) + 1):
                     self._report(rank)
-            self._awaited = True
+            self._is_report_due = True
             flags |= REPORTS
         self._steps += 1
         self._send(lambda channel: channel.send("step", flags, digest))
 
     def decide(self, flag: bool) -> bool:
-        """Return the flag, and tell it."""
+        """Send the flag to the followers, and return the flag."""
         self._send(lambda channel: channel.send("decision", flag))
         return flag
 
     @property
     def trouble(self) -> str:
-        """The reason why no step can be computed; empty while all followers are there.
+        """Why no step can be computed; empty while all followers are alive.
 
-        A thread waits for the end of each follower, so that no step is needed to know.
+        Threads of the launcher watch the followers, so that a loss is known without a step.
         """
         lost = self._losses.first
         return "" if lost is None else f"rank {', '.join(map(str, lost.lost))} was lost"
 
     def reason(self, error: RankError) -> RankError:
-        """Return why a follower ended, where one did within a moment; else the error.
+        """Return the loss of a follower that is reported within a moment; otherwise the error.
 
-        Nothing is computed afterwards, of which the main thread is told, where it is another one.
+        Nothing can be computed after a loss: if this is not the main thread, the main thread is
+        interrupted.
         """
-        self._losses.known.wait(_GRACE_SECONDS)
+        self._losses.occurred.wait(_GRACE_SECONDS)
         if current_thread() is not main_thread():
-            self._losses.tell(error)
+            self._losses.report(error)
         return self._losses.first or error
 
     def close(self) -> None:
@@ -165,13 +168,14 @@ class Leader:
         channel = self._channels[rank - 1]
         try:
             kind, _, number = channel.receive(_CALL_SECONDS)
+            # A report of an earlier step can precede the reply.
             while kind == "report":
-                self._awaited = False
+                self._is_report_due = False
                 kind, _, number = channel.receive(_CALL_SECONDS)
-            found: tuple[str, Any] = channel.receive_call(number)
+            reply: tuple[str, Any] = channel.receive_call(number)
         except (OSError, EOFError) as error:
             raise self._lost(rank, described(error)) from error
-        return found
+        return reply
 
     def _lost(self, rank: int, reason: str) -> RankError:
         return self.reason(RankError(0, f"rank {rank} is lost: {reason}", [rank]))

@@ -1,4 +1,4 @@
-"""The lock of an engine whose ranks all run the same program."""
+"""The lock of an engine, for ranks that all run the same program."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from interposer_models._fair_lock import FairLock
 
 
 class OneThreadLock(FairLock):
-    """Refuses a second thread while the first one has unfinished requests.
+    """A lock that refuses a second thread while the first thread has unfinished requests.
 
-    Where every rank runs the same program, all ranks must make the same calls in the same order,
-    and the order of two threads is decided by time.
+    If every rank runs the same program, all ranks must make the same calls in the same order. The
+    order of calls from two threads would depend on timing.
     """
 
     def __init__(self, is_busy: Callable[[], bool]) -> None:
@@ -24,12 +24,13 @@ class OneThreadLock(FairLock):
     def __enter__(self) -> None:
         """Take the lock.
 
-        Raises: RequestError: another thread holds it, or has unfinished requests.
+        Raises: RequestError: another thread holds the lock, or has unfinished requests.
         """
         thread = get_ident()
         if self.owner not in (None, thread):
             raise _second_thread()
         super().__enter__()
+        # The last thread may have returned between two steps of its requests.
         if self._user not in (None, thread) and self._is_busy():
             super().__exit__()
             raise _second_thread()

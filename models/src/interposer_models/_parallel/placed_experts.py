@@ -1,4 +1,4 @@
-"""Experts of a model that are placed whole on its ranks: their loads, and other places for them."""
+"""Expert parallelism: loads of the experts on each rank, and better placements."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ NOTE = "expert loads: "
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoads:
-    """The rows that the experts of one layer got since they were placed.
+    """The number of rows that each expert of one layer has computed since the last placement.
 
     Attributes:
-        rows: of each expert, by its number. A token is a row of each expert that it chose.
-        placement: where the experts are.
+        rows: rows of each expert, by number. A token is one row of each expert that it is
+            routed to.
+        placement: the rank of each expert.
     """
 
     rows: tuple[int, ...]
@@ -29,18 +30,20 @@ class ExpertLoads:
 
     @property
     def imbalance(self) -> float:
-        """The rows of the most loaded rank over those of all ranks on average; 1 of no rows."""
-        shares = self.placement.shares(self.rows)
-        return max(shares) * len(shares) / total if (total := sum(shares)) else 1.0
+        """Rows of the most loaded rank, divided by the mean of all ranks; 1 without rows."""
+        rows_by_rank = self.placement.shares(self.rows)
+        return (
+            max(rows_by_rank) * len(rows_by_rank) / total if (total := sum(rows_by_rank)) else 1.0
+        )
 
 
 def placed_layers(model: nn.Module) -> dict[str, PlacedExperts]:
-    """Return the layers whose experts are placed whole, by their prefixes."""
+    """Return the layers under expert parallelism, by prefix."""
     return {m.prefix: m for m in model.modules() if isinstance(m, PlacedExperts)}
 
 
 def loads_of(model: nn.Module) -> dict[str, ExpertLoads]:
-    """Return the loads of all layers whose experts are placed whole, the same on every rank."""
+    """Return the expert loads of all layers under expert parallelism; equal on every rank."""
     return {
         prefix: ExpertLoads(tuple(layer.routes.counts()), layer.routes.placement)
         for prefix, layer in placed_layers(model).items()
@@ -48,36 +51,39 @@ def loads_of(model: nn.Module) -> dict[str, ExpertLoads]:
 
 
 def better_placements(model: nn.Module) -> dict[PlacedExperts, ExpertPlacement]:
-    """Return other placements of the layers whose ranks would have less to do by them."""
-    found = {}
+    """Return new placements for the layers that a new placement balances better."""
+    placements = {}
     for layer in placed_layers(model).values():
-        before = layer.routes.placement
-        after = balanced_placement(layer.routes.counts(), before)
-        if after != before:
-            found[layer] = after
-    return found
+        current = layer.routes.placement
+        balanced = balanced_placement(layer.routes.counts(), current)
+        if balanced != current:
+            placements[layer] = balanced
+    return placements
 
 
 def check_placed(model: nn.Module, resolver: Resolver, ranks: Ranks | None) -> None:
-    """Raise ConfigError where experts are to be placed whole, and none of the model can be."""
+    """Raise ConfigError if expert parallelism is requested but unsupported by all layers."""
     if ranks is None or ranks.experts is None or placed_layers(model):
         return
+    # Layers that declined expert parallelism have noted the reason.
     reasons = [note for note in resolver.notes if note.startswith("experts of ")]
-    told = "; ".join(reasons) or "it has no layer of experts that ranks share"
+    explanation = "; ".join(reasons) or "it has no layer of experts that ranks share"
     raise ConfigError(
-        f"expert_parallel is asked for, and nothing of this model can be placed so: {told}. "
+        f"expert_parallel is asked for, and nothing of this model can be placed so: {explanation}. "
         "Try: without it, which leaves each rank a share of every expert, or of none"
     )
 
 
 def load_notes(model: nn.Module) -> Iterator[str]:
-    """Yield how evenly the ranks were loaded, where experts are placed whole and have worked."""
+    """Yield a note on the balance of ranks, if experts are placed and have computed rows."""
     loads = loads_of(model)
-    worked = {prefix: one for prefix, one in loads.items() if any(one.rows)}
-    if worked:
-        worst = max(worked, key=lambda prefix: worked[prefix].imbalance)
-        rows = sum(sum(one.rows) for one in worked.values())
+    used_layers = {
+        prefix: layer_loads for prefix, layer_loads in loads.items() if any(layer_loads.rows)
+    }
+    if used_layers:
+        worst = max(used_layers, key=lambda prefix: used_layers[prefix].imbalance)
+        rows = sum(sum(layer_loads.rows) for layer_loads in used_layers.values())
         yield (
-            f"{NOTE}{rows} rows in {len(worked)} layers; the most loaded rank has "
-            f"{worked[worst].imbalance:.2f} times the mean in {worst}"
+            f"{NOTE}{rows} rows in {len(used_layers)} layers; the most loaded rank has "
+            f"{used_layers[worst].imbalance:.2f} times the mean in {worst}"
         )

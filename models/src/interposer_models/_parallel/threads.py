@@ -1,4 +1,4 @@
-"""The share that a rank has of the cores of its host."""
+"""The share of the host's CPU cores that a rank uses."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from interposer import Platform
 
 
 @contextmanager
-def own_cores(platform: Platform, rank: int, size: int) -> Iterator[None]:
-    """Compute on as many cores as each of the ranks of this host has, within a ``with`` block.
+def bound_to_share_of_cores(platform: Platform, rank: int, size: int) -> Iterator[None]:
+    """Bind threads to an equal share of the host's cores, within a ``with`` block.
 
-    Nothing changes where the platform does not bind threads, or there are fewer cores than ranks.
+    Nothing changes if the platform cannot bind threads, or has fewer cores than ranks.
     """
     if not all(platform.provides(member) for member in ("cores", "bind_threads")):
         yield
         return
+    # A core is a set of processors, which are its hardware threads. Use one thread per core.
     cores = sorted(platform.cores(), key=min)
-    share, threads = len(cores) // size, torch.get_num_threads()
-    if not share:
+    num_cores, num_threads = len(cores) // size, torch.get_num_threads()
+    if not num_cores:
         yield
         return
-    own = cores[rank * share : (rank + 1) * share]
-    platform.bind_threads([core[0] for core in own])
+    rank_cores = cores[rank * num_cores : (rank + 1) * num_cores]
+    platform.bind_threads([core[0] for core in rank_cores])
     try:
         yield
     finally:
         platform.bind_threads([processor for core in cores for processor in core])
-        torch.set_num_threads(threads)
+        torch.set_num_threads(num_threads)

@@ -1,1 +1,1 @@
-"""Weights of a trainer in another process, over a process group of torch.distributed."""
+"""Weight transfer: a trainer in another process updates the weights of models."""

@@ -1,4 +1,4 @@
-"""A process group as a trainer and its receivers use it: broadcasts, and votes of all ranks."""
+"""Broadcasts and votes among a trainer and receivers."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from interposer_models._transfer.meeting import Meeting, linked
 
 FORMAT = "interposer-weights-2"
 _VOTE_BYTES = 4096
-_MOST_REASON = 2000
+_MAX_REASON_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A tensor on its way; it is to be left alone until ``wait``."""
+    """A tensor that is being broadcast; the memory is in use until ``wait`` returns."""
 
     tensor: torch.Tensor
     wait: Callable[[], None]
 
 
 class Channel:
-    """The group of a trainer, which is the rank ``source`` of it, and of receivers.
+    """Broadcasts and votes in a group of one trainer, rank ``source``, and receivers.
 
-    Every call that does not end within ``timeout_seconds`` raises RankError, and so does one in
-    which a rank dies. The group is then of no use any more.
+    A call that does not end within ``timeout_seconds``, or during which a rank dies, raises
+    RankError. The group is unusable after that.
 
     Attributes:
-        device: of the tensors that are sent: the host's memory where the group has gloo for it.
-        bucket_bytes: of the trainer; known after the first vote.
+        device: device of the transferred tensors: the host if the group uses gloo for the host.
+        bucket_bytes: bucket size of the trainer; known to receivers after the first vote.
     """
 
     def __init__(
@@ -47,21 +47,21 @@ class Channel:
         timeout_seconds: float,
         bucket_bytes: int = 0,
     ) -> None:
-        """Look at the group; nothing is sent, but the processes of a meeting come together.
+        """Check the group, or wait for the other processes of a meeting; send nothing.
 
         Args:
-            source: None for this process.
+            source: rank of the trainer; None if this process is the trainer.
         Raises:
-            ConfigError: there is no such group, or nobody else is in it.
-            RankError: the others did not come to a meeting.
+            ConfigError: there is no such group, or no other process is in it.
+            RankError: other processes did not connect to a meeting.
         """
         self._link: Link = (
             linked(group, timeout_seconds) if isinstance(group, Meeting) else GroupLink(group)
         )
         self.rank, self.size = self._link.rank, self._link.size
         if self.rank < 0 or self.size < 2:
-            has = "does not contain this process" if self.rank < 0 else "has no other process"
-            raise ConfigError(f"The process group {has}. Try: a group of trainer and receivers")
+            fault = "does not contain this process" if self.rank < 0 else "has no other process"
+            raise ConfigError(f"The process group {fault}. Try: a group of trainer and receivers")
         self.source = self.rank if source is None else source
         if source is not None and (source == self.rank or not 0 <= source < self.size):
             raise ConfigError(
@@ -73,17 +73,18 @@ class Channel:
         self._timeout = timedelta(seconds=timeout_seconds)
 
     def post(self, tensor: torch.Tensor) -> Posted:
-        """Begin to broadcast a tensor of the source into those of the other ranks."""
-        with self._told():
+        """Start to broadcast a tensor of the source into the tensors of the other ranks."""
+        with self._raise_rank_errors():
             work = self._link.broadcast(tensor, self.source)
         return Posted(tensor, lambda: self._wait(work))
 
     def vote(self, stage: str, refusal: str = "") -> None:
-        """Tell all ranks whether this one goes on, and return if all of them do.
+        """Send this rank's consent or refusal to all ranks, and return if all ranks consent.
 
         Args:
-            stage: of the exchange, the same at all ranks.
-            refusal: the reason against it. Then others' reasons are not told.
+            stage: stage of the transfer; must be the same on all ranks.
+            refusal: why this rank refuses; empty to consent. A refusing rank does not raise for the
+                refusals of other ranks.
         Raises: RankError: a rank refuses, or is at another stage.
         """
         facts: dict[str, Any] = {
@@ -91,37 +92,42 @@ class Channel:
             "stage": stage,
             "source": self.source,
             "bucket_bytes": self.bucket_bytes,
-            "refusal": refusal[:_MOST_REASON],
+            "refusal": refusal[:_MAX_REASON_CHARACTERS],
         }
+        # All votes have one size, as required by an all-gather: shorten a refusal if necessary.
         text = json.dumps(facts)
         while len(text) > _VOTE_BYTES:
             facts["refusal"] = facts["refusal"][: len(facts["refusal"]) // 2]
             text = json.dumps(facts)
-        own = _as_tensor(text).to(self.device)
-        votes = [torch.empty_like(own) for _ in range(self.size)]
-        with self._told():
-            work = self._link.gather(votes, own)
+        ballot = _as_tensor(text).to(self.device)
+        votes = [torch.empty_like(ballot) for _ in range(self.size)]
+        with self._raise_rank_errors():
+            work = self._link.gather(votes, ballot)
         self._wait(work)
         if not refusal:
-            self._count([bytes(each.cpu().numpy()) for each in votes], facts)
+            self._count([bytes(vote.cpu().numpy()) for vote in votes], facts)
 
-    def _count(self, votes: list[bytes], own: dict[str, Any]) -> None:
+    def _count(self, votes: list[bytes], facts: dict[str, Any]) -> None:
+        """Raise RankError if a rank refuses or votes on another transfer than this rank."""
         refusals = []
         for rank, vote in enumerate(votes):
             try:
-                said = json.loads(vote)
-                different = [key for key in ("format", "stage", "source") if said[key] != own[key]]
-                reason = said["refusal"]
+                fields = json.loads(vote)
+                different = [
+                    key for key in ("format", "stage", "source") if fields[key] != facts[key]
+                ]
+                reason = fields["refusal"]
                 if rank == self.source:
-                    self.bucket_bytes = int(said["bucket_bytes"])
+                    self.bucket_bytes = int(fields["bucket_bytes"])
             except (ValueError, KeyError, TypeError):
+                # Another version, or another use of the group.
                 different, reason = ["message"], ""
-                said = {"message": vote[:100]}
+                fields = {"message": vote[:100]}
             if different:
-                told = ", ".join(
-                    f"{key} {said[key]!r} in place of {own.get(key)!r}" for key in different
+                differences = ", ".join(
+                    f"{key} {fields[key]!r} in place of {facts.get(key)!r}" for key in different
                 )
-                reason = f"takes part in something else: {told}"
+                reason = f"takes part in something else: {differences}"
             if reason:
                 refusals.append(f"rank {rank}: {reason}")
         if refusals:
@@ -130,15 +136,15 @@ class Channel:
             )
 
     def _wait(self, work: Work) -> None:
-        with self._told():
+        with self._raise_rank_errors():
             if not work.wait(self._timeout):
                 raise RuntimeError("it did not end")
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _raise_rank_errors(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # of torch, whatever the backend
+        except RuntimeError as error:  # every backend of torch.distributed raises this type
             self._link.break_up()
             limit = self._timeout.total_seconds()
             raise RankError(

@@ -1,4 +1,4 @@
-"""The head of a bucket: the tensors, or pieces of them, that lie in it one after another."""
+"""Headers of buckets: the list of tensors, or pieces of tensors, in a bucket."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 import torch
 
 HEADER_BYTES = 1 << 16
-# Every tensor begins where one of any dtype may.
+# Each piece starts at a multiple, which aligns tensors of any dtype.
 ALIGNED_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive bytes of one tensor, mostly all of them.
+    """Consecutive bytes of one tensor; mostly the complete tensor.
 
     Attributes:
-        shape: of the whole tensor.
-        start: the first byte of the tensor that is meant.
-        count: bytes from there.
-        is_apart: sent by a broadcast of its own, from the tensor's own memory.
+        shape: shape of the complete tensor.
+        start: offset of the first byte in the tensor.
+        count: number of bytes.
+        is_apart: sent in a broadcast of its own, from the tensor's own memory.
     """
 
     name: str
@@ -35,17 +35,17 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the whole tensor."""
+        """Size of the complete tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_whole(self) -> bool:
-        """Say whether the piece is all of the tensor."""
+        """Say whether the piece is the complete tensor."""
         return self.count == self.num_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of one row of the tensor, along its first dimension."""
+        """Size of one row of the tensor in bytes, along the first dimension."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
@@ -55,39 +55,39 @@ class Piece:
 
     @property
     def text(self) -> str:
-        """Return the piece as it stands in a header."""
+        """The piece as JSON, for a header."""
         dtype = str(self.dtype).removeprefix("torch.")
         return json.dumps([self.name, dtype, self.shape, self.start, self.count, self.is_apart])
 
     @classmethod
     def of(cls, fields: Any) -> Piece:
-        """Return the piece that a header states.
+        """Return the piece from fields in a header.
 
-        Raises: ValueError: it is none.
+        Raises: ValueError: the fields describe no valid piece.
         """
         match fields:
-            case [str(name), str(dtype), [*shape], int(start), int(count), bool(apart)]:
-                kind = getattr(torch, dtype, None)
-                sizes = all(type(size) is int and size >= 0 for size in shape)
-                if isinstance(kind, torch.dtype) and sizes:
-                    piece = cls(name, kind, tuple(shape), start, count, apart)
+            case [str(name), str(dtype_name), [*shape], int(start), int(count), bool(is_apart)]:
+                dtype = getattr(torch, dtype_name, None)
+                has_sizes = all(type(size) is int and size >= 0 for size in shape)
+                if isinstance(dtype, torch.dtype) and has_sizes:
+                    piece = cls(name, dtype, tuple(shape), start, count, is_apart)
                     if piece._is_inside():
                         return piece
         raise ValueError(f"{fields!r:.200} states no piece of a tensor")
 
     def _is_inside(self) -> bool:
         sizes = self.start, self.count
-        whole_numbers = all(size >= 0 and size % self.dtype.itemsize == 0 for size in sizes)
-        return whole_numbers and sum(sizes) <= self.num_bytes
+        is_aligned = all(size >= 0 and size % self.dtype.itemsize == 0 for size in sizes)
+        return is_aligned and sum(sizes) <= self.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The pieces of a bucket, or the end.
+    """The pieces of the next bucket, or the end of the transfer.
 
     Attributes:
-        ends: no bucket follows, nor belongs to this header.
-        failure: the reason why the weights are not complete, at such an end.
+        ends: no bucket follows this header.
+        failure: why the weights are incomplete; empty if all were sent.
     """
 
     pieces: tuple[Piece, ...] = ()
@@ -96,64 +96,72 @@ class Header:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the bucket."""
+        """Size of the bucket in bytes."""
         return max((start + piece.count for start, piece in self.placed()), default=0)
 
     def placed(self) -> Iterator[tuple[int, Piece]]:
-        """Yield each piece after the byte at which it begins in the bucket."""
+        """Yield ``(offset in the bucket, piece)``."""
         start = 0
         for piece in self.pieces:
             yield start, piece
-            start = after(start + piece.count)
+            start = aligned(start + piece.count)
 
     def transfers(self) -> Iterator[tuple[int, int, int | None]]:
-        """Yield the broadcasts of the bucket: its bytes, and the number of a piece sent apart."""
-        begun: int | None = None
+        """Yield the broadcasts of the bucket.
+
+        Neighbouring pieces share a broadcast, unless ``is_apart`` is set.
+
+        Returns: tuples ``(start, stop, piece number)``; the number is None for pieces sent
+            together.
+        """
+        first: int | None = None
         for number, (start, piece) in enumerate(self.placed()):
-            if begun is None:
-                begun = start
+            if first is None:  # the start of pieces that are sent together
+                first = start
             if piece.is_apart:
-                if begun < start:
-                    yield begun, start, None
+                if first < start:
+                    yield first, start, None
                 if piece.count:
                     yield start, start + piece.count, number
-                begun = None
-        if begun is not None and begun < self.num_bytes:
-            yield begun, self.num_bytes, None
+                first = None
+        if first is not None and first < self.num_bytes:
+            yield first, self.num_bytes, None
 
     def encoded(self) -> torch.Tensor:
-        """Return it as ``[HEADER_BYTES]`` uint8: JSON, and blanks behind it."""
+        """Return the header as uint8 ``[HEADER_BYTES]``: JSON, padded with blanks."""
         pieces = ",".join(piece.text for piece in self.pieces)
         text = _text(pieces, self.ends, self.failure)
+        # The failure of a trainer can be any text.
         while len(text) > HEADER_BYTES and self.failure:
             text = _text(pieces, self.ends, self.failure[: HEADER_BYTES // 16])
         return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES).encode()), dtype=torch.uint8)
 
     @classmethod
     def decoded(cls, encoded: torch.Tensor, bucket_bytes: int) -> Header:
-        """Return what ``encoded`` made a tensor of.
+        """Return the header that ``encoded`` returned as a tensor.
 
-        Raises: ValueError: it is no header, or one of a larger bucket.
+        Raises: ValueError: the tensor contains no header, or the bucket would be larger than
+            ``bucket_bytes``.
         """
-        found = json.loads(bytes(encoded.cpu().numpy()))
-        match found:
+        content = json.loads(bytes(encoded.cpu().numpy()))
+        match content:
             case {"pieces": [*pieces], "ends": bool(ends), "failure": str(failure)}:
                 header = cls(tuple(map(Piece.of, pieces)), ends, failure)
                 if header.num_bytes <= bucket_bytes and not (ends and pieces):
                     return header
-        raise ValueError(f"{found!r:.200} is no header of a bucket of {bucket_bytes} bytes")
+        raise ValueError(f"{content!r:.200} is no header of a bucket of {bucket_bytes} bytes")
 
 
 def fits(texts: Iterable[str]) -> bool:
-    """Say whether a header has room for pieces whose texts are these."""
+    """Say whether pieces with such texts fit into one header."""
     return len(_text("", True, "")) + sum(len(text) + 1 for text in texts) <= HEADER_BYTES
 
 
-def after(num_bytes: int) -> int:
-    """Return where the next piece may begin."""
+def aligned(num_bytes: int) -> int:
+    """Round a number of bytes up to the alignment of pieces."""
     return -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 def _text(pieces: str, ends: bool, failure: str) -> str:
-    rest = json.dumps({"ends": ends, "failure": failure})
-    return f'{{"pieces":[{pieces}],{rest[1:]}'
+    fields = json.dumps({"ends": ends, "failure": failure})
+    return f'{{"pieces":[{pieces}],{fields[1:]}'

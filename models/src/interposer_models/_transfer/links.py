@@ -1,4 +1,4 @@
-"""The connections of a trainer and its receivers, by a process group of torch.distributed."""
+"""Connections between a trainer and receivers, over a process group of torch.distributed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from interposer.errors import ConfigError
 
 
 class Work(Protocol):
-    """A collective on its way."""
+    """A collective that has been started."""
 
     def wait(self, timeout: timedelta, /) -> bool:
-        """Return once it has ended; raises RuntimeError where it cannot."""
+        """Wait until the collective has ended; raise RuntimeError if it failed."""
         ...
 
 
 class Link(Protocol):
-    """Collectives of the processes of one exchange.
+    """Collectives among the processes of one weight transfer.
 
     Attributes:
-        device: of the tensors that are sent: the host's memory where the group has gloo for it.
+        device: device of the transferred tensors: the host if the group uses gloo for the host.
     """
 
     rank: int
@@ -31,25 +31,25 @@ class Link(Protocol):
     device: torch.device
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        """Begin to broadcast a tensor of the source into those of the other ranks."""
+        """Start to broadcast a tensor of rank ``source`` into the tensors of the other ranks."""
         ...
 
-    def gather(self, found: list[torch.Tensor], own: torch.Tensor) -> Work:
-        """Begin to exchange tensors of all ranks."""
+    def gather(self, gathered: list[torch.Tensor], tensor: torch.Tensor) -> Work:
+        """Start an all-gather of ``tensor`` into ``gathered``, one tensor for each rank."""
         ...
 
     def break_up(self) -> None:
-        """Take note that it is of no use any more."""
+        """Mark the connections as unusable after a failure."""
         ...
 
 
 class GroupLink:
-    """The ranks of a process group; None is the default one."""
+    """Connections over a process group; None is the default group."""
 
     def __init__(self, group: distributed.ProcessGroup | None) -> None:
-        """Look at the group.
+        """Use a process group that the program has created.
 
-        Raises: ConfigError: there is none.
+        Raises: ConfigError: the program has no process group.
         """
         if not (distributed.is_available() and distributed.is_initialized()):
             raise ConfigError(
@@ -57,6 +57,7 @@ class GroupLink:
                 "Try: torch.distributed.init_process_group, or a Meeting as group"
             )
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+        # A process outside of the group has no backend.
         self.device = device_of(distributed.get_backend_config(group)) if self.rank >= 0 else _HOST
         self._group = group
 
@@ -66,24 +67,24 @@ class GroupLink:
         )
         return work  # type: ignore[no-any-return]
 
-    def gather(self, found: list[torch.Tensor], own: torch.Tensor) -> Work:
-        work: Any = distributed.all_gather(found, own, group=self._group, async_op=True)
+    def gather(self, gathered: list[torch.Tensor], tensor: torch.Tensor) -> Work:
+        work: Any = distributed.all_gather(gathered, tensor, group=self._group, async_op=True)
         return work  # type: ignore[no-any-return]
 
     def break_up(self) -> None:
-        """Leave it to whoever made it."""
+        """Do nothing: the program owns the group."""
 
 
 _HOST = torch.device("cpu")
 
 
 def device_of(config: str) -> torch.device:
-    """Return where tensors lie that a group sends.
+    """Return the device of the tensors that a process group can transfer.
 
     Args:
-        config: its devices and backends, such as ``"cpu:gloo,acme:accl"``. A backend that is made
-            for an accelerator is preferred.
+        config: devices and backends of the group, such as ``"cpu:gloo,acme:accl"``. A backend of an
+            accelerator is preferred.
     """
     pairs = [pair.partition(":") for pair in config.lower().split(",")]
-    own = [device for device, _, backend in pairs if device != "cpu" and backend != "gloo"]
-    return torch.device(own[0] if own else "cpu")
+    accelerators = [device for device, _, backend in pairs if device != "cpu" and backend != "gloo"]
+    return torch.device(accelerators[0] if accelerators else "cpu")

@@ -1,4 +1,4 @@
-"""A group of a trainer and receivers that are in no process group of their programs."""
+"""Weight transfers between processes without a common process group."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from interposer_models._transfer.links import Link, Work
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """A group of processes that come to an address, for ``send_weights`` and ``WeightsFrom``.
+    """An address at which a trainer and receivers connect, to transfer weights.
 
-    It exists beside the process groups of a program, and lasts as long as its processes do: later
-    exchanges use it again. It sends with gloo, from the host's memory.
+    Pass the meeting as ``group`` to ``send_weights`` and ``WeightsFrom``. Its connections are
+    separate from the process groups of the program, are reused by later transfers, and last until
+    the process ends. Tensors are sent with gloo, from host memory.
 
     Attributes:
         address: ``"tcp://host:port"`` of the process with rank 0, or ``"file:///path"`` of a file
-            that does not exist yet and that all can write.
-        rank: of this process. Where a model has several ranks, that of its rank 0; those of the
-            others follow.
-        size: how many processes come.
+            that does not exist yet and that all processes can write.
+        rank: rank of this process. For a model on several ranks, the rank of its rank 0; its other
+            ranks have the following numbers.
+        size: number of processes.
     """
 
     address: str
@@ -36,11 +37,11 @@ class Meeting:
 
 
 def linked(meeting: Meeting, timeout_seconds: float) -> Link:
-    """Return the connections to the others, once all have come.
+    """Return the connections of a meeting, after waiting for all processes.
 
     Raises:
-        ConfigError: there is no such rank, or the address is none.
-        RankError: they did not come in time.
+        ConfigError: the rank or the address is invalid.
+        RankError: the other processes did not connect in time.
     """
     if not 0 <= meeting.rank < meeting.size:
         raise ConfigError(
@@ -53,13 +54,14 @@ def linked(meeting: Meeting, timeout_seconds: float) -> Link:
             f"{meeting.address!r} is no address to meet at. "
             "Try: 'tcp://host:port' or 'file:///path'"
         )
-    if meeting not in _MET:
-        _MET[meeting] = _Met(meeting, timedelta(seconds=timeout_seconds))
-    return _MET[meeting]
+    # Later transfers of the process reuse the connections: an address can be used only once.
+    if meeting not in _LINKS:
+        _LINKS[meeting] = _MeetingLink(meeting, timedelta(seconds=timeout_seconds))
+    return _LINKS[meeting]
 
 
-class _Met:
-    """The connections of one process at a meeting."""
+class _MeetingLink:
+    """The connections of this process at a meeting."""
 
     device = torch.device("cpu")
 
@@ -67,10 +69,10 @@ class _Met:
         self.rank, self.size = meeting.rank, meeting.size
         self._meeting = meeting
         try:
-            found = rendezvous(meeting.address, self.rank, self.size, timeout=timeout)
-            store, *_ = next(iter(found))
+            rendezvous_results = rendezvous(meeting.address, self.rank, self.size, timeout=timeout)
+            store, *_ = next(iter(rendezvous_results))
             store.set_timeout(timeout)
-            self._store = store  # which rank 0 serves to the others
+            self._store = store  # keep alive: rank 0 serves the store to the other ranks
             self._group: Any = distributed.ProcessGroupGloo(store, self.rank, self.size, timeout)
         except (RuntimeError, ValueError, OSError) as error:  # of torch
             reason = str(error).splitlines()[0]
@@ -84,13 +86,13 @@ class _Met:
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         return self._group.broadcast(tensor, source)  # type: ignore[no-any-return]
 
-    def gather(self, found: list[torch.Tensor], own: torch.Tensor) -> Work:
-        return self._group.allgather(found, own)  # type: ignore[no-any-return]
+    def gather(self, gathered: list[torch.Tensor], tensor: torch.Tensor) -> Work:
+        return self._group.allgather(gathered, tensor)  # type: ignore[no-any-return]
 
     def break_up(self) -> None:
-        _MET.pop(self._meeting, None)
+        _LINKS.pop(self._meeting, None)
 
 
-_MET: dict[Meeting, _Met] = {}
-# Ends the threads of gloo. One that frees the last tensors while Python ends aborts the process.
-atexit.register(_MET.clear)
+_LINKS: dict[Meeting, _MeetingLink] = {}
+# Ends the threads of gloo. A thread that frees tensors while Python exits aborts the process.
+atexit.register(_LINKS.clear)

@@ -1,4 +1,4 @@
-"""The model's side: tensors of a trainer come in buckets, while those before are prepared."""
+"""Receives weights from a trainer: buckets arrive while earlier ones are prepared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from interposer.errors import RankError
-from interposer_models._checkpoint.offer import Offer, Room, Rooms
+from interposer_models._checkpoint.offer import BufferFor, Offer, TensorBuffer
 from interposer_models._transfer.channel import Channel, Posted
 from interposer_models._transfer.header import HEADER_BYTES, Header, Piece
 from interposer_models._transfer.meeting import Meeting
@@ -27,15 +27,15 @@ Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 class WeightsFrom:
     """The weights that ``send_weights`` sends from another process, for ``update_weights``.
 
-    All processes of the group take part, each receiver with a model of its own or a part of one.
+    All processes of the group take part. Each receiver has its own model, or a part of one.
 
     Attributes:
-        group: of torch.distributed; None is the default one. Or a ``Meeting``.
+        group: a process group of torch.distributed, None for the default one, or a ``Meeting``.
         source: the rank of the trainer in the group.
-        timeout_seconds: within which the others come, and each bucket does.
-        keeps_memory: the memory of weights that are replaced, and that in which others were
-            received, is kept for the next ones. So the model takes as much from then on as it does
-            in each exchange: more than twice that of its weights. On the host only.
+        timeout_seconds: time limit for the other processes to connect, and for each bucket.
+        keeps_memory: keep the memory of replaced weights and of receive buffers for the next
+            update. The process then uses permanently as much memory as during an update: more than
+            twice the size of its weights. On the host only.
     """
 
     group: distributed.ProcessGroup | Meeting | None = None
@@ -44,15 +44,16 @@ class WeightsFrom:
     keeps_memory: bool = False
 
 
-def at_rank(given: WeightsFrom, rank: int) -> WeightsFrom:
-    """Return what a rank of a model that several processes compute takes part in."""
-    if isinstance(given.group, Meeting):
-        return replace(given, group=replace(given.group, rank=given.group.rank + rank))
-    return given
+def at_rank(weights_from: WeightsFrom, rank: int) -> WeightsFrom:
+    """Return the settings for one rank of a model that runs on several ranks."""
+    group = weights_from.group
+    if isinstance(group, Meeting):
+        return replace(weights_from, group=replace(group, rank=group.rank + rank))
+    return weights_from
 
 
 def offer_of(tensors: Tensors | WeightsFrom) -> Offer:
-    """Return the tensors that ``update_weights`` is given, from wherever they come."""
+    """Return the offer for the argument of ``update_weights``: tensors, or a trainer's weights."""
     if isinstance(tensors, WeightsFrom):
         return Reception(tensors)
     return Offer(tensors.items() if isinstance(tensors, Mapping) else tensors)
@@ -60,44 +61,48 @@ def offer_of(tensors: Tensors | WeightsFrom) -> Offer:
 
 @dataclass(slots=True)
 class _Bucket:
-    """A bucket that is on its way.
+    """A bucket that is being broadcast.
 
     Attributes:
-        rooms: by the number of a piece, where the tensor belongs that it is of.
-        landed: numbers of the pieces that are received there.
+        buffers: model memory for the tensors of some pieces, by the number of the piece.
+        received_numbers: numbers of the pieces that arrive directly in such memory.
     """
 
     header: Header
-    bucket: torch.Tensor
+    memory: torch.Tensor
     posted: list[Posted] = field(default_factory=list)
-    rooms: dict[int, Room] = field(default_factory=dict)
-    landed: set[int] = field(default_factory=set)
+    buffers: dict[int, TensorBuffer] = field(default_factory=dict)
+    received_numbers: set[int] = field(default_factory=set)
 
 
 class Reception(Offer):
-    """One exchange of weights with a trainer.
+    """Weights that arrive from a trainer, as an offer to the model.
 
-    All ranks vote three times: before the first bucket, when the weights are prepared, and when
-    they are those of the models. So a refusal of one is an error of all, and changes nothing.
+    All ranks vote three times: before the first bucket, when the weights are prepared, and after
+    the models have changed. If one rank refuses, all ranks raise an error and no model changes.
     """
 
-    def __init__(self, given: WeightsFrom) -> None:
+    def __init__(self, weights_from: WeightsFrom) -> None:
         super().__init__(())
-        self._channel = Channel(given.group, given.source, given.timeout_seconds)
-        self._buckets = self._coming()
-        self.keeps_memory = given.keeps_memory
-        self._given: torch.Tensor | None = None
-        self._rooms: Rooms = _no_room
-        self._threads = 1  # outside
-        self._begun: tuple[Piece, Room] | None = None  # the last piece of a tensor that goes on
-        self._stage = "ready"  # the next one to vote on; "" where nobody listens any more
+        self._channel = Channel(
+            weights_from.group, weights_from.source, weights_from.timeout_seconds
+        )
+        self._buckets = self._received_buckets()
+        self.keeps_memory = weights_from.keeps_memory
+        self._assembled: torch.Tensor | None = None
+        self._buffer_for: BufferFor = _no_buffer
+        self._num_threads = 1  # before the transfer
+        # The last piece of an incomplete tensor, and the buffer of that tensor.
+        self._last_piece: tuple[Piece, TensorBuffer] | None = None
+        self._stage = "ready"  # the next stage to vote on; "" if the group is unusable
 
     def __enter__(self) -> Self:
-        """Leave cores to the transfer, which one thread takes here, and one of a trainer beside."""
-        self._threads = torch.get_num_threads()
+        """Leave cores to the transfer: one for the thread here, and one for a local trainer."""
+        self._num_threads = torch.get_num_threads()
         if self._channel.device.type == "cpu":
-            # Threads that share out a weight wait for the last one, and spin where others work.
-            torch.set_num_threads(max(1, self._threads - _TRANSFER_THREADS))
+            # Threads that work on one weight spin until the slowest is done, which would take
+            # cores from the transfer.
+            torch.set_num_threads(max(1, self._num_threads - _TRANSFER_THREADS))
         return self
 
     def __exit__(
@@ -106,94 +111,99 @@ class Reception(Offer):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Tell the others of the end."""
-        torch.set_num_threads(self._threads)
+        """Vote on the end of the transfer: consent, or the error as a refusal."""
+        torch.set_num_threads(self._num_threads)
         if error is None:
             try:
                 self._vote()
             except RankError as broken:
                 broken.add_note("The weights of this rank are exchanged.")
                 raise
-        # After an interrupt the others are left to their timeout: this process is to end.
+        # After KeyboardInterrupt this process must end at once: other ranks reach their timeout.
         elif self._stage and isinstance(error, Exception):
-            with suppress(RankError):  # the error at hand comes first
-                self._rooms = _no_room
+            with suppress(RankError):  # the original error is more important
+                # Receive the other buckets: the trainer votes after sending all of them.
+                self._buffer_for = _no_buffer
                 for _ in self._buckets if self._stage == "prepared" else ():
                     pass
                 self._vote(f"{type(error).__name__}: {error}")
 
-    def gives(self, tensor: torch.Tensor) -> bool:
-        """Say whether a tensor was put together in memory of its own."""
-        return tensor is self._given
+    def is_exclusive(self, tensor: torch.Tensor) -> bool:
+        """Say whether the tensor was assembled from pieces, in memory of its own."""
+        return tensor is self._assembled
 
-    def agree(self) -> None:
-        """Return if all ranks have prepared the weights."""
+    def confirm(self) -> None:
+        """Vote, and return if all ranks have prepared the weights."""
         self._vote()
 
     def _vote(self, refusal: str = "") -> None:
+        # If the vote fails, the group is unusable and the stage stays empty.
         stage, self._stage = self._stage, ""
         self._channel.vote(stage, refusal)
         self._stage = {"ready": "prepared", "prepared": "applied"}.get(stage, "")
 
-    def given(self, rooms: Rooms) -> Iterator[tuple[str, torch.Tensor | Room]]:
-        """Yield the tensors, or the rooms that they were received in."""
-        self._rooms = rooms
+    def tensors(self, buffer_for: BufferFor) -> Iterator[tuple[str, torch.Tensor | TensorBuffer]]:
+        """Yield names and tensors, or full buffers of tensors that were received by rows."""
+        self._buffer_for = buffer_for
         self._vote()
-        begun: torch.Tensor | None = None
-        for arrived in self._buckets:
-            for number, (start, piece) in enumerate(arrived.header.placed()):
-                content = arrived.bucket[start : start + piece.count]
-                room = arrived.rooms.get(number)
-                if room is not None:
-                    if number not in arrived.landed:
+        assembled: torch.Tensor | None = None
+        for bucket in self._buckets:
+            for number, (start, piece) in enumerate(bucket.header.placed()):
+                content = bucket.memory[start : start + piece.count]
+                buffer = bucket.buffers.get(number)
+                if buffer is not None:
+                    if number not in bucket.received_numbers:
                         rows = content.view(piece.dtype).view(-1, *piece.shape[1:])
-                        room.put(piece.start // piece.row_bytes, rows)
+                        buffer.put(piece.start // piece.row_bytes, rows)
                     if piece.is_last:
-                        yield piece.name, room
+                        yield piece.name, buffer
                 elif piece.is_whole:
                     yield piece.name, content.view(piece.dtype).view(piece.shape)
                 else:
                     if not piece.start:
-                        begun = self._memory(piece.num_bytes)
-                    elif begun is None or len(begun) != piece.num_bytes:
-                        raise self._nonsense(f"a piece of {piece.name!r} comes before its first")
-                    begun[piece.start : piece.start + piece.count] = content
+                        assembled = self._memory(piece.num_bytes)
+                    elif assembled is None or len(assembled) != piece.num_bytes:
+                        raise self._protocol_error(
+                            f"a piece of {piece.name!r} comes before its first"
+                        )
+                    assembled[piece.start : piece.start + piece.count] = content
                     if piece.is_last:
-                        self._given = begun.view(piece.dtype).view(piece.shape)
-                        begun = None
-                        yield piece.name, self._given
-                        self._given = None
-        if begun is not None:
-            raise self._nonsense("the last tensor lacks pieces")
+                        self._assembled = assembled.view(piece.dtype).view(piece.shape)
+                        assembled = None
+                        yield piece.name, self._assembled
+                        self._assembled = None
+        if assembled is not None:
+            raise self._protocol_error("the last tensor lacks pieces")
 
-    def _coming(self) -> Iterator[_Bucket]:
-        """Yield buckets; while one is in use, the next one and the header after it come."""
+    def _received_buckets(self) -> Iterator[_Bucket]:
+        """Yield buckets, while the next bucket and header arrive."""
         try:
-            yield from self._in_turns()
+            yield from self._pipelined_buckets()
         except RankError:
             self._stage = ""
             raise
 
-    def _in_turns(self) -> Iterator[_Bucket]:
+    def _pipelined_buckets(self) -> Iterator[_Bucket]:
         channel = self._channel
-        buckets = [self._memory(channel.bucket_bytes) for _ in range(2)]
-        waiting: _Bucket | None = None
-        posted = channel.post(self._memory(HEADER_BYTES))
+        # Double buffering: one bucket arrives while the caller uses the other.
+        memories = [self._memory(channel.bucket_bytes) for _ in range(2)]
+        previous: _Bucket | None = None
+        posted_header = channel.post(self._memory(HEADER_BYTES))
         while True:
-            header = self._header(posted)
+            header = self._header(posted_header)
             if not header.ends:
-                coming = self._posted(header, buckets[0])
-                posted = channel.post(self._memory(HEADER_BYTES))
-            buckets.reverse()
-            if waiting is not None:
-                for part in waiting.posted:
-                    part.wait()
-                yield waiting
+                bucket = self._start_bucket(header, memories[0])
+                posted_header = channel.post(self._memory(HEADER_BYTES))
+            memories.reverse()
+            if previous is not None:
+                for posted in previous.posted:
+                    posted.wait()
+                yield previous
             if header.ends:
                 break
-            waiting = coming
-        if self._begun is not None:
-            raise self._nonsense("the last tensor lacks pieces")
+            previous = bucket
+        if self._last_piece is not None:
+            raise self._protocol_error("the last tensor lacks pieces")
         if header.failure:
             raise RankError(
                 channel.rank,
@@ -201,58 +211,60 @@ class Reception(Offer):
                 f"{header.failure}",
             )
 
-    def _posted(self, header: Header, bucket: torch.Tensor) -> _Bucket:
-        """Have the tensors of a bucket sent to where they belong, or to the bucket."""
-        found = _Bucket(header, bucket)
+    def _start_bucket(self, header: Header, memory: torch.Tensor) -> _Bucket:
+        """Start the broadcasts of a bucket, into model memory if possible, else into ``memory``."""
+        bucket = _Bucket(header, memory)
         for number, piece in enumerate(header.pieces):
             if piece.is_apart or not piece.is_whole:
-                room = self._room(piece)
-                if room is not None:
-                    found.rooms[number] = room
-        for start, stop, apart in header.transfers():
-            target = bucket[start:stop]
-            room = None if apart is None else found.rooms.get(apart)
-            if apart is not None and room is not None:
-                piece = header.pieces[apart]
+                buffer = self._buffer(piece)
+                if buffer is not None:
+                    bucket.buffers[number] = buffer
+        for start, stop, number_apart in header.transfers():
+            target = memory[start:stop]
+            buffer = None if number_apart is None else bucket.buffers.get(number_apart)
+            if number_apart is not None and buffer is not None:
+                piece = header.pieces[number_apart]
                 first = piece.start // piece.row_bytes
-                memory = room.memory(first, first + piece.count // piece.row_bytes)
-                own = memory is not None and memory.device.type == target.device.type
-                if memory is not None and own and memory.dtype == piece.dtype:
-                    target = memory.view(-1).view(torch.uint8)
-                    found.landed.add(apart)
-            found.posted.append(self._channel.post(target))
-        return found
+                # Receive directly into the model if dtype and device match; otherwise convert.
+                rows = buffer.memory(first, first + piece.count // piece.row_bytes)
+                is_same_device = rows is not None and rows.device.type == target.device.type
+                if rows is not None and is_same_device and rows.dtype == piece.dtype:
+                    target = rows.view(-1).view(torch.uint8)
+                    bucket.received_numbers.add(number_apart)
+            bucket.posted.append(self._channel.post(target))
+        return bucket
 
-    def _room(self, piece: Piece) -> Room | None:
-        """Return where a piece belongs, None where its tensor is to be put together."""
+    def _buffer(self, piece: Piece) -> TensorBuffer | None:
+        """Return model memory for a piece; None if the tensor must be assembled outside."""
         if not piece.start:
-            # Of longer rows, pieces hold parts.
-            fits = 0 < piece.row_bytes <= self._channel.bucket_bytes
-            room = self._rooms(piece.name, piece.shape, piece.dtype) if fits else None
-        elif self._begun is None:
+            # A row that is longer than a bucket is split between pieces.
+            has_rows = 0 < piece.row_bytes <= self._channel.bucket_bytes
+            buffer = self._buffer_for(piece.name, piece.shape, piece.dtype) if has_rows else None
+        elif self._last_piece is None:
             return None
         else:
-            before, room = self._begun
-            if (before.name, before.start + before.count) != (piece.name, piece.start):
-                raise self._nonsense(f"a piece of {piece.name!r} comes before its first")
-        if room is not None and piece.count % piece.row_bytes:
-            raise self._nonsense(f"a piece of {piece.name!r} holds a part of a row")
-        self._begun = None if room is None or piece.is_last else (piece, room)
-        return room
+            last, buffer = self._last_piece
+            if (last.name, last.start + last.count) != (piece.name, piece.start):
+                raise self._protocol_error(f"a piece of {piece.name!r} comes before its first")
+        # send_weights splits tensors between rows if a row fits into a bucket.
+        if buffer is not None and piece.count % piece.row_bytes:
+            raise self._protocol_error(f"a piece of {piece.name!r} holds a part of a row")
+        self._last_piece = None if buffer is None or piece.is_last else (piece, buffer)
+        return buffer
 
     def _header(self, posted: Posted) -> Header:
         posted.wait()
         try:
             return Header.decoded(posted.tensor, self._channel.bucket_bytes)
         except ValueError as error:
-            raise self._nonsense(str(error)) from error
+            raise self._protocol_error(str(error)) from error
 
-    def _nonsense(self, found: str) -> RankError:
+    def _protocol_error(self, fault: str) -> RankError:
         self._stage = ""
         source = self._channel.source
         return RankError(
             self._channel.rank,
-            f"Rank {source} sent what is no weights of send_weights: {found}. "
+            f"Rank {source} sent what is no weights of send_weights: {fault}. "
             "Try: the same version of interposer there, and a new process group",
         )
 
@@ -263,5 +275,5 @@ class Reception(Offer):
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-def _no_room(name: str, shape: Sequence[int], dtype: torch.dtype) -> Room | None:
+def _no_buffer(name: str, shape: Sequence[int], dtype: torch.dtype) -> TensorBuffer | None:
     return None

@@ -1,4 +1,4 @@
-"""A model that one process computes, as those that load it see its ranks."""
+"""A model that one process computes, with the interface of a group of ranks."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from interposer_models._engine.engine import Engine
 from interposer_models._language_model import LanguageModel
 
 
-class Alone:
-    """Has the members of ``Group`` that ``load`` calls, where there is nobody to agree with."""
+class SingleProcess:
+    """Implements the methods of ``Group`` that ``load`` calls, for a process without peers."""
 
     ranks: Ranks | None = None
     alike = True
 
     def placement(self, config: Config) -> Placement | None:
-        """Leave the place to the plan."""
+        """Return None: the plan selects the device."""
         return None
 
     def together(self, activity: str) -> AbstractContextManager[None]:
-        """Return a block about which nobody is told."""
+        """Return a context that does nothing."""
         return nullcontext()
 
     def agree(self, facts: Mapping[str, object]) -> None:
-        """Take any facts."""
+        """Accept any facts."""
 
     def smallest(self, number: int) -> int:
-        """Return the number of this process."""
+        """Return the number."""
         return number
 
     def inner(self) -> Any:
-        """Return what a draft model is loaded with."""
+        """Return None, the ``tensor_parallel`` option of a draft model."""
         return None
 
     def engine(self, *parts: Any, **facts: Any) -> Engine:
-        """Return the engine of these parts."""
+        """Create the engine."""
         return Engine(*parts, **facts)
 
     def model(self, engine: Engine, *parts: Any) -> LanguageModel:
-        """Return the model of an engine and other parts."""
+        """Create the model of an engine."""
         return LanguageModel(engine, *parts)

@@ -1,4 +1,4 @@
-"""The ways to fill the model of a plan: the steps that they share, and the turn to the next one."""
+"""Steps that the ways to load a model's weights share, and the fallback to the next way."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from interposer_models._packed.packed_file import (
     PackedFileError,
 )
 from interposer_models._packed.packed_key import judge_layouts, packed_key
+from interposer_models._packed.packed_store import PackedStore
 from interposer_models._packed.packed_writer import PackedWriter
-from interposer_models._packed.shelf import Shelf
 from interposer_models._plan import Plan
 from interposer_ops.devices import host_memory
 
@@ -30,29 +30,30 @@ PAUSE_SECONDS = 0.05
 REFUSALS: tuple[type[Exception], ...] = (PackedFileError, UnpackableError)
 
 MemoryOf = Callable[[int], torch.Tensor]
-"""Returns the memory of a number, uint8."""
+"""Returns the memory of a number, as uint8."""
 
 
-def attempted(
-    way: Callable[[Progress], None],
+def try_loading(
+    load: Callable[[Progress], None],
     progress: Progress,
     refusals: tuple[type[Exception], ...] = REFUSALS,
 ) -> Exception | None:
-    """Fill a model one way, and return why that cannot be; None where it was.
+    """Load a model in one way, and return the refusal, or None if the model was loaded.
 
-    What was told of progress is taken back with a refusal, as the next way begins again.
+    A refusal reports the negative of the progress so far, as the next way starts from the
+    beginning.
     """
-    done = 0
+    done_bytes = 0
 
     def advance(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
+        nonlocal done_bytes
+        done_bytes += num_bytes
         progress(num_bytes)
 
     try:
-        way(advance)
+        load(advance)
     except refusals as error:
-        progress(-done)
+        progress(-done_bytes)
         return error
     return None
 
@@ -65,19 +66,19 @@ def read(
     keep: Keep | None = None,
     copies: bool = True,
 ) -> None:
-    """Read the weights of a checkpoint, in the manner of ``Weights.load``.
+    """Load the weights of a checkpoint through ``Weights.load``.
 
     Args:
-        copies: ``keep`` copies what it is told.
+        copies: whether ``keep`` copies the tensors of each group.
     """
     tensors = _tensors(planned, checkpoint, weights)
-    # Files of plugins may lie in memory that cannot be written.
-    borrows = copies and isinstance(checkpoint, Checkpoint)
-    weights.load(tensors, checkpoint.path, progress, checkpoint.names(), keep, borrows)
+    # Layers may write to borrowed tensors, and tensors of plugins may be read-only.
+    can_borrow = copies and isinstance(checkpoint, Checkpoint)
+    weights.load(tensors, checkpoint.path, progress, checkpoint.names(), keep, can_borrow)
 
 
 def relocate(planned: Plan, weights: Weights, moves: Moves) -> tuple[str, ...]:
-    """Read the experts that this rank is to hold, in the manner of ``Weights.relocate``."""
+    """Read the experts that move to this rank through ``Weights.relocate``."""
     checkpoint = with_weights(planned.checkpoint)
     tensors = _tensors(planned, checkpoint, weights)
     return weights.relocate(moves, tensors, checkpoint.names(), checkpoint.path)
@@ -86,17 +87,17 @@ def relocate(planned: Plan, weights: Weights, moves: Moves) -> tuple[str, ...]:
 def _tensors(
     planned: Plan, checkpoint: Checkpoint | CheckpointFile, weights: Weights
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the tensors of a checkpoint, as the scheme has them."""
-    scheme, stored = planned.resolver.scheme, checkpoint.stream()
-    return stored if scheme is None else scheme.restored(stored, weights)
+    """Return the tensors of a checkpoint, after the quantization scheme's conversion."""
+    scheme, tensors = planned.resolver.scheme, checkpoint.stream()
+    return tensors if scheme is None else scheme.restored(tensors, weights)
 
 
 def states_of(
     states: GroupData, number: int, group: LayerGroup, memory_of: MemoryOf
 ) -> list[State]:
-    """Return the states of a group over memories.
+    """Return the states of a group, with tensors in the memories of ``memory_of``.
 
-    Raises: PackedFileError: they are of another model.
+    Raises: PackedFileError: the states belong to another model.
     """
     try:
         return group_states(states, number, group, memory_of)
@@ -105,9 +106,9 @@ def states_of(
 
 
 def restore(weights: Weights, states: GroupData, memory_of: MemoryOf) -> None:
-    """Let all layers hold states over memories.
+    """Set all layers to packed states, with tensors in the memories of ``memory_of``.
 
-    Raises: PackedFileError: they are of another model.
+    Raises: PackedFileError: the states belong to another model.
     """
 
     def restored(number: int, group: LayerGroup) -> Iterable[State]:
@@ -117,48 +118,49 @@ def restore(weights: Weights, states: GroupData, memory_of: MemoryOf) -> None:
 
 
 def repeat_findings(weights: Weights, facts: Facts) -> None:
-    """Log what the check of weights found when a file was packed, unless the check is off now."""
+    """Log the findings of the weight check at packing, unless the check is off now."""
     if weights.check is not None and weights.check.policy != "off":
         weights.check.add(facts.non_finite or ())
 
 
-def shelf_of(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> Shelf:
-    """Return the shelf for the packed weights of a plan.
+def packed_store_of(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> PackedStore:
+    """Return the store for the packed weights of a plan.
 
-    Raises: PackedFileError: they have no packed form.
+    Raises: PackedFileError: the weights have no packed form.
     """
     if not (verdict := judge_layouts(planned)):
         raise PackedFileError(verdict.reason)
-    return Shelf.of(packed_key(planned, checkpoint), checkpoint, planned.resolver.config)
+    return PackedStore.of(packed_key(planned, checkpoint), checkpoint, planned.resolver.config)
 
 
 def pack_into(
     writer: PackedWriter,
-    shelf: Shelf,
+    packed_store: PackedStore,
     planned: Plan,
     checkpoint: Checkpoint | CheckpointFile,
     weights: Weights,
     progress: Progress,
 ) -> Facts:
-    """Read the weights of a checkpoint and hold them in a file alone.
+    """Load the weights of a checkpoint into a packed file, without keeping a copy in memory.
 
-    Returns: what the file is to say of itself.
+    Returns: the facts for the header of the file.
     Raises:
         CheckpointError: as ``Weights.load``.
         PackedFileError: the file cannot be written.
-        UnpackableError: a layer holds what no file can.
+        UnpackableError: a layer holds a value that no file can store.
     """
     states: GroupData = {}
 
     def keep(number: int, group: LayerGroup) -> None:
         keep_states(states, number, group, writer.keep)
 
+    # Kernels allocate packed tensors inside the file, so that nothing is copied.
     with host_memory.placed(writer.place):
         read(planned, checkpoint, weights, progress, keep)
     check = weights.check
     findings = None if check is None or check.policy == "off" else check.findings
-    asked, made_by = shelf.key.asked, shelf.key.made_by
-    return Facts(asked, made_by, states, writer.memories, non_finite=findings)
+    key = packed_store.key
+    return Facts(key.asked, key.made_by, states, writer.memories, non_finite=findings)
 
 
 def packed_file(
@@ -169,36 +171,37 @@ def packed_file(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> PackedFile:
-    """Return the packed weights of a plan, written and published before if there are none.
+    """Return the packed weights of a plan; pack and publish a file if there is none.
 
-    The model is on the meta device, as it was.
+    The model stays on the meta device.
 
     Args:
-        sleep: waits for so many seconds while another process writes the file.
+        sleep: waits for a number of seconds while another process writes the file.
     Raises:
         CheckpointError: as ``Weights.load``.
-        PackedFileError: the model has no packed form, or it cannot be written.
-        UnpackableError: a layer holds what no file can.
+        PackedFileError: the model has no packed form, or the file cannot be written.
+        UnpackableError: a layer holds a value that no file can store.
     """
-    shelf = shelf_of(planned, checkpoint)
-    if (found := shelf.find()) is not None:
-        repeat_findings(weights, found.facts)
+    packed_store = packed_store_of(planned, checkpoint)
+    if (file := packed_store.find()) is not None:
+        repeat_findings(weights, file.facts)
         progress(checkpoint.num_bytes)
-        return found
-    if refused := shelf.judge_room(checkpoint.num_bytes):
-        raise PackedFileError(refused)
+        return file
+    if refusal := packed_store.judge_space(checkpoint.num_bytes):
+        raise PackedFileError(refusal)
     while True:
         try:
-            writer = shelf.writer(shelf.kept)
+            writer = packed_store.writer(packed_store.cache_folder)
             break
         except BeingWrittenError:
             sleep(PAUSE_SECONDS)
+    # From here on this process holds the lock of the file.
     try:
-        if (found := shelf.find()) is None:  # another process may have written it meanwhile
-            facts = pack_into(writer, shelf, planned, checkpoint, weights, progress)
+        if (file := packed_store.find()) is None:  # another process may have written one meanwhile
+            facts = pack_into(writer, packed_store, planned, checkpoint, weights, progress)
             writer.publish(facts)
-            shelf.evict(writer.path)
-            found = PackedFile(writer.path, facts)
+            packed_store.evict(writer.path)
+            file = PackedFile(writer.path, facts)
     finally:
         writer.close()
-    return found
+    return file
