@@ -1,14 +1,14 @@
-"""The share of a linear layer's parameters that each rank reads, found by comparing shapes.
+"""Find each rank's slices of a layer's parameters by comparing shapes.
 
-A method is asked for parameters of other sizes, of which no memory is taken: the dimension in which
-those of the whole layer and of a share differ is the one that is cut, and a share begins where the
-parameter of all that comes before it would end.
+A quantization method creates the layer's parameters for several sizes on the meta device. The
+dimension in which the whole layer and a shard differ is the sharded one, and a shard starts where
+the parameter for all preceding entries would end. So no format has to describe its own slicing.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,12 +27,12 @@ _SANDBOXES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 class CannotCutError(Exception):
-    """A parameter has no share that would do; the text says which one, and why."""
+    """A parameter cannot be sharded; the text names the parameter and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """Builds the parameters of an axis of any size, or says that there are none."""
+    """Builds and caches the parameters for any axis size; None if a size cannot be built."""
 
     build: Callable[[int], Parameters]
     known: dict[int, Parameters | None]
@@ -48,8 +48,9 @@ class _Probe:
 
 
 def sandboxed(site: Site) -> Site:
-    """Return a site whose choices and notes nobody sees."""
+    """Return a site whose choices and notes are discarded."""
     resolver: Any = site.resolver
+    # One shadow per resolver, reused by all probes of a model.
     if resolver not in _SANDBOXES:
         shadow = copy.copy(resolver)
         shadow.choices, shadow.notes, shadow.failures, shadow.ranks = {}, [], [], None
@@ -61,67 +62,75 @@ def sandboxed(site: Site) -> Site:
 def slices_between(
     place: str, build: Callable[[int], Parameters], cut: Cut, ranks: int
 ) -> dict[str, Slice]:
-    """Return what a rank reads of the parameters of one axis, by their names.
+    """Return a rank's slices of the parameters along one axis, by parameter name.
 
     Args:
-        build: returns the parameters of an axis of a size.
-        ranks: their number.
-    Raises: CannotCutError: a share of a parameter would be something else than a part of it.
+        build: creates the parameters for an axis of the given size.
+        ranks: number of ranks.
+    Raises: CannotCutError: a shard of a parameter would not be a part of the whole parameter.
     """
     probe = _Probe(build, {})
-    whole, share = probe.of(cut.whole), probe.of(cut.size)
-    if whole is None:
+    complete, shard = probe.of(cut.whole), probe.of(cut.size)
+    if complete is None:
         raise CannotCutError(f"{place}: nothing can hold all of it")
-    if share is None or share.keys() != whole.keys():
-        known = _sizes_that_do(probe, cut, ranks)
-        raise CannotCutError(f"{place}: {cut.size} of {cut.whole} cannot be held{known}")
-    found = {}
-    for name, parameter in whole.items():
+    if shard is None or shard.keys() != complete.keys():
+        suggestion = _suggest_size(probe, cut, ranks)
+        raise CannotCutError(f"{place}: {cut.size} of {cut.whole} cannot be held{suggestion}")
+    slices = {}
+    for name, parameter in complete.items():
+        # The stored shape is unknown before loading, so no slice can be computed.
         if getattr(parameter, "any_form", False):
             raise CannotCutError(f"{place}.{name} is held in whatever form it is stored")
-        differs = _differing(parameter.shape, share[name].shape)
-        if not differs:
+        differing_dims = _differing_dims(parameter.shape, shard[name].shape)
+        if not differing_dims:
             if hasattr(parameter, "states_sizes"):
-                found[name] = _restated(parameter, share[name])
+                slices[name] = _restated(parameter, shard[name])
             continue
-        if len(differs) > 1:
-            raise CannotCutError(f"{place}.{name} changes in dimensions {differs}")
-        dim = differs[0]
+        # Slicing along one dimension cannot produce a shard that differs in two.
+        if len(differing_dims) > 1:
+            raise CannotCutError(f"{place}.{name} changes in dimensions {differing_dims}")
+        dim = differing_dims[0]
         ranges = []
         for start, stop in cut.ranges:
             begin, end = (_edge(probe, name, dim, at, cut) for at in (start, stop))
             if begin is None or end is None:
-                wrong = start if begin is None else stop
-                known = _sizes_that_do(probe, cut, ranks)
+                entry = start if begin is None else stop
+                suggestion = _suggest_size(probe, cut, ranks)
                 raise CannotCutError(
-                    f"{place}.{name}: what is stored for entry {wrong} of {cut.whole} is stored "
-                    f"for its neighbours as well{known}"
+                    f"{place}.{name}: what is stored for entry {entry} of {cut.whole} is stored "
+                    f"for its neighbours as well{suggestion}"
                 )
             ranges.append((begin, end))
-        if sum(end - begin for begin, end in ranges) != share[name].shape[dim]:
+        if sum(end - begin for begin, end in ranges) != shard[name].shape[dim]:
             raise CannotCutError(f"{place}.{name}: the shares are no parts of the whole")
-        found[name] = Slice(dim, parameter.shape[dim], tuple(ranges), _groups(probe, name, cut))
-    return found
+        slices[name] = Slice(dim, parameter.shape[dim], tuple(ranges), _groups(probe, name, cut))
+    return slices
 
 
-def _restated(whole: nn.Parameter, share: nn.Parameter) -> Slice:
-    """Return the slice of a parameter that holds sizes of its layer, which no slice changes."""
+def _restated(complete: nn.Parameter, shard: nn.Parameter) -> Slice:
+    """Return the slice of a parameter that stores its layer's sizes and is replaced, not sliced."""
     generator = torch.Generator(device="cpu")
     with torch.device("cpu"):
-        sizes = [tuple(one.sample(generator).tolist()) for one in (whole, share)]  # type: ignore[attr-defined]
-    return Slice(0, len(whole), ((0, len(whole)),), stated=(sizes[0], sizes[1]))
+        sizes = [tuple(p.sample(generator).tolist()) for p in (complete, shard)]  # type: ignore[attr-defined]
+    return Slice(0, len(complete), ((0, len(complete)),), stated=(sizes[0], sizes[1]))
 
 
-def _differing(whole: torch.Size, share: torch.Size) -> list[int]:
-    if len(whole) != len(share):
-        return [-1, -1]
-    return [dim for dim, pair in enumerate(zip(whole, share, strict=True)) if pair[0] != pair[1]]
+def _differing_dims(complete: torch.Size, shard: torch.Size) -> list[int]:
+    if len(complete) != len(shard):
+        return [-1, -1]  # more than one dimension, so that callers refuse the parameter
+    pairs = enumerate(zip(complete, shard, strict=True))
+    return [dim for dim, (size, shard_size) in pairs if size != shard_size]
 
 
 def _edge(probe: _Probe, name: str, dim: int, at: int, cut: Cut) -> int | None:
-    """Return where entry ``at`` of the axis begins in a parameter, None within what it shares."""
+    """Return where entry ``at`` of the axis begins in a parameter.
+
+    Returns: None if ``at`` lies inside a packed element, such as a word or group of several
+        entries.
+    """
     if at == 0:
         return 0
+    # The parameter for the first ``at`` entries ends where entry ``at`` begins.
     before = probe.of(at)
     if before is None:
         return None
@@ -129,25 +138,25 @@ def _edge(probe: _Probe, name: str, dim: int, at: int, cut: Cut) -> int | None:
     if at == cut.whole:
         return length
     after = probe.of(at + 1)
-    # Where no such size can be held, sizes are multiples of something that ``at`` is one of, too.
+    # ``at + 1`` cannot be built if sizes must be multiples of a block size; ``at`` then is one.
     is_edge = after is None or after[name].shape[dim] > length
     return length if is_edge else None
 
 
 def _groups(probe: _Probe, name: str, cut: Cut) -> tuple[int, int] | None:
-    """Return the numbers of groups of the axis that a parameter's entries may have."""
-    whole = probe.of(cut.whole)
-    assert whole is not None
-    share = probe.of(cut.size)
-    if not hasattr(whole[name], "num_groups") or share is None:
+    """Return the range of group numbers of this rank, if the parameter holds group numbers."""
+    complete = probe.of(cut.whole)
+    assert complete is not None
+    shard = probe.of(cut.size)
+    if not hasattr(complete[name], "num_groups") or shard is None:
         return None
-    if _num_groups(whole, name) == _num_groups(share, name):  # all inputs are of the same groups
-        return 0, _num_groups(whole, name)
+    if _num_groups(complete, name) == _num_groups(shard, name):  # groups lie along another axis
+        return 0, _num_groups(complete, name)
     if len(cut.ranges) > 1:
         raise CannotCutError(f"{name} numbers groups, which a rank has in several places")
     start, stop = cut.ranges[0]
-    held = [probe.of(at) if at else None for at in (start, stop)]
-    first, last = (0 if one is None else _num_groups(one, name) for one in held)
+    edges = [probe.of(at) if at else None for at in (start, stop)]
+    first, last = (0 if edge is None else _num_groups(edge, name) for edge in edges)
     return first, last
 
 
@@ -155,24 +164,23 @@ def _num_groups(parameters: Parameters, name: str) -> int:
     return int(parameters[name].num_groups)  # type: ignore[attr-defined]
 
 
-def _sizes_that_do(probe: _Probe, cut: Cut, ranks: int) -> str:
-    """Return which multiples of the number of ranks near the size can be shared out."""
+def _suggest_size(probe: _Probe, cut: Cut, ranks: int) -> str:
+    """Suggest a nearby size that the ranks can divide, as text for an error; empty if none."""
     step = cut.whole // ranks
-    found: list[int] = []
-    for share in range(step, 4 * step + 4096):
-        if len(found) == 1:
-            break
-        if share % 16 == 0 and share != step and probe.of(share) and probe.of(share * ranks):
-            edge = probe.of(share + 1)
-            here = probe.of(share)
-            assert here is not None
-            if edge is None or all(
-                _differing(edge[name].shape, here[name].shape)
-                for name in here
-                if _differing(here[name].shape, _shapes(probe, share * ranks)[name])
+    # The search is bounded: a suggestion far from the model's size helps nobody.
+    for size in range(step, 4 * step + 4096):
+        if size % 16 == 0 and size != step and probe.of(size) and probe.of(size * ranks):
+            larger = probe.of(size + 1)
+            shard = probe.of(size)
+            assert shard is not None
+            # As in ``_edge``: every sharded parameter must have an edge after ``size`` entries.
+            if larger is None or all(
+                _differing_dims(larger[name].shape, shard[name].shape)
+                for name in shard
+                if _differing_dims(shard[name].shape, _shapes(probe, size * ranks)[name])
             ):
-                found.append(share * ranks)
-    return f"; {ranks} ranks can share {found[0]}" if found else ""
+                return f"; {ranks} ranks can share {size * ranks}"
+    return ""
 
 
 def _shapes(probe: _Probe, size: int) -> dict[str, torch.Size]:
@@ -180,16 +188,12 @@ def _shapes(probe: _Probe, size: int) -> dict[str, torch.Size]:
 
 
 def parameters_of(layer: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that a method has registered, of layers below as well."""
-    return dict(_named(layer))
-
-
-def _named(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    yield from layer.named_parameters(remove_duplicate=False)
+    """Return the registered parameters of a layer and its children, by name."""
+    return dict(layer.named_parameters(remove_duplicate=False))
 
 
 def bare(kind: type[PluggableLayer], site: Site, **attributes: Any) -> Any:
-    """Return a layer of a class with nothing but these attributes, for a method to fill."""
+    """Create a layer without calling its constructor, for a method to add parameters."""
     layer = object.__new__(kind)
     nn.Module.__init__(layer)
     vars(layer).update(prefix=site.prefix, **attributes)
