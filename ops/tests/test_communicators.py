@@ -201,7 +201,7 @@ def test_tensors_of_a_device_without_a_backend_go_through_the_host(tmp_path: Pat
     try:
         ranks = Ranks(0, 1, (0,), ("acme",), dist.group.WORLD)
         communicator = TorchCommunicator(ranks, "meta")
-        assert communicator._place == torch.device("cpu")
+        assert communicator._transfer_device == torch.device("cpu")
         communicator.close()
     finally:
         dist.destroy_process_group()
