@@ -104,7 +104,7 @@ def test_sinks_join_the_softmax_of_every_head(make_site: MakeSite, window: int |
     torch.testing.assert_close(found[0], share * value[0].repeat_interleave(2, 0))
 
 
-def test_a_sink_that_is_no_number_is_refused(make_site: MakeSite) -> None:
+def test_a_sink_that_is_not_finite_is_refused(make_site: MakeSite) -> None:
     layer = Attention(make_site("self_attn.attn", torch.float32), replace(SPEC, sinks=True))
     layer.get_parameter("sinks").data = torch.tensor([0.0, torch.nan, 0.0, 0.0])
     with pytest.raises(CheckpointError, match=r"self_attn\.sinks: holds a score that is infinite"):
@@ -112,7 +112,7 @@ def test_a_sink_that_is_no_number_is_refused(make_site: MakeSite) -> None:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_prompts_are_seen_in_both_directions(make_site: MakeSite, given: bool) -> None:
+def test_prefix_tokens_attend_in_both_directions(make_site: MakeSite, given: bool) -> None:
     """Where the step has prefixes; layers without ``prefix_lm`` pass them over."""
     batch = replace(BATCH, prefix_lens=torch.tensor([4, 4])) if given else BATCH
     site = make_site("attn", torch.float32)
@@ -155,7 +155,7 @@ def test_the_layout_is_pages_of_keys_and_values(make_site: MakeSite) -> None:
         ({"sparse": True}, "sparse"),
     ],
 )
-def test_what_the_backend_refuses_has_a_reason(
+def test_refused_specs_have_a_reason(
     make_site: MakeSite, changes: dict[str, Any], reason: str
 ) -> None:
     spec = replace(SPEC, **changes)

@@ -108,7 +108,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.process
-def test_ranks_know_each_other(found: list[dict[str, Any]]) -> None:
+def test_ranks_agree_on_their_devices(found: list[dict[str, Any]]) -> None:
     for rank, facts in enumerate(found):
         assert facts["ranks"] == [rank, 2, [0, 0], ["cpu", "cpu"], "gloo"]
         assert facts["mixed"] == [["of0", "of1"], "gloo"]
@@ -116,7 +116,7 @@ def test_ranks_know_each_other(found: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.process
-def test_any_dtype_is_moved_and_added_up(found: list[dict[str, Any]]) -> None:
+def test_every_dtype_is_transferred_and_summed(found: list[dict[str, Any]]) -> None:
     for facts in found:
         assert facts["dtypes"] == [10.0, 10.0, 5.0]
         assert facts["moved"] == [[3.0, 3.0]]
@@ -138,7 +138,7 @@ def test_wrong_rows_are_an_error_before_anything_is_sent(found: list[dict[str, A
 
 
 @pytest.mark.process
-def test_a_closed_one_says_so(found: list[dict[str, Any]]) -> None:
+def test_a_closed_communicator_raises_a_clear_error(found: list[dict[str, Any]]) -> None:
     for rank, facts in enumerate(found):
         assert facts["closed"] == ["RankError", f"Rank {rank}: the communicator is closed"]
 
@@ -160,7 +160,7 @@ def chosen(ranks: Ranks, **config: Any) -> Resolver:
     return resolver
 
 
-def test_what_is_required_decides_which_one_is_chosen() -> None:
+def test_required_properties_decide_the_choice() -> None:
     ranks = Ranks(0, 2, (0, 1), ("cpu", "cuda"))
     names = []
     for required in ((), ("batch_invariant",)):
@@ -171,7 +171,7 @@ def test_what_is_required_decides_which_one_is_chosen() -> None:
     assert names == ["torch", "ordered"]
 
 
-def test_an_explanation_shows_what_was_chosen_and_what_was_not() -> None:
+def test_an_explanation_lists_the_choice_and_the_refusals() -> None:
     resolver = chosen(Ranks(0, 2, (0, 0), ("cpu", "cpu")), require=("deterministic",))
     told = explain(SimpleNamespace(resolver=resolver))
     text = str(told.why("all_reduce"))
@@ -184,7 +184,7 @@ def test_an_explanation_shows_what_was_chosen_and_what_was_not() -> None:
     assert "ordered" in everything
 
 
-def test_a_pin_that_promises_too_little_is_refused() -> None:
+def test_a_pin_without_a_required_property_is_refused() -> None:
     with pytest.raises(NoCandidateError, match="batch_invariant"):
         chosen(
             Ranks(0, 2, (0, 0), ("cpu", "cpu")),
@@ -194,7 +194,7 @@ def test_a_pin_that_promises_too_little_is_refused() -> None:
 
 
 @pytest.mark.process
-def test_tensors_of_a_device_without_a_backend_go_through_the_host(tmp_path: Path) -> None:
+def test_devices_without_a_backend_transfer_over_host_memory(tmp_path: Path) -> None:
     """One rank alone has a group, too; its tensors have no memory, so only copies are seen."""
     init = f"file://{tmp_path}/store"
     dist.init_process_group("gloo", init_method=init, rank=0, world_size=1)

@@ -46,7 +46,7 @@ def described(site: Site, rank: int, count: int) -> Site:
 
 
 @given(count=st.integers(2, 8), heads=st.integers(1, 48), kv_heads=st.integers(1, 12))
-def test_every_head_has_its_keys_and_values(count: int, heads: int, kv_heads: int) -> None:
+def test_every_query_head_keeps_its_kv_head_on_its_rank(count: int, heads: int, kv_heads: int) -> None:
     heads *= kv_heads
     group = heads // kv_heads
     held: list[int] = []
@@ -83,7 +83,7 @@ def test_one_process_has_the_standard_layers(make_site: MakeSite) -> None:
     assert (type(embedding), type(head)) == (Embedding, LMHead)
 
 
-def test_ranks_have_shares(make_site: MakeSite) -> None:
+def test_ranks_hold_shards(make_site: MakeSite) -> None:
     site = described(make_site("model", torch.float32), 1, 2)
     with torch.device("meta"):
         attention = SelfAttention(site.at("self_attn"), spec_of(4, 2), 32, 8, None, True, True)
@@ -105,7 +105,7 @@ def test_ranks_have_shares(make_site: MakeSite) -> None:
 
 
 @pytest.mark.parametrize("says", [False, True])
-def test_a_replacement_has_to_say_that_it_adds_up(make_site: MakeSite, says: bool) -> None:
+def test_a_replacement_layer_must_declare_its_reduction(make_site: MakeSite, says: bool) -> None:
     name = "AddingMLP" if says else "ForgetfulMLP"
     entry = LayerEntry("gated_mlp", "other", f"{__name__}:{name}")
     alone = make_site("model", torch.float32, entry)
@@ -149,7 +149,7 @@ NORMED: list[torch.Tensor] = []
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_a_sum_is_left_to_the_norm_behind_it(make_site: MakeSite, is_fused: bool) -> None:
+def test_an_all_reduce_is_fused_with_the_next_norm(make_site: MakeSite, is_fused: bool) -> None:
     collectives = ("all_reduce", *((FUSED_SUM,) if is_fused else ()))
     twice = CommunicatorEntry("twice", f"{__name__}:Twice", collectives, score=99.0)
     site = make_site("model", torch.float32, twice)

@@ -26,7 +26,7 @@ def slots_of(ids: torch.Tensor, num_experts: int) -> list[list[int]]:
 
 
 @given(choices(), st.integers(0, 2**31))
-def test_rows_are_sorted_by_expert_and_find_back(
+def test_permuted_rows_are_sorted_by_expert_and_unpermuted(
     choice: tuple[torch.Tensor, int], seed: int
 ) -> None:
     ids, num_experts = choice

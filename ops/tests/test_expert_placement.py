@@ -34,7 +34,7 @@ def check(placement: ExpertPlacement) -> None:
 
 
 @given(placements())
-def test_even_placements_fill_ranks_alike(placement: ExpertPlacement) -> None:
+def test_even_placements_give_ranks_equal_numbers_of_experts(placement: ExpertPlacement) -> None:
     check(placement)
     sizes = [len(held) for held in placement.ranks]
     assert max(sizes) - min(sizes) <= 1
@@ -44,7 +44,7 @@ def test_even_placements_fill_ranks_alike(placement: ExpertPlacement) -> None:
 
 @given(placements(), st.data())
 @example(even_placement(5, 3, 4), None)
-def test_loads_move_experts_to_ranks_with_less_to_do(
+def test_balancing_never_raises_the_maximum_load(
     placement: ExpertPlacement, data: st.DataObject | None
 ) -> None:
     numbers = st.one_of(st.integers(0, 3), st.integers(0, 10**6))
@@ -64,26 +64,26 @@ def test_loads_move_experts_to_ranks_with_less_to_do(
     assert balanced_placement(loads, found) == found
 
 
-def test_the_busiest_experts_get_the_copies() -> None:
+def test_the_busiest_experts_get_the_extra_copies() -> None:
     before = even_placement(6, 3, 3)
     found = balanced_placement([900, 10, 300, 10, 10, 10], before)
     assert [len(places) for places in found.places] == [3, 1, 2, 1, 1, 1]
     assert max(found.shares([900, 10, 300, 10, 10, 10])) <= 470
 
 
-def test_ranks_with_unequal_room_exchange_experts() -> None:
+def test_ranks_with_unequal_capacity_exchange_experts() -> None:
     before = even_placement(5, 2)
     found = balanced_placement([54, 9, 15, 57, 9], before)
     # By the longest one first, the rank of three places keeps 78 rows and the other one 66.
     assert max(found.shares([54, 9, 15, 57, 9])) == 72
 
 
-def test_ranks_read_ranges_of_experts_as_long_as_nothing_is_known() -> None:
+def test_without_known_loads_ranks_hold_consecutive_experts() -> None:
     assert even_placement(5, 2).ranks == ((0, 1, 2), (3, 4))
     assert even_placement(5, 2, 1).ranks == ((0, 1, 2), (3, 4, 0))
 
 
-def test_placements_that_cannot_be_are_refused() -> None:
+def test_impossible_placements_are_refused() -> None:
     with pytest.raises(ConfigError, match="8 ranks are more than 5 experts"):
         even_placement(5, 8)
     with pytest.raises(ConfigError, match="have room for 5 further copies"):

@@ -175,7 +175,7 @@ def test_rows_are_sent_to_the_rank_of_their_expert(
     assert [sender.num_computed for sender in senders] == held
 
 
-def test_rows_behind_the_last_expert_have_none() -> None:
+def test_padding_rows_belong_to_no_expert() -> None:
     starts = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     assert row_experts(starts, 7).tolist() == [0, 0, 2, 2, 2, -1, -1]
     assert row_experts(starts[:1].expand(4), 2).tolist() == [-1, -1]

@@ -60,7 +60,7 @@ def test_a_compiled_part_is_found(way: str) -> None:
 
 
 @pytest.mark.process
-def test_the_compiler_is_not_imported_to_ask() -> None:
+def test_judging_a_step_does_not_import_the_compiler() -> None:
     program = """
 import sys, torch
 from interposer_ops.devices.graphs import judge_compilation
@@ -92,7 +92,7 @@ def others(request: Request) -> list[Candidate]:
     return [WAITS, SAFE] if request.name == "linear" else [STUCK]
 
 
-def test_what_it_takes_to_keep_graphs_is_said() -> None:
+def test_refusals_say_how_to_keep_graphs() -> None:
     assert judge_choices([chosen(SAFE)], others)
     assert judge_choices([chosen(WAITS)], others).reason == (
         "cannot be captured: linear_waiting of acme for 'linear' does not promise to be "
@@ -120,7 +120,7 @@ def test_sums_over_ranks_have_to_be_safe_as_well() -> None:
     )
 
 
-def test_what_waits_for_the_host_is_not_captured() -> None:
+def test_layers_that_wait_for_the_host_are_not_captured() -> None:
     verdict = judge_choices([replace(chosen(SAFE), waits=True), chosen(SAFE)], others)
     assert verdict.reason == (
         "cannot be captured: layers that call 'linear' read numbers on the host in between. "
@@ -128,7 +128,7 @@ def test_what_waits_for_the_host_is_not_captured() -> None:
     )
 
 
-def test_a_layer_promises_for_its_own_code() -> None:
+def test_a_replacement_layer_must_declare_graph_safe() -> None:
     entry = LayerEntry("norm", "other", "acme.layers:Other")
     safe = LayerEntry("norm", "safe", "acme.layers:Other", properties=frozenset({"graph_safe"}))
     standard = LayerEntry("norm", "standard", "acme.layers:Norm", score=0.0)

@@ -90,7 +90,7 @@ def write(root: Path, name: str, text: str) -> None:
 
 @linux
 @pytest.mark.parametrize(("num_bytes", "advised"), [(2 * MIB, 2), (5 * MIB + 24, 4), (MIB, 0)])
-def test_whole_huge_pages_are_asked_for_and_no_more(
+def test_only_whole_huge_pages_are_requested(
     num_bytes: int, advised: int, maps: Maps
 ) -> None:
     memory = host_memory.empty([num_bytes // 8, 2], torch.float32)
@@ -104,7 +104,7 @@ def test_whole_huge_pages_are_asked_for_and_no_more(
 
 
 @linux
-def test_a_map_is_freed_with_its_last_view(maps: Maps) -> None:
+def test_a_mapping_is_freed_with_its_last_view(maps: Maps) -> None:
     view = host_memory.empty([64 * MIB], torch.uint8)[5:]
     assert maps.num_alive == 1
     del view
@@ -112,7 +112,7 @@ def test_a_map_is_freed_with_its_last_view(maps: Maps) -> None:
 
 
 @linux
-def test_what_lasts_shares_huge_pages(maps: Maps) -> None:
+def test_lasting_memory_shares_huge_pages(maps: Maps) -> None:
     sizes = [5 * MIB + 24, 300_000, 40 * MIB + 8, MIB, 20 * MIB]
     tensors = [host_memory.empty([size], torch.uint8, lasting=True) for size in sizes]
     for value, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
@@ -139,7 +139,7 @@ SHARING = (9 * MIB + 100, 8 * MIB, 7 * MIB)  # bytes of tensors that lie in one 
 
 
 @linux
-def test_shared_memory_goes_back_before_its_neighbours(maps: Maps) -> None:
+def test_shared_memory_is_returned_while_neighbours_remain(maps: Maps) -> None:
     first, second, third = (
         host_memory.empty([size], torch.uint8, lasting=True).fill_(size % 7) for size in SHARING
     )
@@ -161,7 +161,7 @@ def test_shared_memory_goes_back_before_its_neighbours(maps: Maps) -> None:
 
 
 @linux
-def test_threads_never_share_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_allocations_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_requested_bytes", lambda: 2 * MIB)
     sizes = range(300_000, 320_000, 1_000)
     filled: list[tuple[int, torch.Tensor]] = []
@@ -181,7 +181,7 @@ def test_threads_never_share_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @linux
-def test_what_is_freed_in_a_block_serves_the_next_of_its_size(maps: Maps) -> None:
+def test_freed_memory_is_reused_for_the_same_size_within_a_block(maps: Maps) -> None:
     with host_memory.reused():
         first = host_memory.empty([3, MIB], torch.int16).fill_(7)
         address = first.data_ptr()
@@ -206,7 +206,7 @@ def test_what_is_freed_in_a_block_serves_the_next_of_its_size(maps: Maps) -> Non
 
 
 @linux
-def test_no_more_is_kept_than_layers_need(maps: Maps) -> None:
+def test_the_cache_of_freed_memory_is_limited(maps: Maps) -> None:
     def use(count: int) -> None:
         assert len([host_memory.empty([4 * MIB], torch.uint8) for _ in range(count)]) == count
 
@@ -219,7 +219,7 @@ def test_no_more_is_kept_than_layers_need(maps: Maps) -> None:
 
 
 @linux
-def test_trim_asks_the_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trim_calls_the_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
     padding: list[int] = []
 
     class Library:
@@ -231,7 +231,7 @@ def test_trim_asks_the_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert padding == [0]  # bytes to keep at the end of the heap
 
 
-def test_other_systems_are_not_asked_to_trim(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trim_does_nothing_on_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: object) -> object:
         return object()  # a C library without malloc_trim
 
@@ -242,7 +242,7 @@ def test_other_systems_are_not_asked_to_trim(monkeypatch: pytest.MonkeyPatch) ->
     host_memory.trim()
 
 
-def test_a_system_that_denies_the_map_gives_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_comes_from_the_heap_if_mapping_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(*_: object, **__: object) -> None:
         raise OSError("no more maps")
 
@@ -258,7 +258,7 @@ def test_a_system_that_denies_the_map_gives_plain_memory(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("setting", "advised"), [("madvise", 4), ("always", 4), ("never", 0), ("", 0)]
 )
-def test_huge_pages_are_asked_for_where_the_system_has_them(
+def test_huge_pages_are_requested_if_the_system_has_them(
     setting: str, advised: int, lasting: bool, maps: Maps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
@@ -270,7 +270,7 @@ def test_huge_pages_are_asked_for_where_the_system_has_them(
 
 
 @linux
-def test_caches_lie_there(maps: Maps) -> None:
+def test_caches_use_lasting_memory(maps: Maps) -> None:
     layout = KVCacheLayout((2, 2, 16, 64), 1, (0, 1, 2, 3, 4), torch.float32)
     caches = layout.allocate(2, 256, "cpu", host_memory.cache_memory)
     assert [maps.huge_bytes(cache) for cache in caches] == [4 * MIB, 4 * MIB]
@@ -285,7 +285,7 @@ def test_caches_lie_there(maps: Maps) -> None:
         ("always madvise [never]", False, "says 'never'; 'madvise' lets"),
     ],
 )
-def test_what_the_system_allows_is_said(
+def test_the_verdict_reports_the_system_setting(
     tmp_path: Path, setting: str, accepted: bool, said: str
 ) -> None:
     write(tmp_path, "enabled", setting)
@@ -296,7 +296,7 @@ def test_what_the_system_allows_is_said(
     assert host_memory.huge_page_bytes(tmp_path) == 2 * MIB
 
 
-def test_other_systems_have_none(tmp_path: Path) -> None:
+def test_other_systems_have_no_huge_pages(tmp_path: Path) -> None:
     assert "this system has none" in host_memory.huge_pages(tmp_path).reason
     write(tmp_path, "enabled", "always [madvise] never")
     assert "how large" in host_memory.huge_pages(tmp_path).reason
@@ -388,7 +388,7 @@ def test_memory_goes_back_to_the_system_with_the_tensor(lasting: bool) -> None:
 
 @linux
 @pytest.mark.slow
-def test_the_rest_of_a_shared_map_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_unused_part_of_a_shared_mapping_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_shared_maps", host_memory._SharedMaps())
     _, control = advised_map(32 * MIB)
     control[: 24 * MIB + 1].fill_(1)
@@ -427,7 +427,7 @@ def test_the_system_takes_back_shared_memory(monkeypatch: pytest.MonkeyPatch) ->
 
 @glibc
 @pytest.mark.slow
-def test_trim_gives_back_what_lies_between_tensors_that_stay() -> None:
+def test_trim_returns_memory_between_remaining_tensors() -> None:
     sizes = [100 * 1024, 64] * 1000  # bytes; each large one is followed by one that stays
     before = resident_bytes()
     control = mmap.mmap(-1, sum(sizes[::2]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -52,7 +52,7 @@ def test_each_token_lands_in_its_slot_and_nothing_else_changes(
 
 
 @given(writes(), st.integers(0, 30))
-def test_writing_in_chunks_is_writing_at_once(
+def test_writing_in_chunks_equals_writing_at_once(
     write: tuple[Shape, list[int], int], cut: int
 ) -> None:
     shape, slots, seed = write
@@ -107,7 +107,7 @@ def tables(shape: Shape, totals: list[int], seed: int) -> list[torch.Tensor]:
 
 
 @given(chunks(), st.integers(0, 100))
-def test_what_was_written_is_gathered(
+def test_written_tokens_are_gathered(
     drawn: tuple[Shape, list[tuple[int, int]], int], seed: int
 ) -> None:
     shape, sequences, spare = drawn

@@ -96,7 +96,7 @@ def attended(query: torch.Tensor, rows: torch.Tensor, latent_size: int) -> torch
 
 @few
 @given(batches(7), st.integers(1, 7), st.integers(1, 4), st.sampled_from([None, 0.5, 3.0]))
-def test_decoding_is_attention_of_torch_to_the_vectors_so_far(
+def test_decoding_matches_torch_attention(
     batch: Batch, latent_size: int, heads: int, factor: float | None
 ) -> None:
     query = batch.numbers(batch.num_tokens, heads, 7)
@@ -114,7 +114,7 @@ def test_decoding_is_attention_of_torch_to_the_vectors_so_far(
         torch.testing.assert_close(found[token], attended(query[token], rows, latent_size))
 
 
-def test_absorbed_projections_give_what_separate_keys_and_values_give() -> None:
+def test_absorbed_projections_match_separate_keys_and_values() -> None:
     """Keys and values made of the latent vector, per head, against the vector itself."""
     generator = torch.Generator().manual_seed(0)
     heads, latent_size, rotary_size, head_size, value_size, length = 3, 8, 4, 6, 5, 9
@@ -152,7 +152,7 @@ def test_absorbed_projections_give_what_separate_keys_and_values_give() -> None:
 
 @few
 @given(batches(6), st.data())
-def test_sparse_attention_is_attention_of_torch_to_the_named_vectors(
+def test_sparse_attention_matches_torch_attention_to_the_listed_vectors(
     batch: Batch, data: st.DataObject
 ) -> None:
     query, tokens = batch.numbers(batch.num_tokens, 3, 6), batch.tokens()
@@ -180,7 +180,7 @@ def test_sparse_attention_is_attention_of_torch_to_the_named_vectors(
 
 @few
 @given(batches(5), st.integers(1, 3), st.booleans())
-def test_scores_are_what_their_definition_says(batch: Batch, heads: int, scaled: bool) -> None:
+def test_indexer_scores_match_their_definition(batch: Batch, heads: int, scaled: bool) -> None:
     query, weights = (
         batch.numbers(batch.num_tokens, heads, 5),
         batch.numbers(batch.num_tokens, heads),
@@ -219,7 +219,7 @@ def test_scores_are_what_their_definition_says(batch: Batch, heads: int, scaled:
     ),
     st.integers(1, 12),
 )
-def test_the_choice_is_that_of_sorting(drawn: list[list[float]], top_k: int) -> None:
+def test_topk_matches_sorting(drawn: list[list[float]], top_k: int) -> None:
     width = min(len(row) for row in drawn)
     # A fraction of its own for every place, so that no two scores are equal.
     rows = [[score + place / 256 for place, score in enumerate(row[:width])] for row in drawn]
@@ -231,14 +231,14 @@ def test_the_choice_is_that_of_sorting(drawn: list[list[float]], top_k: int) -> 
         assert chosen == [*sorted(best), *[-1] * (top_k - len(best))]
 
 
-def test_a_row_keeps_equal_scores_inside_the_choice() -> None:
+def test_ties_within_the_choice_are_kept() -> None:
     scores = torch.tensor([[1.0, 5.0, 5.0, 5.0, 0.0, 2.0]])
     assert indexer_topk(scores, 3).tolist() == [[1, 2, 3]]
     assert indexer_topk(scores, 4).tolist() == [[1, 2, 3, 5]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_cases_leave_no_choice_open(dtype: torch.dtype) -> None:
+def test_cases_have_one_right_choice(dtype: torch.dtype) -> None:
     """No score that is left out equals the smallest that is chosen."""
     repeated = 0
     for case in indexer_topk_cases(dtype, 0):
@@ -254,7 +254,7 @@ def test_cases_leave_no_choice_open(dtype: torch.dtype) -> None:
 
 @few
 @given(batches(8), st.integers(1, 12))
-def test_attending_to_all_that_the_indexer_finds_is_attending_to_all(
+def test_sparse_attention_to_all_tokens_equals_dense_attention(
     batch: Batch, spare: int
 ) -> None:
     """The three ops in a row, where as many tokens are chosen as there are."""

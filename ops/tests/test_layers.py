@@ -68,7 +68,7 @@ def load(layer: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @both_dtypes
-def test_norm(make_site: MakeSite, dtype: torch.dtype) -> None:
+def test_the_norm_matches_its_definition(make_site: MakeSite, dtype: torch.dtype) -> None:
     layer = RMSNorm(make_site("norm", dtype), 48, 1e-3)
     weight = load(layer)["weight"]
     x, residual = numbers(5, 48, dtype=dtype), numbers(5, 48, dtype=dtype, seed=1)
@@ -85,7 +85,7 @@ def test_norm(make_site: MakeSite, dtype: torch.dtype) -> None:
 @both_dtypes
 @each_kernel
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear(
+def test_a_linear_layer_matches_torch(
     make_site: MakeSite, dtype: torch.dtype, kernels: tuple[Kernel, ...], bias: bool
 ) -> None:
     layer = Linear(make_site("mlp.down_proj", dtype, *kernels), 32, 20, bias=bias)
@@ -97,7 +97,7 @@ def test_linear(
         torch.testing.assert_close(layer(x), expected)
 
 
-def test_a_prepared_weight_is_not_held_twice(make_site: MakeSite) -> None:
+def test_a_prepared_weight_replaces_the_parameter(make_site: MakeSite) -> None:
     plain = Linear(make_site("proj", torch.float32), 8, 4)
     prepared = Linear(make_site("proj", torch.float32, COLUMNWISE), 8, 4)
     load(plain)
@@ -108,7 +108,7 @@ def test_a_prepared_weight_is_not_held_twice(make_site: MakeSite) -> None:
 
 @both_dtypes
 @each_kernel
-def test_merged_linear(
+def test_a_merged_linear_layer_matches_torch(
     make_site: MakeSite, dtype: torch.dtype, kernels: tuple[Kernel, ...]
 ) -> None:
     parts = {"q_proj": 24, "k_proj": 8, "v_proj": 8}
@@ -121,7 +121,7 @@ def test_merged_linear(
 
 
 @both_dtypes
-def test_embedding(make_site: MakeSite, dtype: torch.dtype) -> None:
+def test_the_embedding_looks_up_rows(make_site: MakeSite, dtype: torch.dtype) -> None:
     layer = Embedding(make_site("embed_tokens", dtype), 11, 6)
     weight = load(layer)["weight"]
     token_ids = torch.tensor([3, 10, 0, 3])
@@ -159,7 +159,7 @@ def test_head_tied_to_the_embedding(
     assert list(head.parameters()) == []
 
 
-def test_a_head_is_not_tied_to_an_embedding_that_knows_of_none(make_site: MakeSite) -> None:
+def test_a_head_cannot_be_tied_to_an_embedding_built_without_a_head(make_site: MakeSite) -> None:
     site = make_site("", torch.float32)
     alone = Embedding(site.at("embed_tokens"), 11, 6)
     with pytest.raises(ConfigError, match=r"tied to embed_tokens, .* built without a head"):

@@ -165,14 +165,14 @@ def attend_one_by_one(batch: Batch, sequence: int) -> torch.Tensor:
 
 @few
 @given(batches())
-def test_attention_is_what_its_definition_says(batch: Batch) -> None:
+def test_attention_matches_its_definition(batch: Batch) -> None:
     for sequence, output in enumerate(batch.attend()):
         torch.testing.assert_close(output, attend_one_by_one(batch, sequence))
 
 
 @few
 @given(batches(softcap=None, sinks=None))
-def test_attention_is_that_of_torch(batch: Batch) -> None:
+def test_attention_matches_torch(batch: Batch) -> None:
     slopes = batch.options["alibi_slopes"]
     for sequence, output in enumerate(batch.attend()):
         query, (key, value) = batch.queries[sequence], scaled(batch, sequence)
@@ -197,7 +197,7 @@ def test_attention_is_that_of_torch(batch: Batch) -> None:
 
 @few
 @given(batches(causal=True, prefixes=None), st.data())
-def test_chunks_give_what_the_whole_gives(batch: Batch, data: st.DataObject) -> None:
+def test_chunked_prefill_equals_whole_prefill(batch: Batch, data: st.DataObject) -> None:
     """A query cut in two: the first part sees the cache as it was before the second."""
     for sequence, whole in enumerate(batch.attend()):
         length, tokens = batch.sequences[sequence]
@@ -216,14 +216,14 @@ def test_chunks_give_what_the_whole_gives(batch: Batch, data: st.DataObject) -> 
 
 @few
 @given(batches(), st.integers(1, 1000))
-def test_where_pages_lie_does_not_matter(batch: Batch, page_seed: int) -> None:
+def test_the_order_of_pages_does_not_matter(batch: Batch, page_seed: int) -> None:
     for one, other in zip(batch.attend(), batch.attend(page_seed), strict=True):
         assert torch.equal(one, other)
 
 
 @few
 @given(batches(), st.data())
-def test_company_does_not_matter(batch: Batch, data: st.DataObject) -> None:
+def test_other_sequences_of_the_batch_do_not_matter(batch: Batch, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(batch.sequences))))
     together = batch.attend()
     for index, output in zip(order, batch.part(*order).attend(), strict=True):
@@ -235,7 +235,7 @@ def test_company_does_not_matter(batch: Batch, data: st.DataObject) -> None:
 
 @few
 @given(batches(sinks=None, value_scale=None))
-def test_of_a_single_token_the_value_remains(batch: Batch) -> None:
+def test_attention_to_one_token_returns_its_value(batch: Batch) -> None:
     alone = replace(
         batch.part(0),
         sequences=((1, 1),),
@@ -271,7 +271,7 @@ def test_scores_stay_in_float32(dtype: torch.dtype) -> None:
 
 @few
 @given(batches(softcap=None, alibi_slopes=None))
-def test_a_sink_is_a_key_that_has_no_value(batch: Batch) -> None:
+def test_a_sink_acts_as_a_key_without_a_value(batch: Batch) -> None:
     """With a sink of -inf nothing changes; a large one leaves nothing."""
     heads = batch.queries[0].shape[1]
     sinks = {
@@ -288,7 +288,7 @@ def test_a_sink_is_a_key_that_has_no_value(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_a_cache_of_8_bits_is_read_by_its_scales(cache_dtype: torch.dtype) -> None:
+def test_an_8_bit_cache_is_multiplied_by_its_scales(cache_dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 2, 4, 2, 8, generator=generator).mul(50).to(cache_dtype)
     scales = torch.tensor([0.02, 0.03]), torch.tensor([0.01])

@@ -110,7 +110,7 @@ def routing(num_tokens: int, last: int = EXPERTS) -> tuple[Tensor, Tensor, Tenso
 
 @pytest.mark.parametrize("redundant", [0, 1, 6])
 @pytest.mark.parametrize("from_tokens", [0, 1], ids=["added up", "sent"])
-def test_ranks_compute_what_one_layer_does(
+def test_expert_parallel_results_match_one_layer(
     make_site: MakeSite, redundant: int, from_tokens: int
 ) -> None:
     whole = Experts(make_site("mlp.experts", torch.float32), SPEC)
@@ -128,7 +128,7 @@ def test_ranks_compute_what_one_layer_does(
     assert counts == [torch.bincount(ids.flatten(), minlength=EXPERTS).tolist()] * RANKS
 
 
-def test_copies_take_rows_in_turn(make_site: MakeSite) -> None:
+def test_copies_of_an_expert_share_rows_round_robin(make_site: MakeSite) -> None:
     layers = layers_of(make_site, ExpertParallel(redundant_experts=2))
     ids = torch.zeros(100, 1, dtype=torch.int32)
     held = [int((layer.routes.own(ids) >= 0).sum()) for layer in layers]
@@ -141,7 +141,7 @@ def test_copies_take_rows_in_turn(make_site: MakeSite) -> None:
         assert not own[own >= 0].numel() or layer.held[int(own.max())] == 0
 
 
-def test_another_placement_takes_over(make_site: MakeSite) -> None:
+def test_a_new_placement_gives_the_same_results(make_site: MakeSite) -> None:
     layers = layers_of(make_site, ExpertParallel(dispatch_tokens=1))
     assert [layer.held for layer in layers] == [(0, 1, 2), (3, 4), (5, 6)]
     inputs = routing(9)
@@ -166,7 +166,7 @@ def test_another_placement_takes_over(make_site: MakeSite) -> None:
     assert float((found - before).abs().max()) <= BOUND * float(before.abs().max())
 
 
-def test_notes_say_where_experts_are_and_how_rows_get_there(make_site: MakeSite) -> None:
+def test_notes_report_placement_and_dispatch(make_site: MakeSite) -> None:
     def notes(settings: ExpertParallel, size: int, spec: ExpertsSpec = SPEC) -> str:
         site = make_site("mlp.experts", torch.float32)
         resolver: Any = site.resolver
@@ -220,7 +220,7 @@ def test_experts_that_cannot_be_placed_say_why(
     assert cut.startswith("every rank computes all of model.layers.mlp.experts")
 
 
-def test_experts_are_cut_where_nobody_wants_them_whole(make_site: MakeSite) -> None:
+def test_experts_are_tensor_parallel_by_default(make_site: MakeSite) -> None:
     site = make_site("mlp.experts", torch.float32)
     resolver: Any = site.resolver
     resolver.ranks = Ranks(1, 2, (0, 0), ("cpu", "cpu"))

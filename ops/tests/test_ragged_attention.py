@@ -93,7 +93,7 @@ def batches(draw: st.DrawFn, /, **fixed: Any) -> Batch:
 
 @few
 @given(batches())
-def test_attention_is_what_its_definition_says(batch: Batch) -> None:
+def test_attention_matches_its_definition(batch: Batch) -> None:
     """In loops, with the logarithm of what the weights are divided by."""
     out, lse = ragged_attention_with_lse(**batch.arguments())
     assert torch.equal(out, ragged_attention(**batch.arguments()))
@@ -127,7 +127,7 @@ def test_attention_is_what_its_definition_says(batch: Batch) -> None:
 
 @few
 @given(batches(softcap=None, sinks=None, alibi_slopes=None))
-def test_attention_is_that_of_torch(batch: Batch) -> None:
+def test_attention_matches_torch(batch: Batch) -> None:
     for sequence, output in enumerate(batch.attend()):
         sees = batch.sees(sequence)
         blind = ~sees.any(-1)
@@ -145,7 +145,7 @@ def test_attention_is_that_of_torch(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_batch_without_padding_is_that_of_torch(causal: bool) -> None:
+def test_a_ragged_batch_matches_torch(causal: bool) -> None:
     """torch's own causal mask, and values of another size than keys."""
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 3, 6, 4, 24, generator=generator)
@@ -160,7 +160,7 @@ def test_a_batch_without_padding_is_that_of_torch(causal: bool) -> None:
 
 @few
 @given(batches())
-def test_company_does_not_matter(batch: Batch) -> None:
+def test_other_sequences_of_the_batch_do_not_matter(batch: Batch) -> None:
     for index, output in enumerate(batch.attend()):
         columns = (batch.queries, batch.keys, batch.values)
         queries, keys, values = ((column[index],) for column in columns)
@@ -170,7 +170,7 @@ def test_company_does_not_matter(batch: Batch) -> None:
 
 @few
 @given(batches(causal=True, alibi_slopes=None))
-def test_prefill_is_attention_over_a_cache_of_the_same_tokens(batch: Batch) -> None:
+def test_prefill_matches_attention_over_a_cache(batch: Batch) -> None:
     """Where queries are as many as keys; the cache has one page per sequence."""
     keys = tuple(key for key in batch.keys if len(key))
     assume(keys)
@@ -198,7 +198,7 @@ def test_prefill_is_attention_over_a_cache_of_the_same_tokens(batch: Batch) -> N
 
 @few
 @given(batches(causal=False, window_tokens=None, alibi_slopes=None), st.data())
-def test_merged_parts_are_the_whole(batch: Batch, data: st.DataObject) -> None:
+def test_merged_parts_equal_attention_to_all_keys(batch: Batch, data: st.DataObject) -> None:
     """Keys cut in two, the sink on one side; either part may be empty."""
     whole, whole_lse = ragged_attention_with_lse(**batch.arguments())
     cuts = [data.draw(st.integers(0, len(keys))) for keys in batch.keys]
@@ -220,7 +220,7 @@ def test_merged_parts_are_the_whole(batch: Batch, data: st.DataObject) -> None:
         torch.testing.assert_close(lse, whole_lse)
 
 
-def test_a_side_without_keys_leaves_the_other_as_it_is() -> None:
+def test_merging_with_an_empty_side_changes_nothing() -> None:
     generator = torch.Generator().manual_seed(0)
     out = torch.randn(3, 2, 8, generator=generator, dtype=torch.bfloat16)
     lse = torch.tensor([[1e4, -1e4], [200.0, -200.0], [0.0, 3.0]])

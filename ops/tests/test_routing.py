@@ -105,12 +105,12 @@ def test_grouped_routing(
     assert_routed(found, scored.tolist(), ids, True, 2.5)
 
 
-def test_an_unknown_scoring_names_the_two() -> None:
+def test_an_unknown_scoring_lists_the_alternatives() -> None:
     with pytest.raises(RequestError, match="No scoring 'relu' of experts; try 'softmax' or"):
         grouped_topk(torch.zeros(1, 4), None, 2, 1, 1, "relu", False, 1.0)
 
 
-def test_it_routes_as_deepseek_v3_does() -> None:
+def test_grouped_routing_matches_deepseek_v3() -> None:
     """The modeling code of transformers, with its own bias, groups and scale."""
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as peer

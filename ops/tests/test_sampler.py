@@ -58,14 +58,14 @@ def normal(rows: int) -> torch.Tensor:
     return 2 * torch.randn(rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(rows))
 
 
-def test_an_all_greedy_batch_holds_nothing_that_costs_time() -> None:
+def test_an_all_greedy_batch_has_no_optional_tensors() -> None:
     batch = build(2, top_k=[5, 0], top_p=[0.5, 0.5], min_p=[0.1, 0.1])
     assert batch.all_greedy
     assert (batch.temperature, batch.top_k, batch.top_p, batch.min_p) == (None,) * 4
     assert batch.penalties is None
 
 
-def test_a_greedy_batch_is_made_once() -> None:
+def test_a_greedy_batch_is_cached() -> None:
     batch = SamplingBatch.greedy(3, "cpu")
     assert batch is SamplingBatch.greedy(3, "cpu")
     assert batch is not SamplingBatch.greedy(2, "cpu")
@@ -96,7 +96,7 @@ def test_seeds_and_top_k_keep_all_bits() -> None:
 
 
 @pytest.mark.parametrize("penalty", ["repetition", "presence", "frequency"])
-def test_one_penalty_brings_all(penalty: str) -> None:
+def test_one_penalty_creates_all_penalty_tensors(penalty: str) -> None:
     values = [1.0 if penalty == "repetition" else 0.0, 0.5]
     used = {"prompts": [[1, 1, 3], []], "outputs": [[], [2, 2, 39]]}
     penalties = penalties_of(2, **used, **{penalty: values})
@@ -164,7 +164,7 @@ def test_penalties_change_the_winner_of_their_row_only(dtype: torch.dtype) -> No
     torch.testing.assert_close(logprobs, expected)
 
 
-def test_a_request_gets_the_same_tokens_alone_and_in_a_batch() -> None:
+def test_a_request_gets_the_same_tokens_alone_and_batched() -> None:
     layer, logits = sampler(), normal(6)
     settings: dict[str, list[Any]] = {
         "temperature": [0.0, 0.7, 1.0, 1.5, 1.0, 0.9],
@@ -197,7 +197,7 @@ def sample_bfloat16(logits: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor
     return torch.full(logits.shape[:1], 17), torch.zeros(logits.shape[:1])
 
 
-def test_a_kernel_of_one_dtype_is_not_given_penalised_logits() -> None:
+def test_penalised_logits_go_to_a_kernel_of_their_dtype() -> None:
     kernel = Kernel(
         "sample_tokens",
         "sample_tokens_test",

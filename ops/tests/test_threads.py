@@ -50,7 +50,7 @@ def use(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
         ({"node": 1, "reserve": 1, "siblings": True}, [3, 7]),
     ],
 )
-def test_one_thread_a_core_is_bound(
+def test_one_thread_per_core_is_bound(
     machine: Machine, settings: dict[str, int], bound: list[int]
 ) -> None:
     verdict = bind_threads(**settings)  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def test_one_thread_a_core_is_bound(
         ({"node": 7}, "no NUMA node 7. This machine has: 0, 1"),
     ],
 )
-def test_what_cannot_be_bound_is_an_error(
+def test_invalid_arguments_raise(
     machine: Machine, settings: dict[str, int], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -76,7 +76,7 @@ def test_what_cannot_be_bound_is_an_error(
     assert machine.bound == []
 
 
-def test_a_platform_without_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_platform_without_thread_binding_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     use(Machine("bind_threads"), monkeypatch)
     assert bind_threads().reason == "no cores"
     use(Machine("cores", "bind_threads"), monkeypatch)

@@ -98,8 +98,10 @@ class FlexBackend(DecoderBackend):
 
     def prepare_scales(self, key_scale: Tensor, value_scale: Tensor) -> Any:
         """Prepare the scales for the kernels that read and write the cache."""
-        read = [self._gather.prepared(scale=scale)["scale"] for scale in (key_scale, value_scale)]
-        return read, self._writer.prepared(key_scale, value_scale)
+        read_scales = [
+            self._gather.prepared(scale=scale)["scale"] for scale in (key_scale, value_scale)
+        ]
+        return read_scales, self._writer.prepared(key_scale, value_scale)
 
     def attend_to(
         self,

@@ -47,10 +47,12 @@ def masked_attention(
     offsets = torch.arange(max_query_tokens, device=query.device)  # [Q]
     query_positions = (key_lens - query_starts.diff())[:, None] + offsets  # [B, Q]
     distance = query_positions[:, :, None] - key_positions  # [B, Q, L]
+    # Positions after a sequence's last key are padding.
     visible = (key_positions < key_lens[:, None])[:, None].expand_as(distance)
     if causal:
         causally_visible = distance >= 0
         if prefix_lens is not None:
+            # Within the prefix both tokens of a pair lie before its end.
             last = torch.maximum(query_positions[:, :, None], key_positions)
             causally_visible = causally_visible | (last < prefix_lens[:, None, None])
         visible = visible & causally_visible
@@ -156,6 +158,8 @@ def cached(
         scale: ``[1]`` or ``[K]``, factor of all stored numbers or of each head's.
     """
     stored = cache[page_table].flatten(1, 2).to(wide)
-    written = torch.arange(stored.shape[1], device=stored.device) < seq_lens[:, None]
-    stored = torch.where(written.view(*written.shape, *(1 for _ in stored.shape[2:])), stored, 0)
+    is_written = torch.arange(stored.shape[1], device=stored.device) < seq_lens[:, None]
+    is_written = is_written.view(*is_written.shape, *(1 for _ in stored.shape[2:]))
+    # Unwritten slots may hold NaN, which a masked score would not remove from the sum of values.
+    stored = torch.where(is_written, stored, 0)
     return stored if scale is None else stored * scale.to(wide)[:, None]

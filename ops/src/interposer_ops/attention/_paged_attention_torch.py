@@ -72,6 +72,7 @@ def paged_attention_sdpa(
     if not single:
         distance = positions[:, :, None] - key_positions[:, None]
         if causal:
+            # Same definition as ``masked_attention``.
             causally_visible = distance >= 0
             if prefix_lens is not None:
                 last = torch.maximum(positions[:, :, None], key_positions[:, None])

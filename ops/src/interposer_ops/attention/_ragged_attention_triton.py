@@ -87,14 +87,14 @@ def merge_attention_states_triton(
 class _Tile(NamedTuple):
     """Queries and keys per program and loop iteration, and compiler options.
 
-    ``front`` and ``rest``, powers of two, together cover the elements of a query: a single power of
+    ``front`` and ``tail``, powers of two, together cover the elements of a query: a single power of
     two would waste a third for the 192 elements of latent attention.
     """
 
     queries: int
     keys: int
     front: int
-    rest: int
+    tail: int
     value_columns: int
     compiled: Mapping[str, int]
 
@@ -112,14 +112,14 @@ def _tile(device: torch.device, head_size: int, value_size: int, element_bytes: 
     blocks = parameters.blocks
     covering = max(MIN_TILE_SIDE, triton.next_power_of_2(head_size))
     front = max(MIN_TILE_SIDE, covering // 2)
-    rest = max(MIN_TILE_SIDE, triton.next_power_of_2(max(1, head_size - front)))
-    if front + rest >= covering:
-        front, rest = covering, 0
+    tail = max(MIN_TILE_SIDE, triton.next_power_of_2(max(1, head_size - front)))
+    if front + tail >= covering:
+        front, tail = covering, 0
     value_columns = max(MIN_TILE_SIDE, triton.next_power_of_2(value_size))
     row_bytes = max(front, value_columns) * element_bytes
     queries = max(MIN_TILE_SIDE, min(blocks["queries"], blocks["query_bytes"] // row_bytes))
     keys = max(MIN_TILE_SIDE, min(blocks["keys"], blocks["key_bytes"] // row_bytes))
-    return _Tile(queries, keys, front, rest, value_columns, parameters.compiled)
+    return _Tile(queries, keys, front, tail, value_columns, parameters.compiled)
 
 
 def _result(query: Tensor, value: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def _launch(
         query, key, value, out, lse, *starts, sinks, alibi_slopes, scale, window_tokens, softcap,
         query_blocks, query.stride(0), key.stride(0), value.stride(0),
         CAUSAL=causal, NUM_HEADS=num_heads, GROUP=num_heads // key.shape[1], HEAD_SIZE=head_size,
-        VALUE_SIZE=value_size, FRONT=tile.front, REST=tile.rest, VALUE_COLUMNS=tile.value_columns,
+        VALUE_SIZE=value_size, FRONT=tile.front, REST=tile.tail, VALUE_COLUMNS=tile.value_columns,
         QUERIES=tile.queries, KEYS=tile.keys, **tile.compiled,
     )  # fmt: skip
 

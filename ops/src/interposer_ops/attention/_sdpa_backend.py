@@ -39,12 +39,12 @@ class Prompt:
     Attributes:
         slots: ``[L]`` int64, cache slots to read; None if this step's tokens are the whole
             sequence, under a plain causal mask.
-        seen: ``[T, L]`` bool, visible keys of each token; None if ``slots`` is None.
+        visible: ``[T, L]`` bool, visible keys of each token; None if ``slots`` is None.
     """
 
     rows: slice
     slots: Tensor | None
-    seen: Tensor | None
+    visible: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class Decodes:
     Attributes:
         rows: ``[B]`` int64.
         slots: ``[B, L]`` int64; padded with slots that the sequence sees anyway.
-        seen: ``[B, L]`` bool.
+        visible: ``[B, L]`` bool.
     """
 
     rows: Tensor
     slots: Tensor
-    seen: Tensor
+    visible: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +156,10 @@ class SdpaBackend(AttentionBackend):
         kernel does not support GQA.
         """
         assert part.slots is not None
-        assert part.seen is not None
+        assert part.visible is not None
         cached_keys, cached_values = (t[part.slots].transpose(0, 1)[None] for t in (keys, values))
         folded = query.unflatten(1, (self.spec.num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-        mask = part.seen.repeat(query.shape[1] // self.spec.num_kv_heads, 1)  # [G T, L]
+        mask = part.visible.repeat(query.shape[1] // self.spec.num_kv_heads, 1)  # [G T, L]
         out = functional.scaled_dot_product_attention(
             folded[None], cached_keys, cached_values, attn_mask=mask, scale=self.spec.scale
         )
@@ -175,7 +175,7 @@ class SdpaBackend(AttentionBackend):
             folded,
             cached_keys,
             cached_values,
-            attn_mask=part.seen[:, None, None],
+            attn_mask=part.visible[:, None, None],
             scale=self.spec.scale,
         )
         return out.flatten(1, 2)

@@ -114,7 +114,7 @@ class RankGroup:
             self._store.set(f"{key}/{rank}", message)
             end = self._clock() + _GRACE_SECONDS
             while missing and self._clock() < end:
-                missing -= {other for other in missing if self._store.check([f"{key}/{other}"])}
+                missing -= {peer for peer in missing if self._store.check([f"{key}/{peer}"])}
                 self._sleep(_PAUSE_SECONDS)
         except RuntimeError:  # the lost rank hosted the store
             missing = set()

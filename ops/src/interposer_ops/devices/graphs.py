@@ -41,7 +41,7 @@ def judge_graphs(
     if mode == "off":
         return Verdict.refuse("Config(graphs='off') says so") if provided else None
     if not provided:
-        return provided
+        return provided  # graphs='on': the refusal of the platform is the answer
     chosen = resolver.choices.values()
     captured = (choice for choice, at in chosen if not (choice.idle or outside.issuperset(at)))
     return judge_choices(captured, resolver.accepted)
@@ -73,8 +73,9 @@ def judge_choices(
             continue
         if request.kind in _RUNNING_KINDS:
             unsafe[component] = request.name
-            if accepted and not any(_SAFE in other.properties for other in accepted(request)):
+            if accepted and not any(_SAFE in c.properties for c in accepted(request)):
                 stuck[repr(request.name)] = None
+        # Standard layers run only kernels and backends, which are checked themselves.
         elif isinstance(chosen.record, LayerEntry) and chosen.record.name != _STANDARD:
             replaced[component] = request.name
     parts, settings = [], []

@@ -61,6 +61,7 @@ def bounded_case(arguments: dict[str, Any], gate_up: Tensor, down: Tensor, dims:
     num_experts, hidden, inner = down.shape
     bounds = _bounds(arguments, gate_up, down)
     ids = arguments["expert_ids"]
+    # A kernel that reads the weights of an unchosen expert produces NaN and fails.
     unread = [e for e in range(num_experts) if not (ids == e).any()]
     for name in ("gate_up", "down"):
         if arguments[name].dtype in (torch.float32, torch.float16, torch.bfloat16):

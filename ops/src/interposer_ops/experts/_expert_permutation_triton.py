@@ -187,6 +187,7 @@ def _place(
     count = tl.load(counts + expert, mask=expert < NUM_EXPERTS, other=0)
     blocks = (count + (BLOCK - 1)) // BLOCK
     num_used_blocks = tl.sum(blocks, 0)
+    # Every program computes the offsets of all experts itself, which needs no synchronization.
     if program == 0:
         tl.store(num_padded, num_used_blocks * BLOCK)
     if program < NUM_EXPERTS:
@@ -198,6 +199,7 @@ def _place(
         for start in range(0, num_slots, CHUNK):
             slot = start + tl.arange(0, CHUNK)
             is_mine = _experts_of(ids, slot, num_slots, stride, TOP_K) == program
+            # A running count keeps the slots of an expert in order.
             entry = next_entry + tl.cumsum(is_mine.to(tl.int32), 0) - 1
             tl.store(slots + entry, slot, mask=is_mine)
             if positions is not None:

@@ -226,8 +226,8 @@ def activated(projected: Tensor, activation: str) -> Tensor:
         case "swiglu_oai":
             gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
             return gate * (SWIGLU_ALPHA * gate).sigmoid() * (up + 1)
-    known = "'silu', 'gelu' or 'swiglu_oai'"
-    raise RequestError(f"No activation {activation!r} of experts; try {known}")
+    alternatives = "'silu', 'gelu' or 'swiglu_oai'"
+    raise RequestError(f"No activation {activation!r} of experts; try {alternatives}")
 
 
 def _scaled(matrices: Tensor, scales: Tensor) -> Tensor:

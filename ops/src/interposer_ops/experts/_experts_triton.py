@@ -121,8 +121,8 @@ def _run_experts(
     expert_ids: Tensor, activation: str,
 ) -> Tensor:  # fmt: skip
     if activation not in _ACTIVATIONS:
-        known = " or ".join(map(repr, _ACTIVATIONS))
-        raise RequestError(f"No activation {activation!r} of experts; try {known}")
+        alternatives = " or ".join(map(repr, _ACTIVATIONS))
+        raise RequestError(f"No activation {activation!r} of experts; try {alternatives}")
     top_k = expert_ids.shape[1]
     num_experts, outputs = second.stored.shape[:2]
     inner = first.stored.shape[1] // 2
@@ -183,7 +183,7 @@ def _multiply(
     block, tile = expert_tile(num_blocks, (WIDTH + COLUMNS - 1) // COLUMNS, BAND)
     expert = tl.load(experts + block).to(tl.int64)
     if expert < 0:
-        return
+        return  # the number of blocks is an upper bound
     slot = tl.load(slots + block * ROWS + tl.arange(0, ROWS))
     slot_mask = (slot < num_slots)[:, None]
     slot = slot.to(tl.int64)[:, None]
@@ -198,6 +198,7 @@ def _multiply(
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for number in range(GROUPS * STEPS):
+        # One flat loop over the steps of all groups, as Triton pipelines only innermost loops.
         if GROUPS == 1:
             group = 0
             start = number * STEP
@@ -235,6 +236,7 @@ def _multiply(
                 up += apply_scale(
                     part, scale, WIDTH + column, column_mask, group, SCALE_ROWS, OUTPUTS, GROUPS
                 )
+    # With a single group, one multiplication after the loop replaces one per step.
     if GROUPS == 1 and scale is not None:
         total = apply_scale(total, scale, column, column_mask, 0, SCALE_ROWS, OUTPUTS, GROUPS)
         if ACTIVATION != "":

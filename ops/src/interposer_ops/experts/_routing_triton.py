@@ -54,6 +54,7 @@ def _routed(
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
     if ids.numel() == 0:
         return weights, ids
+    # If every group is chosen, groups have no effect.
     if top_groups == num_groups:
         num_groups = top_groups = 1
     rows = as_rows(logits)
@@ -107,9 +108,10 @@ def _route(
         values = tl.reshape(values, (ROWS, GROUPS, MEMBERS))
         strength = tl.max(values, 2)
         if bias is not None:
-            others = tl.arange(0, MEMBERS)[None, None, :]
-            first = tl.min(tl.where(values == strength[:, :, None], others, MEMBERS), 2)
-            second = tl.where(others == first[:, :, None], float("-inf"), values)
+            # Second best value: mask the first lane that holds the best one.
+            lane_in_group = tl.arange(0, MEMBERS)[None, None, :]
+            first = tl.min(tl.where(values == strength[:, :, None], lane_in_group, MEMBERS), 2)
+            second = tl.where(lane_in_group == first[:, :, None], float("-inf"), values)
             strength += tl.max(second, 2)
         chosen = _strongest(strength, NUM_GROUPS, TOP_GROUPS, ROWS, GROUPS)
         expert_in_chosen_group = tl.broadcast_to(chosen[:, :, None], (ROWS, GROUPS, MEMBERS))
@@ -120,6 +122,7 @@ def _route(
     slot = tl.arange(0, CHOSEN)[None, :]
     weight = tl.zeros((ROWS, CHOSEN), tl.float32)
     chosen_ids = tl.zeros((ROWS, CHOSEN), tl.int32)
+    # Take the maximum K times; ties go to the lowest id.
     for turn in range(TOP_K):
         value = tl.where(is_available, compared, float("-inf"))
         best = tl.max(value, 1)[:, None]

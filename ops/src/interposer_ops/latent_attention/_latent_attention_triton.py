@@ -74,7 +74,7 @@ _TokenLists = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 class _Tile(NamedTuple):
     """Heads, tokens and elements per program and loop iteration, and compiler options.
 
-    If ``front`` covers the latent vector, ``front`` and ``rest`` (the rotary part) are loaded once
+    If ``front`` covers the latent vector, ``front`` and ``tail`` (the rotary part) are loaded once
     and serve as keys and as values. Otherwise a vector is read in steps of ``front`` for the
     scores, then ``values`` of its elements again; other programs take the other elements.
     """
@@ -82,7 +82,7 @@ class _Tile(NamedTuple):
     heads: int
     tokens: int
     front: int
-    rest: int
+    tail: int
     values: int
     split: int
     compiled: Mapping[str, int]
@@ -101,13 +101,13 @@ def _tile(kernel: str, device: torch.device, num_heads: int, latent_size: int, w
     heads = max(MIN_TILE_SIDE, blocks["least_heads"], triton.next_power_of_2(num_heads))
     latent_columns = max(MIN_TILE_SIDE, triton.next_power_of_2(latent_size))
     front, values = (min(blocks[name], latent_columns) for name in ("front", "values"))
-    rest = 0
+    tail = 0
     if front == values == latent_columns:
         if width > latent_size:
-            rest = max(MIN_TILE_SIDE, triton.next_power_of_2(width - latent_size))
+            tail = max(MIN_TILE_SIDE, triton.next_power_of_2(width - latent_size))
     else:
         front = min(blocks["front"], max(MIN_TILE_SIDE, triton.next_power_of_2(width)))
-    sizes = min(heads, blocks["heads"]), blocks["tokens"], front, rest, values
+    sizes = min(heads, blocks["heads"]), blocks["tokens"], front, tail, values
     return _Tile(*sizes, blocks["split"], parameters.compiled)
 
 
@@ -152,7 +152,7 @@ def _attend_in_splits(
             mixed, sums[0], sums[1], scale, first, longest, page_table.shape[0], query.stride(0),
             cache.stride(0), page_table.stride(0), 0 if indices is None else indices.stride(0),
             NUM_HEADS=num_heads, LATENT_SIZE=latent_size, WIDTH=width, PAGE_SIZE=cache.shape[1],
-            HEADS=tile.heads, TOKENS=tile.tokens, FRONT=tile.front, REST=tile.rest,
+            HEADS=tile.heads, TOKENS=tile.tokens, FRONT=tile.front, REST=tile.tail,
             VALUES=tile.values, SPLIT=tile.split, **tile.compiled,
         )  # fmt: skip
         _merge[(merge.column_blocks(latent_size), merge.row_blocks(num_heads), count)](
@@ -180,6 +180,7 @@ def _attend(
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)  # of the scratch
     token = first_token + row
+    # Sparse: the token's list of positions takes the place of the context.
     if indices is not None:
         sequence = tl.load(sequences + token).to(tl.int32)
         num_visible = longest
@@ -199,6 +200,7 @@ def _attend(
     highest = tl.full([HEADS], float("-inf"), tl.float32)
     weights = tl.zeros([HEADS], tl.float32)
     values = tl.zeros([HEADS, VALUES], tl.float32)
+    # The query is loaded once before the loop if one load covers a latent vector.
     if WHOLE:
         q = _rows(queries, head * WIDTH, head_mask, 0, LATENT_SIZE, FRONT, query)
         if REST > 0:
@@ -229,6 +231,7 @@ def _attend(
         highest, weights, values = accumulate_tile(scores, v, highest, weights, values)
 
     split_offset = (row * tl.num_programs(1) + split) * NUM_HEADS + head
+    # All programs of a head compute the same maximum and sum; one of them stores both.
     if first_value == 0:
         tl.store(largest + split_offset, highest, mask=head_mask)
         tl.store(total + split_offset, weights, mask=head_mask)
@@ -284,6 +287,7 @@ def _merge(
         )
         values = values * decay[:, None] + part * split_weight[:, None]
         highest = higher
+    # Values are stored without the cache's scale, which is linear and so applied once at the end.
     result = normalise(values, weights)
     if cache_scale is not None:
         result *= tl.load(cache_scale)

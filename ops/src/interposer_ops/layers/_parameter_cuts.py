@@ -35,16 +35,16 @@ class _Probe:
     """Builds and caches the parameters for any axis size; None if a size cannot be built."""
 
     build: Callable[[int], Parameters]
-    known: dict[int, Parameters | None]
+    built: dict[int, Parameters | None]
 
     def of(self, size: int) -> Parameters | None:
-        if size not in self.known:
+        if size not in self.built:
             try:
                 with torch.device("meta"):
-                    self.known[size] = self.build(size)
+                    self.built[size] = self.build(size)
             except InterposerError:
-                self.known[size] = None
-        return self.known[size]
+                self.built[size] = None
+        return self.built[size]
 
 
 def sandboxed(site: Site) -> Site:

@@ -54,13 +54,13 @@ class GatedActivation(PluggableLayer):
             receiver: the only layer that reads the result.
         """
         sizes = {"intermediate_size": receiver.in_features}
-        bound = (
+        kernels = (
             ()
             if self.options  # no fused op quantizes after a gelu
             else bind_quantizing(site, receiver, (silu_and_mul_quantize_fp8, sizes))
         )
-        if bound:
-            self._quantize: Callable[..., Tensor] = bound[0].function
+        if kernels:
+            self._quantize: Callable[..., Tensor] = kernels[0].function
             self._receiver = (receiver,)  # a tuple hides the module from torch's child modules
             self._quantized_dtype = receiver.method.input_codes
 

@@ -124,8 +124,8 @@ class GatedActivation:
                 self.options = SWIGLU_ALPHA, SWIGLU_LIMIT
                 self.activate = site.bind(swiglu_oai_and_mul, intermediate_size=inner)
             case other:
-                known = "'silu', 'gelu' or 'swiglu_oai'"
-                raise RequestError(f"No activation {other!r} of experts; try {known}")
+                alternatives = "'silu', 'gelu' or 'swiglu_oai'"
+                raise RequestError(f"No activation {other!r} of experts; try {alternatives}")
 
     def __call__(self, projected: Tensor) -> Tensor:
         """Map ``[M, 2 I]`` to ``[M, I]``."""

@@ -92,8 +92,8 @@ def leave_sum(
     fused = tuple(_fused(site, reduce_alone, index) for index in range(2))
     if fused == (None, None):
         return False
-    left = LeftSum(reduce_alone, fused, (projection, *between), (*readers,))
-    projection.left = norm.left = (left,)
+    left_sum = LeftSum(reduce_alone, fused, (projection, *between), (*readers,))
+    projection.left = norm.left = (left_sum,)
     return True
 
 

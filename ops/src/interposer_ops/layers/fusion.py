@@ -36,13 +36,14 @@ def bind_quantizing(
     if not isinstance(method, LinearMethod) or method.input_codes is None:
         return ()
     out_dtype = str(method.input_codes).removeprefix("torch.")
-    bound = tuple(site.bind_kernel(op, **dims, out_dtype=out_dtype) for op, dims in ops)
-    method.takes_codes = all(isinstance(b.choice.chosen.record, Kernel) for b in bound)
+    kernels = tuple(site.bind_kernel(op, **dims, out_dtype=out_dtype) for op, dims in ops)
+    # A reference is no Kernel record: the layers stay separate if any op has only a reference.
+    method.takes_codes = all(isinstance(b.choice.chosen.record, Kernel) for b in kernels)
     note = "quantizes for the projection that comes next, whose inputs have one scale"
     if not method.takes_codes:
         note = "not called: this step and the quantizer run apart, as no kernel computes both"
     resolver: Any = site.resolver
     for key, (choice, _) in [*resolver.choices.items()]:
-        if any(choice is b.choice for b in bound) and note not in choice.notes:
+        if any(choice is b.choice for b in kernels) and note not in choice.notes:
             resolver.annotate(key, note, idle=not method.takes_codes)
-    return bound if method.takes_codes else ()
+    return kernels if method.takes_codes else ()

@@ -56,14 +56,14 @@ class RMSNorm(PluggableLayer):
         """
         sizes = {"hidden_size": self.weight.shape[0]}
         stream = str(_stream_dtype(site.dtype)).removeprefix("torch.")
-        bound = bind_quantizing(
+        kernels = bind_quantizing(
             site,
             receiver,
             (rms_norm_quantize_fp8, sizes),
             (fused_add_rms_norm_quantize_fp8, {**sizes, "residual_dtype": stream}),
         )
-        if bound:
-            self._bound += bound
+        if kernels:
+            self._bound += kernels
             self._receiver = (receiver,)  # a tuple hides the module from torch's child modules
             self._quantized_dtype = receiver.method.input_codes
 
