@@ -23,8 +23,8 @@ from interposer_testing import (
 
 
 def spec_of(dtype: torch.dtype, mask: str, cache: str = "") -> AttentionSpec:
-    wanted = f"GQA {mask} head 32 page 4 {cache}".rstrip()
-    return next(s for label, s in attention_specs() if label == wanted and s.dtype == dtype)
+    spec_label = f"GQA {mask} head 32 page 4 {cache}".rstrip()
+    return next(s for label, s in attention_specs() if label == spec_label and s.dtype == dtype)
 
 
 class HeadsFirst(PagedBackend):
@@ -203,14 +203,15 @@ def test_labels_are_unique_within_a_dtype(quick: bool) -> None:
 
 
 def test_few_specs_have_every_value_of_all() -> None:
-    few, every = (dict(attention_specs(quick=quick)) for quick in (True, False))
-    assert len(few) * 4 < len(every)
+    quick_specs, all_specs = (dict(attention_specs(quick=quick)) for quick in (True, False))
+    assert len(quick_specs) * 4 < len(all_specs)
     for name in ("num_kv_heads", "head_size", "page_size", "window_tokens", "softcap"):
-        assert {getattr(s, name) for s in few.values()} == {
-            getattr(s, name) for s in every.values()
+        assert {getattr(s, name) for s in quick_specs.values()} == {
+            getattr(s, name) for s in all_specs.values()
         }
     caches = [
-        {(s.cache_dtype, s.head_scales, s.sinks) for s in some.values()} for some in (few, every)
+        {(s.cache_dtype, s.head_scales, s.sinks) for s in some.values()}
+        for some in (quick_specs, all_specs)
     ]
     assert caches[0] == caches[1]
 
@@ -472,7 +473,9 @@ def test_wrong_quantized_caches_fail(
     assert "value" in {fault.check for fault in check_attention(backend, spec, site)}
 
 
-def test_a_backend_that_accepts_a_quantized_cache_must_serve_it(make_site: Callable[..., Site]) -> None:
+def test_a_backend_that_accepts_a_quantized_cache_must_serve_it(
+    make_site: Callable[..., Site],
+) -> None:
     spec = spec_of(torch.float32, "full", "e4m3")
     with pytest.raises(MissingMemberError, match="accepted a cache"):
         check_attention(PromisingTooMuch, spec, make_site("attention", torch.float32))

@@ -46,30 +46,32 @@ def described(site: Site, rank: int, count: int) -> Site:
 
 
 @given(count=st.integers(2, 8), heads=st.integers(1, 48), kv_heads=st.integers(1, 12))
-def test_every_query_head_keeps_its_kv_head_on_its_rank(count: int, heads: int, kv_heads: int) -> None:
+def test_every_query_head_keeps_its_kv_head_on_its_rank(
+    count: int, heads: int, kv_heads: int
+) -> None:
     heads *= kv_heads
     group = heads // kv_heads
-    held: list[int] = []
+    heads_of_ranks: list[int] = []
     for rank in range(count):
         ranks = Ranks(rank, count, (0,) * count, ("cpu",) * count)
         resolver: Any = type("Resolver", (), {"ranks": ranks, "notes": []})()
         site, spec = Site(resolver, "model.layers.3.attn", torch.float32), spec_of(heads, kv_heads)
-        found = heads_cut(site, spec)
-        if found is None:
+        shards = heads_cut(site, spec)
+        if shards is None:
             assert heads % count or (kv_heads % count and count % kv_heads)
             (note,) = resolver.notes
             assert note.startswith("every rank computes all of model.layers.attn: ")
             assert local_spec(site, spec) == spec
             return
-        local, query, kv = found
+        local, query, kv = shards
         ((first, last),), ((first_kv, last_kv),) = query.ranges, kv.ranges
         assert (local.num_heads, local.num_kv_heads) == (last - first, last_kv - first_kv)
         own_group = local.num_heads // local.num_kv_heads
         for head in range(first, last):
             # What the attention of this rank takes for the keys of a head are those of that head.
             assert first_kv + (head - first) // own_group == head // group
-        held += range(first, last)
-    assert held == list(range(heads))
+        heads_of_ranks += range(first, last)
+    assert heads_of_ranks == list(range(heads))
 
 
 def test_one_process_has_the_standard_layers(make_site: MakeSite) -> None:
@@ -114,8 +116,10 @@ def test_a_replacement_layer_must_declare_its_reduction(make_site: MakeSite, say
     mlp = GatedMLP(site.at("mlp"), 32, 64, "silu")
     assert type(mlp).__name__ == (name if says else "GatedMLP")
     if not says:
-        told = [choice for choice, _ in site.resolver.choices.values() if choice.refusals]
-        (refusal,) = told[0].refusals
+        refused_choices = [
+            choice for choice, _ in site.resolver.choices.values() if choice.refusals
+        ]
+        (refusal,) = refused_choices[0].refusals
         assert "does not say that it adds results of ranks up" in refusal.reason
 
 

@@ -47,16 +47,16 @@ def test_a_compiled_step_is_refused() -> None:
 
 @pytest.mark.parametrize("way", ["in place", "wrapped", "its forward"])
 def test_a_compiled_part_is_found(way: str) -> None:
-    whole = Step()
+    step = Step()
     if way == "in place":
-        whole.part.compile(backend="eager")
+        step.part.compile(backend="eager")
     elif way == "wrapped":
-        whole.part = torch.compile(whole.part, backend="eager")  # type: ignore[assignment]
+        step.part = torch.compile(step.part, backend="eager")  # type: ignore[assignment]
     else:
-        whole.part.forward = torch.compile(  # type: ignore[method-assign]
-            whole.part.forward, backend="eager"
+        step.part.forward = torch.compile(  # type: ignore[method-assign]
+            step.part.forward, backend="eager"
         )
-    assert "a part of the step, is compiled" in judge_compilation(whole).reason
+    assert "a part of the step, is compiled" in judge_compilation(step).reason
 
 
 @pytest.mark.process
@@ -76,11 +76,13 @@ def candidate(op: str, name: str, *properties: str) -> Candidate:
     return Candidate(name, "acme", "1.0", 10.0, record, lambda _: Verdict.accept())
 
 
-def chosen(made: Candidate) -> Choice:
-    assert isinstance(made.record, Kernel | LayerEntry)
-    kernel = isinstance(made.record, Kernel)
-    name = made.record.op if isinstance(made.record, Kernel) else made.record.layer_id
-    return Choice(Request("kernel" if kernel else "layer", name), made, "", ())
+def chosen(candidate: Candidate) -> Choice:
+    assert isinstance(candidate.record, Kernel | LayerEntry)
+    kernel = isinstance(candidate.record, Kernel)
+    name = (
+        candidate.record.op if isinstance(candidate.record, Kernel) else candidate.record.layer_id
+    )
+    return Choice(Request("kernel" if kernel else "layer", name), candidate, "", ())
 
 
 WAITS = candidate("linear", "linear_waiting")

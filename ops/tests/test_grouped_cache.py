@@ -36,11 +36,11 @@ def test_the_rounding_error_is_at_most_half_a_step(numbers: list[float], shift: 
     x = torch.tensor(numbers) + shift
     rows = round_groups(x)
     base, step = rows[GROUP_SIZE // 2 :].view(torch.bfloat16).double()
-    found, exact = read_groups(rows, torch.float32).double(), x.double()
+    actual, exact = read_groups(rows, torch.float32).double(), x.double()
     low, high = exact.min(), exact.max()
     # Quotient and result are rounded in float32 once each.
     slack = 2.0**-22 * (high - low + x.abs().max()) + 1e-38
-    assert (found - exact).abs().max() <= step / 2 + slack
+    assert (actual - exact).abs().max() <= step / 2 + slack
     # Both are rounded to the 8 bits of bfloat16, away from the numbers.
     assert low - 2.0**-7 * low.abs() - 1e-38 <= base <= low
     assert step <= (1 + 2.0**-7) * (high - base) / 15 + 1e-38
@@ -67,9 +67,9 @@ def test_a_row_stores_packed_values_then_base_and_step_per_group() -> None:
 def test_a_group_with_nan_or_infinity_reads_as_nan() -> None:
     x = torch.zeros(64)
     x[40] = torch.nan
-    found = read_groups(round_groups(x), torch.float32)
-    assert torch.equal(found[:32], torch.zeros(32))
-    assert found[32:].isnan().all()
+    actual = read_groups(round_groups(x), torch.float32)
+    assert torch.equal(actual[:32], torch.zeros(32))
+    assert actual[32:].isnan().all()
 
 
 @pytest.mark.parametrize(

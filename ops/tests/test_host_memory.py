@@ -49,11 +49,11 @@ class Maps:
         self._alive: weakref.WeakSet[RecordedMap] = weakref.WeakSet()
 
     def make(self, *arguments: int, **options: int) -> RecordedMap:
-        made = RecordedMap(*arguments, **options)
-        made.advice = self.advice
-        self._alive.add(made)
+        memory = RecordedMap(*arguments, **options)
+        memory.advice = self.advice
+        self._alive.add(memory)
         self.num_made += 1
-        return made
+        return memory
 
     @property
     def num_alive(self) -> int:
@@ -64,8 +64,8 @@ class Maps:
         first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         return sum(
             max(0, min(end, address + num_bytes) - max(first, address))
-            for given, address, num_bytes in self.advice
-            if given == option
+            for advised, address, num_bytes in self.advice
+            if advised == option
         )
 
     def huge_bytes(self, tensor: torch.Tensor) -> int:
@@ -90,9 +90,7 @@ def write(root: Path, name: str, text: str) -> None:
 
 @linux
 @pytest.mark.parametrize(("num_bytes", "advised"), [(2 * MIB, 2), (5 * MIB + 24, 4), (MIB, 0)])
-def test_only_whole_huge_pages_are_requested(
-    num_bytes: int, advised: int, maps: Maps
-) -> None:
+def test_only_whole_huge_pages_are_requested(num_bytes: int, advised: int, maps: Maps) -> None:
     memory = host_memory.empty([num_bytes // 8, 2], torch.float32)
     assert memory.shape == (num_bytes // 8, 2)
     assert memory.untyped_storage().nbytes() == num_bytes
@@ -278,7 +276,7 @@ def test_caches_use_lasting_memory(maps: Maps) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "accepted", "said"),
+    ("setting", "accepted", "reason"),
     [
         ("always [madvise] never", True, "of 2 MiB, for packed weights and caches"),
         ("[always] madvise never", True, "says 'always'"),
@@ -286,13 +284,13 @@ def test_caches_use_lasting_memory(maps: Maps) -> None:
     ],
 )
 def test_the_verdict_reports_the_system_setting(
-    tmp_path: Path, setting: str, accepted: bool, said: str
+    tmp_path: Path, setting: str, accepted: bool, reason: str
 ) -> None:
     write(tmp_path, "enabled", setting)
     write(tmp_path, "hpage_pmd_size", "2097152")
     verdict = host_memory.huge_pages(tmp_path)
     assert verdict.accepted is accepted
-    assert said in verdict.reason
+    assert reason in verdict.reason
     assert host_memory.huge_page_bytes(tmp_path) == 2 * MIB
 
 
@@ -313,7 +311,7 @@ def advised_by_system(tensor: torch.Tensor) -> int:
     for line in Path("/proc/self/smaps").read_text().splitlines():
         span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
         if span:
-            start, end = (int(bound, 16) for bound in span.groups())
+            start, end = (int(address, 16) for address in span.groups())
             inside = max(0, min(end, first + tensor.nbytes) - max(start, first))
         elif line.startswith("VmFlags:") and "hg" in line.split():
             advised += inside
@@ -333,9 +331,9 @@ def present_bytes(address: int, num_bytes: int) -> int:
 
 
 def resident_bytes() -> int:
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def advised_map(num_bytes: int) -> tuple[mmap.mmap, torch.Tensor]:
@@ -348,10 +346,10 @@ def advised_map(num_bytes: int) -> tuple[mmap.mmap, torch.Tensor]:
         pytest.skip(f"needs huge pages of at most 2 MiB: {host_memory.huge_pages().reason}")
     size = num_bytes + huge_bytes
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % huge_bytes
+    view = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -view.data_ptr() % huge_bytes
     memory.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // huge_bytes * huge_bytes)
-    return memory, whole[start : start + num_bytes]
+    return memory, view[start : start + num_bytes]
 
 
 @linux
@@ -388,7 +386,9 @@ def test_memory_goes_back_to_the_system_with_the_tensor(lasting: bool) -> None:
 
 @linux
 @pytest.mark.slow
-def test_the_unused_part_of_a_shared_mapping_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_unused_part_of_a_shared_mapping_takes_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(host_memory, "_shared_maps", host_memory._SharedMaps())
     _, control = advised_map(32 * MIB)
     control[: 24 * MIB + 1].fill_(1)
@@ -397,9 +397,9 @@ def test_the_unused_part_of_a_shared_mapping_takes_no_memory(monkeypatch: pytest
         for size in (10 * MIB, 14 * MIB + 1)
     ]
     assert tensors[1].data_ptr() == tensors[0].data_ptr() + tensors[0].nbytes
-    rest = 8 * MIB - 1
-    present = present_bytes(tensors[1].data_ptr() + tensors[1].nbytes, rest)
-    expected = present_bytes(control.data_ptr() + control.nbytes - rest, rest)
+    remaining_bytes = 8 * MIB - 1
+    present = present_bytes(tensors[1].data_ptr() + tensors[1].nbytes, remaining_bytes)
+    expected = present_bytes(control.data_ptr() + control.nbytes - remaining_bytes, remaining_bytes)
     # The huge page that was begun may be whole, or consist of the small pages that were used.
     assert present <= expected + host_memory._requested_bytes()
 

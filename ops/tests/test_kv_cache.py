@@ -28,8 +28,8 @@ def empty(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.full(shape, torch.nan), torch.full(shape, torch.nan)
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
 @given(writes())
@@ -58,12 +58,12 @@ def test_writing_in_chunks_equals_writing_at_once(
     shape, slots, seed = write
     key, value = step(shape, len(slots), seed)
     places = torch.tensor(slots, dtype=torch.int64)
-    whole, chunked = empty(shape), empty(shape)
-    reshape_and_cache(key, value, *whole, places)
+    at_once, chunked = empty(shape), empty(shape)
+    reshape_and_cache(key, value, *at_once, places)
     for part in (slice(0, cut), slice(cut, None)):
         reshape_and_cache(key[part], value[part], *chunked, places[part])
-    assert same(whole[0], chunked[0])
-    assert same(whole[1], chunked[1])
+    assert same(at_once[0], chunked[0])
+    assert same(at_once[1], chunked[1])
 
 
 @given(writes())
@@ -124,5 +124,5 @@ def test_written_tokens_are_gathered(
         expected.append(key[start:])
     expected.append(torch.zeros(spare, *shape[2:]))
     starts, lengths = (torch.tensor(column) for column in zip(*sequences, strict=True))
-    found = gather_cache(cache, table, lengths, starts, int(lengths.sum()) + spare)
-    assert torch.equal(found, torch.cat(expected))
+    actual = gather_cache(cache, table, lengths, starts, int(lengths.sum()) + spare)
+    assert torch.equal(actual, torch.cat(expected))

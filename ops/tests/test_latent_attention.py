@@ -100,7 +100,7 @@ def test_decoding_matches_torch_attention(
     batch: Batch, latent_size: int, heads: int, factor: float | None
 ) -> None:
     query = batch.numbers(batch.num_tokens, heads, 7)
-    found = latent_attention_decode(
+    actual = latent_attention_decode(
         query,
         batch.paged(batch.stored),
         **batch.lengths(),
@@ -111,7 +111,7 @@ def test_decoding_matches_torch_attention(
     )
     for token, (number, position) in enumerate(batch.tokens()):
         rows = batch.stored[number][: position + 1] * (1.0 if factor is None else factor)
-        torch.testing.assert_close(found[token], attended(query[token], rows, latent_size))
+        torch.testing.assert_close(actual[token], attended(query[token], rows, latent_size))
 
 
 def test_absorbed_projections_match_separate_keys_and_values() -> None:
@@ -136,7 +136,7 @@ def test_absorbed_projections_match_separate_keys_and_values() -> None:
     expected = functional.scaled_dot_product_attention(
         query.transpose(0, 1), keys, values, scale=SCALE
     )
-    found = latent_attention_decode(
+    actual = latent_attention_decode(
         torch.cat((torch.einsum("tnd,ncd->tnc", plain, to_key), turned), -1),
         torch.cat((latent, rotary), -1)[None],
         torch.zeros(1, 1, dtype=torch.int64),
@@ -146,7 +146,7 @@ def test_absorbed_projections_match_separate_keys_and_values() -> None:
         latent_size,
         SCALE,
     )
-    up = torch.einsum("tnc,nce->nte", found, to_value)
+    up = torch.einsum("tnc,nce->nte", actual, to_value)
     torch.testing.assert_close(up, expected)
 
 
@@ -156,12 +156,15 @@ def test_sparse_attention_matches_torch_attention_to_the_listed_vectors(
     batch: Batch, data: st.DataObject
 ) -> None:
     query, tokens = batch.numbers(batch.num_tokens, 3, 6), batch.tokens()
-    named = [
+    lists = [
         data.draw(st.lists(st.integers(0, position), unique=True, max_size=5))
         for _, position in tokens
     ]
-    rows = [data.draw(st.permutations([*own, *[-1] * (5 - len(own))])) for own in named]
-    found = sparse_latent_attention(
+    rows = [
+        data.draw(st.permutations([*positions, *[-1] * (5 - len(positions))]))
+        for positions in lists
+    ]
+    actual = sparse_latent_attention(
         query,
         batch.paged(batch.stored),
         batch.table(),
@@ -171,11 +174,11 @@ def test_sparse_attention_matches_torch_attention_to_the_listed_vectors(
         SCALE,
     )
     for token, (number, _) in enumerate(tokens):
-        if named[token]:
-            expected = attended(query[token], batch.stored[number][named[token]], 4)
-            torch.testing.assert_close(found[token], expected)
+        if lists[token]:
+            expected = attended(query[token], batch.stored[number][lists[token]], 4)
+            torch.testing.assert_close(actual[token], expected)
         else:
-            assert not found[token].any()
+            assert not actual[token].any()
 
 
 @few
@@ -187,7 +190,7 @@ def test_indexer_scores_match_their_definition(batch: Batch, heads: int, scaled:
     )
     scales = tuple(rows[:, 0].abs() for rows in batch.stored)
     longest = max(length for length, _ in batch.sequences)
-    found = indexer_scores(
+    actual = indexer_scores(
         query,
         batch.paged(batch.stored),
         weights,
@@ -196,19 +199,19 @@ def test_indexer_scores_match_their_definition(batch: Batch, heads: int, scaled:
         key_scales=batch.paged(scales) if scaled else None,
     )
     for token, (number, position) in enumerate(batch.tokens()):
-        for other in range(longest + 1):
-            if other > position:
-                assert float(found[token, other]) == -torch.inf
+        for key in range(longest + 1):
+            if key > position:
+                assert float(actual[token, key]) == -torch.inf
                 continue
-            factor = float(scales[number][other]) if scaled else 1.0
+            factor = float(scales[number][key]) if scaled else 1.0
             products = [
-                max(0.0, float(query[token, head] @ batch.stored[number][other]))
+                max(0.0, float(query[token, head] @ batch.stored[number][key]))
                 for head in range(heads)
             ]
             score = factor * sum(
                 float(w) * p for w, p in zip(weights[token], products, strict=True)
             )
-            assert float(found[token, other]) == pytest.approx(score)
+            assert float(actual[token, key]) == pytest.approx(score)
 
 
 @given(
@@ -223,9 +226,9 @@ def test_topk_matches_sorting(drawn: list[list[float]], top_k: int) -> None:
     width = min(len(row) for row in drawn)
     # A fraction of its own for every place, so that no two scores are equal.
     rows = [[score + place / 256 for place, score in enumerate(row[:width])] for row in drawn]
-    found = indexer_topk(torch.tensor(rows), top_k)
-    assert found.dtype == torch.int32
-    for row, chosen in zip(rows, found.tolist(), strict=True):
+    actual = indexer_topk(torch.tensor(rows), top_k)
+    assert actual.dtype == torch.int32
+    for row, chosen in zip(rows, actual.tolist(), strict=True):
         visible = [place for place in range(width) if row[place] != -torch.inf]
         best = sorted(visible, key=lambda place: -row[place])[:top_k]
         assert chosen == [*sorted(best), *[-1] * (top_k - len(best))]
@@ -254,9 +257,7 @@ def test_cases_have_one_right_choice(dtype: torch.dtype) -> None:
 
 @few
 @given(batches(8), st.integers(1, 12))
-def test_sparse_attention_to_all_tokens_equals_dense_attention(
-    batch: Batch, spare: int
-) -> None:
+def test_sparse_attention_to_all_tokens_equals_dense_attention(batch: Batch, spare: int) -> None:
     """The three ops in a row, where as many tokens are chosen as there are."""
     longest = max(length for length, _ in batch.sequences)
     arguments: dict[str, Any] = batch.lengths()
@@ -272,8 +273,8 @@ def test_sparse_attention_to_all_tokens_equals_dense_attention(
         6,
         SCALE,
     )
-    most = max(tokens for _, tokens in batch.sequences)
-    whole = latent_attention_decode(
-        query, cache, **arguments, max_query_tokens=most, latent_size=6, scale=SCALE
+    longest_query = max(tokens for _, tokens in batch.sequences)
+    dense = latent_attention_decode(
+        query, cache, **arguments, max_query_tokens=longest_query, latent_size=6, scale=SCALE
     )
-    torch.testing.assert_close(sparse, whole)
+    torch.testing.assert_close(sparse, dense)

@@ -74,12 +74,12 @@ def test_the_norm_matches_its_definition(make_site: MakeSite, dtype: torch.dtype
     x, residual = numbers(5, 48, dtype=dtype), numbers(5, 48, dtype=dtype, seed=1)
     normal = rms_norm(x, weight, 1e-3)
     assert torch.equal(layer(x), normal)
-    for found, expected in (
+    for actual, expected in (
         (layer.forward_add(x, None), (normal, x)),
         (layer.forward_add(x, residual), fused_add_rms_norm(x, residual, weight, 1e-3)),
     ):
-        assert torch.equal(found[0], expected[0])
-        assert torch.equal(found[1], expected[1])
+        assert torch.equal(actual[0], expected[0])
+        assert torch.equal(actual[1], expected[1])
 
 
 @both_dtypes
@@ -116,8 +116,8 @@ def test_a_merged_linear_layer_matches_torch(
     loaded = load(layer)
     x = numbers(5, 16, dtype=dtype)
     weights, biases = (loaded[name].split([24, 8, 8]) for name in ("weight", "bias"))
-    for found, weight, bias in zip(layer(x).split([24, 8, 8], -1), weights, biases, strict=True):
-        torch.testing.assert_close(found, linear(x, weight, bias))
+    for actual, weight, bias in zip(layer(x).split([24, 8, 8], -1), weights, biases, strict=True):
+        torch.testing.assert_close(actual, linear(x, weight, bias))
 
 
 @both_dtypes
@@ -183,8 +183,8 @@ def test_rotary(make_site: MakeSite, dtype: torch.dtype, rotary_size: int) -> No
     query, key = numbers(5, 4, 16, dtype=dtype), numbers(5, 2, 16, dtype=dtype, seed=1)
     cos, sin = rotary_table(5, rotary_size, 10000.0)
     expected = rotary_embedding_addcmul(query, key, cos, sin)
-    for found, wanted in zip(layer(query, key, cos, sin), expected, strict=True):
-        assert torch.equal(found, wanted)
+    for actual, reference in zip(layer(query, key, cos, sin), expected, strict=True):
+        assert torch.equal(actual, reference)
 
 
 @both_dtypes
@@ -258,17 +258,19 @@ def test_experts_are_stored_in_either_order(make_site: MakeSite) -> None:
     site = make_site("mlp.experts", torch.float32)
     first = Experts(site, mixture(biased=True))
     second = Experts(site, mixture(biased=True, alternating=True, inputs_first=True))
-    held = {name: numbers(*p.shape, seed=n) for n, (name, p) in enumerate(first.named_parameters())}
+    parameters = {
+        name: numbers(*p.shape, seed=n) for n, (name, p) in enumerate(first.named_parameters())
+    }
     for name, parameter in first.named_parameters():
-        parameter.data.copy_(held[name])
+        parameter.data.copy_(parameters[name])
     for name, parameter in second.named_parameters():
-        tensor = held[name]
+        tensor = parameters[name]
         if name.startswith("gate_up"):
             tensor = torch.stack((tensor[:, :8], tensor[:, 8:]), 2).flatten(1, 2)
         parameter.data.copy_(tensor.transpose(1, 2) if name.endswith("proj") else tensor)
-    stated = [layer.method.dequantized(layer) for layer in (first, second)]
-    for ones, others in zip(*stated, strict=True):
-        assert torch.equal(ones, others)
+    matrices = [layer.method.dequantized(layer) for layer in (first, second)]
+    for ones, second_matrices in zip(*matrices, strict=True):
+        assert torch.equal(ones, second_matrices)
     first.finalize()
     second.finalize()
     routing = numbers(5, 2, seed=9), torch.tensor([[0, 3], [1, 2], [3, 0], [2, 1], [0, 1]])
@@ -314,7 +316,7 @@ def test_a_decoder_block_holds_what_is_built_for_it(make_site: MakeSite) -> None
     assert list(prefixes) == ["block.self_attn", "block.mlp"]
     for residual in (stream, None):
         for rows in (None, torch.tensor([4, 0])):
-            found, total = block(x, residual, "cos", "sin", "cache", "plan", rows)
+            actual, total = block(x, residual, "cos", "sin", "cache", "plan", rows)
             assert block.self_attn.seen == ("cos", "sin", "cache", "plan", rows)
             first = x if residual is None else x + residual
             attended = 3 * rms_norm.reference(first, weights[0], eps)
@@ -323,4 +325,4 @@ def test_a_decoder_block_holds_what_is_built_for_it(make_site: MakeSite) -> None
                 expected = expected[rows]
             torch.testing.assert_close(total, expected)
             normed = rms_norm.reference(expected, weights[1], eps)
-            torch.testing.assert_close(found, -2 * normed)
+            torch.testing.assert_close(actual, -2 * normed)

@@ -13,8 +13,8 @@ TOTAL = 2**30
 
 def host(_device: str) -> MemorySnapshot:
     """Return what Python has allocated, as if it were torch's part of a device of 1 GiB."""
-    used, peak = tracemalloc.get_traced_memory()
-    return MemorySnapshot(TOTAL - used - 1000, TOTAL, used, peak)
+    used_bytes, peak = tracemalloc.get_traced_memory()
+    return MemorySnapshot(TOTAL - used_bytes - 1000, TOTAL, used_bytes, peak)
 
 
 def test_a_profile_compares_after_with_before() -> None:
@@ -24,10 +24,10 @@ def test_a_profile_compares_after_with_before() -> None:
             assert profile.torch_bytes == 0
             passing = bytearray(5_000_000)
             del passing
-            kept = bytearray(1_000_000)
+            memory = bytearray(1_000_000)
     finally:
         tracemalloc.stop()
-    assert len(kept) <= profile.torch_bytes < len(kept) + 100_000
+    assert len(memory) <= profile.torch_bytes < len(memory) + 100_000
     assert profile.other_bytes == 0
     assert profile.after.peak_bytes - profile.before.peak_bytes >= 4_900_000
 

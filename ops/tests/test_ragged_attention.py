@@ -55,11 +55,11 @@ class Batch:
         rows, length = len(self.queries[sequence]), len(self.keys[sequence])
         table = torch.zeros(rows, length, dtype=torch.bool)
         for row in range(rows):
-            for other in range(length):
-                distance = (length - rows + row) - other
-                seen = not self.options["causal"] or distance >= 0
+            for key in range(length):
+                distance = (length - rows + row) - key
+                visible = not self.options["causal"] or distance >= 0
                 window = self.options["window_tokens"]
-                table[row, other] = seen and (window is None or abs(distance) < window)
+                table[row, key] = visible and (window is None or abs(distance) < window)
         return table
 
 
@@ -106,15 +106,15 @@ def test_attention_matches_its_definition(batch: Batch) -> None:
             for head in range(query.shape[1]):
                 total = 0.0 if sinks is None else math.exp(sinks[head])
                 mixed = torch.zeros(values.shape[2], dtype=torch.float64)
-                for other in sees[row].nonzero().flatten().tolist():
-                    score = float(query[row, head] @ keys[other, head // group])
+                for key in sees[row].nonzero().flatten().tolist():
+                    score = float(query[row, head] @ keys[key, head // group])
                     score *= batch.options["scale"]
                     if cap is not None:
                         score = cap * math.tanh(score / cap)
                     if slopes is not None:
-                        score -= float(slopes[head]) * abs(len(keys) - len(query) + row - other)
+                        score -= float(slopes[head]) * abs(len(keys) - len(query) + row - key)
                     total += math.exp(score)
-                    mixed += math.exp(score) * values[other, head // group]
+                    mixed += math.exp(score) * values[key, head // group]
                 if total:
                     torch.testing.assert_close(out[token, head], mixed / total)
                     assert float(lse[token, head]) == pytest.approx(math.log(total))
@@ -152,10 +152,10 @@ def test_a_ragged_batch_matches_torch(causal: bool) -> None:
     value = torch.randn(3, 6, 4, 16, generator=generator)
     starts = torch.arange(0, 19, 6)
     q, k, v = (tensor.flatten(0, 1) for tensor in (query, key, value))
-    found = ragged_attention(q, k, v, starts, starts, 6, 6, 0.4, causal, None, None, None, None)
+    actual = ragged_attention(q, k, v, starts, starts, 6, 6, 0.4, causal, None, None, None, None)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     expected = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.4)
-    torch.testing.assert_close(found, expected.transpose(1, 2).flatten(0, 1))
+    torch.testing.assert_close(actual, expected.transpose(1, 2).flatten(0, 1))
 
 
 @few
@@ -176,7 +176,7 @@ def test_prefill_matches_attention_over_a_cache(batch: Batch) -> None:
     assume(keys)
     group = batch.queries[0].shape[1] // keys[0].shape[1]
     queries = tuple(key.repeat_interleave(group, 1) for key in keys)
-    whole = Batch(queries, keys, keys, batch.options)
+    combined = Batch(queries, keys, keys, batch.options)
     cache = torch.nn.utils.rnn.pad_sequence(list(keys), batch_first=True, padding_value=torch.nan)
     lengths = torch.tensor([len(key) for key in keys])
     expected = paged_attention(
@@ -184,7 +184,7 @@ def test_prefill_matches_attention_over_a_cache(batch: Batch) -> None:
         cache,
         cache,
         torch.arange(len(keys))[:, None],
-        whole.arguments()["query_starts"],
+        combined.arguments()["query_starts"],
         lengths,
         int(lengths.max()),
         batch.options["scale"],
@@ -193,14 +193,14 @@ def test_prefill_matches_attention_over_a_cache(batch: Batch) -> None:
         batch.options["softcap"],
         batch.options["sinks"],
     )
-    torch.testing.assert_close(torch.cat(whole.attend()), expected)
+    torch.testing.assert_close(torch.cat(combined.attend()), expected)
 
 
 @few
 @given(batches(causal=False, window_tokens=None, alibi_slopes=None), st.data())
 def test_merged_parts_equal_attention_to_all_keys(batch: Batch, data: st.DataObject) -> None:
     """Keys cut in two, the sink on one side; either part may be empty."""
-    whole, whole_lse = ragged_attention_with_lse(**batch.arguments())
+    expected, whole_lse = ragged_attention_with_lse(**batch.arguments())
     cuts = [data.draw(st.integers(0, len(keys))) for keys in batch.keys]
     halves = [
         [
@@ -210,13 +210,13 @@ def test_merged_parts_equal_attention_to_all_keys(batch: Batch, data: st.DataObj
         for pieces in ([slice(0, cut) for cut in cuts], [slice(cut, None) for cut in cuts])
     ]
     options = batch.options, {**batch.options, "sinks": None}
-    left, right = (
+    first, second = (
         ragged_attention_with_lse(**Batch(batch.queries, half[0], half[1], chosen).arguments())
         for half, chosen in zip(halves, options, strict=True)
     )
-    for one, other in ((left, right), (right, left)):
-        out, lse = merge_attention_states(*one, *other)
-        torch.testing.assert_close(out, whole)
+    for side_a, side_b in ((first, second), (second, first)):
+        out, lse = merge_attention_states(*side_a, *side_b)
+        torch.testing.assert_close(out, expected)
         torch.testing.assert_close(lse, whole_lse)
 
 

@@ -41,7 +41,7 @@ def use(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.mark.parametrize(
-    ("settings", "bound"),
+    ("settings", "expected"),
     [
         ({}, [0, 1, 2, 3]),
         ({"siblings": True}, [0, 4, 1, 5, 2, 6, 3, 7]),
@@ -51,15 +51,15 @@ def use(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
     ],
 )
 def test_one_thread_per_core_is_bound(
-    machine: Machine, settings: dict[str, int], bound: list[int]
+    machine: Machine, settings: dict[str, int], expected: list[int]
 ) -> None:
     verdict = bind_threads(**settings)  # type: ignore[arg-type]
-    assert verdict.reason == f"bound to {bound}"
-    assert machine.bound == bound
+    assert verdict.reason == f"bound to {expected}"
+    assert machine.bound == expected
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"reserve": -1}, "reserve is -1"),
         ({"reserve": "1"}, "reserve is '1'"),
@@ -68,10 +68,8 @@ def test_one_thread_per_core_is_bound(
         ({"node": 7}, "no NUMA node 7. This machine has: 0, 1"),
     ],
 )
-def test_invalid_arguments_raise(
-    machine: Machine, settings: dict[str, int], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_arguments_raise(machine: Machine, settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         bind_threads(**settings)  # type: ignore[arg-type]
     assert machine.bound == []
 

@@ -72,10 +72,13 @@ def slices_between(
     probe = _Probe(build, {})
     complete, shard = probe.of(cut.whole), probe.of(cut.size)
     if complete is None:
-        raise CannotCutError(f"{place}: nothing can hold all of it")
+        raise CannotCutError(f"{place}: this format cannot store the whole layer")
     if shard is None or shard.keys() != complete.keys():
         suggestion = _suggest_size(probe, cut, ranks)
-        raise CannotCutError(f"{place}: {cut.size} of {cut.whole} cannot be held{suggestion}")
+        raise CannotCutError(
+            f"{place}: this format cannot store a shard of {cut.size} of {cut.whole} "
+            f"entries{suggestion}"
+        )
     slices = {}
     for name, parameter in complete.items():
         # The stored shape is unknown before loading, so no slice can be computed.
@@ -97,12 +100,12 @@ def slices_between(
                 entry = start if begin is None else stop
                 suggestion = _suggest_size(probe, cut, ranks)
                 raise CannotCutError(
-                    f"{place}.{name}: what is stored for entry {entry} of {cut.whole} is stored "
-                    f"for its neighbours as well{suggestion}"
+                    f"{place}.{name}: entry {entry} of {cut.whole} shares a stored element with "
+                    f"its neighbours{suggestion}"
                 )
             ranges.append((begin, end))
         if sum(end - begin for begin, end in ranges) != shard[name].shape[dim]:
-            raise CannotCutError(f"{place}.{name}: the shares are no parts of the whole")
+            raise CannotCutError(f"{place}.{name}: the shard is not a part of the whole parameter")
         slices[name] = Slice(dim, parameter.shape[dim], tuple(ranges), _groups(probe, name, cut))
     return slices
 
@@ -153,7 +156,7 @@ def _groups(probe: _Probe, name: str, cut: Cut) -> tuple[int, int] | None:
     if _num_groups(complete, name) == _num_groups(shard, name):  # groups lie along another axis
         return 0, _num_groups(complete, name)
     if len(cut.ranges) > 1:
-        raise CannotCutError(f"{name} numbers groups, which a rank has in several places")
+        raise CannotCutError(f"{name} holds group numbers, and this rank's ranges have gaps")
     start, stop = cut.ranges[0]
     edges = [probe.of(at) if at else None for at in (start, stop)]
     first, last = (0 if edge is None else _num_groups(edge, name) for edge in edges)
@@ -179,7 +182,7 @@ def _suggest_size(probe: _Probe, cut: Cut, ranks: int) -> str:
                 for name in shard
                 if _differing_dims(shard[name].shape, _shapes(probe, size * ranks)[name])
             ):
-                return f"; {ranks} ranks can share {size * ranks}"
+                return f"; {ranks} ranks can divide {size * ranks} entries"
     return ""
 
 

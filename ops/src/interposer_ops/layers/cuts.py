@@ -143,7 +143,7 @@ def heads_cut(site: Site, spec: AttentionSpec) -> tuple[AttentionSpec, Cut, Cut]
         reason = f"{kv_heads} kv heads and {count} ranks do not divide each other"
     elif spec.alibi:
         # A kernel derives the slopes from the number of heads, so a shard would get wrong slopes.
-        reason = "slopes of heads are of their number among all"
+        reason = "ALiBi slopes depend on the total number of heads"
     if reason:
         tell_replicated(site, reason)
         return None

@@ -80,7 +80,7 @@ def _slices(site: Site, spec: ExpertsSpec, cut: Cut) -> Slices:
         layer = bare(Experts, probe)
         method.create_weights(layer, probe, replace(spec, intermediate_size=size))
         if layer._modules:
-            raise CannotCutError(f"{site.prefix}: each expert is layers of its own in this format")
+            raise CannotCutError(f"{site.prefix}: experts are separate layers in this format")
         parameters_by_key = {}
         for name, parameter in layer._parameters.items():
             if parameter is None:

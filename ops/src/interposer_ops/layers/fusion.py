@@ -41,7 +41,7 @@ def bind_quantizing(
     method.takes_codes = all(isinstance(b.choice.chosen.record, Kernel) for b in kernels)
     note = "quantizes for the projection that comes next, whose inputs have one scale"
     if not method.takes_codes:
-        note = "not called: this step and the quantizer run apart, as no kernel computes both"
+        note = "not called: no kernel fuses this op with the quantization of its result"
     resolver: Any = site.resolver
     for key, (choice, _) in [*resolver.choices.items()]:
         if any(choice is b.choice for b in kernels) and note not in choice.notes:
