@@ -55,7 +55,7 @@ class DecoderBackend(AttentionBackend):
         """Accept decoders with a cache of their dtype or of 8 bits; sinks and shared caches too."""
         if spec.cache_dtype in _8_BIT_DTYPES:
             spec = replace(spec, cache_dtype=spec.dtype)
-        # The checks of a plain decoder refuse these features; here they are supported.
+        # judge_plain_decoder refuses sinks and shared caches, which this backend supports.
         return replace(spec, sinks=False, shared=False).judge_plain_decoder()
 
     def kv_layout(self) -> KVCacheLayout:
@@ -120,6 +120,7 @@ class DecoderBackend(AttentionBackend):
         scales: Any = _NO_SCALES,
         rounding: tuple[Any, ...] = (),
     ) -> Tensor:
+        # ``rounding`` are the write kernel's extra arguments; empty for an unquantized cache.
         keys, values = cache.unbind(0)
         self.write(key, value, keys, values, plan.slots, *rounding)
         return self.attend_to(query, keys, values, plan, sinks, scales)

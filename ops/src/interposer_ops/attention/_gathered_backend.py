@@ -78,6 +78,7 @@ class GatheredBackend(AttentionBackend):
     ) -> Tensor:
         """Write, then attend; see ``AttentionBackend.forward``."""
         keys, values = cache.flatten(1, 2).unbind(0)  # each [P S, K, D]
+        # Written first: ``plan.read`` includes the slots of this step's own tokens.
         keys[plan.written] = key
         values[plan.written] = value
         if plan.read is not None:
@@ -89,6 +90,7 @@ def windowed(batch: AttentionBatch, window_tokens: int | None) -> tuple[Tensor, 
     """Return the first position and the number of positions to read, ``[B]`` int64 each."""
     lengths = batch.seq_lens
     if window_tokens is not None:
+        # The first query of the step sees window - 1 earlier tokens; later queries see fewer.
         lengths = torch.minimum(lengths, batch.query_starts.diff() + (window_tokens - 1))
     return batch.seq_lens - lengths, lengths
 

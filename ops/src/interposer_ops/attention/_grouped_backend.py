@@ -83,6 +83,7 @@ class GroupedBackend(AttentionBackend):
 
     def plan(self, batch: AttentionBatch) -> GroupedPlan:
         """Return the pages in the order of the page table, and a page table of the copies."""
+        # Copies are made in the order of the page table, so the copies' table simply counts up.
         table = batch.page_table
         copies = torch.arange(table.numel(), device=table.device).view(table.shape)
         return GroupedPlan(table.flatten(), replace(batch, page_table=copies))
@@ -91,6 +92,7 @@ class GroupedBackend(AttentionBackend):
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: GroupedPlan
     ) -> Tensor:
         """Write, then attend; see ``AttentionBackend.forward``."""
+        # This step's tokens are read back from the cache, rounded as later steps will see them.
         self._write(key, value, cache, plan.batch.slots)
         return self.forward_stored(query, cache, plan)
 

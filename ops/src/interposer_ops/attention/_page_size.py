@@ -33,7 +33,7 @@ def common_page_size(
         policy = policy_for(resolver.config, request)
         key = (request.key, policy)
         if key in offers:
-            continue
+            continue  # a layer with the same request and policy has the same answer
         candidates = resolver.registry.candidates("attention")
         accepted = {
             c.qualified_name: _accepted_sizes(resolver, c, spec, usual, site) for c in candidates

@@ -109,6 +109,7 @@ class SdpaBackend(AttentionBackend):
     ) -> Tensor:
         """Write, then attend; see ``AttentionBackend.forward``."""
         keys, values = cache.flatten(1, 2).unbind(0)  # each [P S, K, D]
+        # Written first: chunks and decode steps read this step's own tokens from the cache.
         keys[plan.slots] = key
         values[plan.slots] = value
         return self._attend(query, (key, value), (keys, values), plan)
@@ -142,6 +143,7 @@ class SdpaBackend(AttentionBackend):
 
     def _prompt(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Compute causal attention of ``[T, N, D]`` within one prompt."""
+        # is_causal aligns the mask at the first key, so this call suits only whole prompts.
         query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
         out = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self.spec.scale, enable_gqa=True

@@ -163,6 +163,7 @@ def score_arguments(
     if "sinks" in options:
         sinks = uniform((heads,), options["sinks"] or dtype, generator, -1.0, 2.0)
     if options.get("alibi"):
+        # Steeper than real ALiBi slopes, so that short test sequences show the bias.
         slopes = 2.0 ** -torch.arange(heads, dtype=torch.float32)
     window_tokens, softcap = options.get("window_tokens"), options.get("softcap")
     arguments = {
@@ -212,6 +213,7 @@ def bounded_case(
     largest_score = arguments["scale"] * longest_row(query) * largest_key
     if slopes is not None:
         largest_score += longest * peak(slopes)
+    # e5m2 has two fraction bits: rounding raises a value by at most an eighth.
     largest_value = 1.0 if keys.dtype == query.dtype else 1.125
     return Case(
         label,

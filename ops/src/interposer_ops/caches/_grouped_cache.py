@@ -33,6 +33,7 @@ def round_groups(x: Tensor) -> Tensor:
     Returns: ``[..., 5 D / 8]`` uint8: two values q per byte, the first in the low half, then base
         and step of each group as bfloat16. A group that contains NaN or infinity reads as NaN.
     """
+    # NaN and infinity reach base or step through amin and amax, which marks the whole group.
     groups = x.float().unflatten(-1, (-1, GROUP_SIZE))
     bits = groups.amin(-1).view(torch.int32)
     # Round down: away from zero for negative numbers, towards zero otherwise.

@@ -73,6 +73,7 @@ class TorchCommunicator(Communicator):
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Sum ``x`` over the ranks, rounded once, and return this rank's rows."""
+        # Exchange all parts and sum locally: the order of summation is then that of the ranks.
         self._check_rows("reduce_scatter", x, sizes, sum(sizes))
         size = sizes[self.ranks.rank]
         parts = self.all_to_all(x, sizes, [size] * self.ranks.size)

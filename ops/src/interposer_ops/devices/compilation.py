@@ -41,6 +41,7 @@ def expose_kernels(resolver: Resolver) -> tuple[str, ...]:
         chosen = choice.chosen
         if isinstance(chosen.record, Kernel) and "traceable" not in chosen.properties:
             function = resolver.registry.load(chosen, chosen.record.target)
+            # Several choices may share one function; torch accepts one substitute per function.
             if function not in _exposed:
                 op = load_target(resolver.registry.ops[chosen.record.op].target)
                 _exposed[function] = _expose(chosen, function, op, resolver.device.torch_device)
@@ -76,5 +77,6 @@ def _expose(
     def as_op(*args: Any, **kwargs: Any) -> Any:
         return custom_op(*args, **kwargs)
 
+    # The substitute takes any arguments, so torch must not compare signatures.
     torch.compiler.substitute_in_graph(function, skip_signature_check=True)(as_op)
     return full_name

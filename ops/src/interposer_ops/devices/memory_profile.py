@@ -93,4 +93,5 @@ def memory_profile(
     try:
         yield profile
     finally:
+        # Also after an error: the memory that led to a failure is the interesting one.
         profile.after = snapshot(device)

@@ -35,6 +35,7 @@ def bind_threads(
     if not isinstance(reserve, int) or reserve < 0:
         raise ConfigError(f"reserve is {reserve!r}, must be a number of cores, 0 or more")
     platform = place(config).platform
+    # Both members are optional in the platform contract; the refusal says which one is missing.
     for member in ("cores", "bind_threads"):
         provided = platform.provides(member)
         if not provided:

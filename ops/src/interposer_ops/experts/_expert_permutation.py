@@ -78,5 +78,6 @@ def _grouped(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     flat = expert_ids.flatten().to(torch.int64)
     keys = torch.where(flat >= 0, flat, num_experts)
     experts, order = keys.sort(stable=True)
+    # Not bincount, which waits for the device on GPUs.
     counts = (keys[:, None] == torch.arange(num_experts, device=keys.device)).sum(0)
     return order, experts, counts

@@ -194,6 +194,7 @@ def _weighted_experts(
     activation: str,
 ) -> Tensor:
     """Compute ``fused_experts`` from weights gathered per slot, ``[T, K, ...]``."""
+    # Each slot has matrices of its own here: simple, but T K copies. Kernels group by expert.
     projected = (gate_up @ x.to(gate_up.dtype)[:, None, :, None]).squeeze(-1)
     if gate_up_bias is not None:
         projected = projected + gate_up_bias

@@ -56,6 +56,7 @@ def latent_attention_decode(
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     keys = cached(cache, page_table, seq_lens, wide, cache_scale)[:, :, None]  # [B, L, 1, C + R]
+    # Keys and values are the same vectors; the rotary part serves only the scores.
     values = keys[..., :latent_size]
     out, _ = masked_attention(query, keys, values, query_starts, seq_lens, max_query_tokens, scale)
     return out
@@ -98,6 +99,7 @@ def sparse_latent_attention(
     keys = torch.where(is_listed[..., None], keys, 0)[:, :, None]
     if cache_scale is not None:
         keys = keys * cache_scale.to(wide)
+    # Every token becomes a sequence of one query and X keys.
     queries, values = query[:, None].to(wide), keys[..., :latent_size]
     out, _ = softmax_attention(queries, keys, values, is_listed[:, None], scale)
     return out[:, 0].to(query.dtype)

@@ -51,6 +51,7 @@ def indexer_scores_in_turn(
     for pages, (start, stop), length in zip(page_table, spans, seq_lens.tolist(), strict=True):
         if start == stop:
             continue
+        # Only the pages of this sequence; the table is as wide as the longest sequence needs.
         pages = pages[: -(-length // page_size)]
         cached_keys = keys[pages].flatten(0, 1)[:length].to(wide)  # [L, D]
         if key_scales is not None:

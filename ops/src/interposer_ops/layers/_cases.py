@@ -236,7 +236,7 @@ def router_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
         logits, top_k = case.arguments["logits"], case.arguments["top_k"]
         num_experts = logits.shape[1]
         if not logits.isfinite().all():
-            continue  # an infinite number times a zero of the weight is none
+            continue  # infinity times a zero weight is NaN
         for biased in (False, True) if top_k < num_experts else (False,):
             weight = torch.eye(num_experts, dtype=dtype)
             parameters = {"weight": weight}

@@ -163,6 +163,7 @@ def _compute(
         return errors.note(rotated_halves(parts, cos, sin), 3, 2, parts.abs().amax(-1, keepdim=True)
                            .mul(2).expand(parts.shape))  # fmt: skip
 
+    # The residual stream is float32: no rounding to the storage dtype.
     total = errors.note(x if inputs.residual is None else x + inputs.residual, 0)
     qkv = linear(norm(total, "input_layernorm"), "self_attn.qkv_proj")
     sizes = [count * size for count in (heads, kv_heads, kv_heads)]

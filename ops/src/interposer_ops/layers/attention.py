@@ -133,6 +133,7 @@ class PagedBackend(DecoderBackend):
             return judge_source(spec)
         return super().accepts(replace(spec, alibi=False, prefix_lm=False), capability)
 
+    # ``paged_attention`` takes the batch itself; only cross attention needs another one.
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
         """Return the batch; for encoder inputs, one sequence per query."""
         return lone_queries(batch) if self.spec.type == "encoder_decoder" else batch

@@ -111,6 +111,7 @@ def vocabulary_cut(site: Site, size: int) -> Cut | None:
     if alone(site):
         return None
     ranks = _ranks(site)
+    # A rank without rows would need a layer without outputs.
     if size < ranks.size:
         tell_replicated(site, f"{size} rows are fewer than {ranks.size} ranks")
         return None

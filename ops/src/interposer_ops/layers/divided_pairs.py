@@ -165,6 +165,7 @@ def share_inner(
     axes_by_part = {name: (("inner", 1),) * count for name, count in outputs.items()}
     axis_sizes, cut = {"inner": inner_size}, even_cut(site, "column", inner_size)
     if cut is not None:
+        # Both projections are sharded, or neither: the layers between need matching sizes.
         pair = _projections(
             names, hidden_size, axes_by_part, axis_sizes, "inner", kind, {"inner": cut}
         )

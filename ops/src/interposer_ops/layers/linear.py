@@ -51,6 +51,7 @@ class Linear(PluggableLayer):
     def _create(self, site: Site, in_features: int, parts: Mapping[str, int], bias: bool) -> None:
         self.in_features = in_features
         self.parts = dict(parts)
+        # The scheme returns None for layers that the checkpoint leaves unquantized.
         scheme = site.resolver.scheme
         method = scheme.linear_method(site.prefix, tuple(parts)) if scheme else None
         self.method = method or PlainLinear()

@@ -107,6 +107,7 @@ class LogitEditor:
     def _kernel(
         self, op: CustomOp[..., Any], dtype: torch.dtype | None = None, **dims: int | str
     ) -> Callable[..., Any]:
+        # Kernels are bound per dtype, as penalised logits are wider.
         key = op.name, dtype or self._site.dtype
         if key not in self._bound:
             site = replace(self._site, dtype=key[1])

@@ -103,6 +103,7 @@ class PlacedExperts(Experts):
 
         All ranks pass the same tokens and get bit-identical results.
         """
+        # Counted before the tokens are divided, so that all ranks have the same counts.
         self.routes.count(expert_ids)
         if self.dispatch_tokens is None or len(x) < self.dispatch_tokens:
             routing = weights, self.routes.own(expert_ids), self.spec.activation

@@ -87,6 +87,7 @@ class StateBatch:
         return cls(
             query_starts=batch.query_starts,
             slots=batch.state_slots,
+            # seq_lens include this step's tokens.
             num_cached=batch.seq_lens - batch.query_starts.diff(),
             max_query_tokens=batch.max_query_tokens,
             host=None if batch.host is None else cls.of(batch.host),
