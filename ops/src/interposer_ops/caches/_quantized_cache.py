@@ -51,7 +51,7 @@ def reshape_and_cache_fp8(
     largest = torch.finfo(cache_dtype).max
     for x, scale, cache in ((key, key_scale, key_cache), (value, value_scale, value_cache)):
         quotient = x.to(scale.dtype) / scale[:, None]
-        # Clamp first: torch converts numbers beyond the largest to NaN or infinity.
+        # Clamp first: torch's conversion saturates in e4m3, but gives infinity in e5m2.
         _store(quotient.clamp(-largest, largest).to(cache_dtype), cache, slots)
 
 

@@ -97,7 +97,7 @@ def even_cut(site: Site, kind: Kind, size: int) -> Cut | None:
         return None
     ranks = _ranks(site)
     if size % ranks.size:
-        tell_replicated(site, f"{ranks.size} ranks do not divide {size}")
+        note_replicated(site, f"{ranks.size} ranks do not divide {size}")
         return None
     size_per_rank = size // ranks.size
     return Cut(kind, size, ((ranks.rank * size_per_rank, (ranks.rank + 1) * size_per_rank),))
@@ -113,7 +113,7 @@ def vocabulary_cut(site: Site, size: int) -> Cut | None:
     ranks = _ranks(site)
     # A rank without rows would need a layer without outputs.
     if size < ranks.size:
-        tell_replicated(site, f"{size} rows are fewer than {ranks.size} ranks")
+        note_replicated(site, f"{size} rows are fewer than {ranks.size} ranks")
         return None
     edges = even_edges(ranks.size, size)
     return Cut("vocabulary", size, ((edges[ranks.rank], edges[ranks.rank + 1]),))
@@ -143,10 +143,10 @@ def heads_cut(site: Site, spec: AttentionSpec) -> tuple[AttentionSpec, Cut, Cut]
         # Divisible one way: several kv heads per rank. The other way: several ranks per kv head.
         reason = f"{kv_heads} kv heads and {count} ranks do not divide each other"
     elif spec.alibi:
-        # A kernel derives the slopes from the number of heads, so a shard would get wrong slopes.
+        # Backends derive the slopes from the number of heads, so a shard would get wrong slopes.
         reason = "ALiBi slopes depend on the total number of heads"
     if reason:
-        tell_replicated(site, reason)
+        note_replicated(site, reason)
         return None
     heads_per_rank, kv_heads_per_rank = heads // count, max(1, kv_heads // count)
     first, first_kv = ranks.rank * heads_per_rank, ranks.rank * kv_heads // count
@@ -181,17 +181,17 @@ def slices_of_heads(names: Iterable[str], cut: Cut) -> Slices:
     return {("", name): Slice(0, cut.whole, cut.ranges) for name in names}
 
 
-def tell_replicated(site: Site, reason: str) -> None:
+def note_replicated(site: Site, reason: str) -> None:
     """Note once for all layers of this kind that the layer at ``site`` is replicated."""
-    tell_once(site, f"every rank computes all of {kind_of(site)}: {reason}")
+    note_once(site, f"every rank computes all of {prefix_without_numbers(site)}: {reason}")
 
 
-def kind_of(site: Site) -> str:
+def prefix_without_numbers(site: Site) -> str:
     """Return the prefix of a site without block numbers."""
     return ".".join(part for part in site.prefix.split(".") if not part.isdigit())
 
 
-def tell_once(site: Site, note: str) -> None:
+def note_once(site: Site, note: str) -> None:
     """Add a note about the model unless the same note exists."""
     if note not in site.resolver.notes:
         site.resolver.notes.append(note)

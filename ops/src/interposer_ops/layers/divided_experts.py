@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from interposer import ExpertsSpec, Site
 from interposer.errors import InterposerError
-from interposer_ops.layers._parameter_cuts import (
-    CannotCutError,
-    bare,
-    sandboxed,
+from interposer_ops.layers._parameter_slices import (
+    CannotShardError,
+    empty_layer,
+    probe_site,
     slices_between,
 )
-from interposer_ops.layers.cuts import Cut, Slice, Slices, alone, even_cut, tell_replicated
+from interposer_ops.layers.cuts import Cut, Slice, Slices, alone, even_cut, note_replicated
 from interposer_ops.layers.divided_linear import AllReduce
 from interposer_ops.layers.experts import Experts, PlainExperts
 from interposer_ops.layers.placed_experts import place_experts
@@ -63,8 +63,8 @@ def share_experts(site: Site, spec: ExpertsSpec) -> Experts:
     if cut is not None:
         try:
             return DividedExperts(site, spec, cut, _slices(site, spec, cut))
-        except (CannotCutError, InterposerError) as refusal:
-            tell_replicated(site, str(refusal))
+        except (CannotShardError, InterposerError) as refusal:
+            note_replicated(site, str(refusal))
     return Experts(site, spec)
 
 
@@ -73,14 +73,14 @@ def _slices(site: Site, spec: ExpertsSpec, cut: Cut) -> Slices:
     ranks: Any = site.resolver.ranks
     separators: dict[str, tuple[str, str]] = {}
 
-    def built(size: int) -> dict[str, nn.Parameter]:
-        probe = sandboxed(site)
+    def build_parameters(size: int) -> dict[str, nn.Parameter]:
+        probe = probe_site(site)
         scheme = probe.resolver.scheme
         method = (scheme.experts_method(probe.prefix) if scheme else None) or PlainExperts()
-        layer = bare(Experts, probe)
+        layer = empty_layer(Experts, probe)
         method.create_weights(layer, probe, replace(spec, intermediate_size=size))
         if layer._modules:
-            raise CannotCutError(f"{site.prefix}: experts are separate layers in this format")
+            raise CannotShardError(f"{site.prefix}: experts are separate layers in this format")
         parameters_by_key = {}
         for name, parameter in layer._parameters.items():
             if parameter is None:
@@ -94,7 +94,7 @@ def _slices(site: Site, spec: ExpertsSpec, cut: Cut) -> Slices:
         return parameters_by_key
 
     slices = {}
-    for key, shard in slices_between(site.prefix, built, cut, ranks.size).items():
+    for key, shard in slices_between(site.prefix, build_parameters, cut, ranks.size).items():
         part, name = separators[key]
         is_joined = not part and name.startswith(_FIRST) and not spec.alternating
         slices[part, name] = _halves(shard) if is_joined else shard

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from interposer import Choice, Communicator, PluggableLayer, Site
 from interposer.errors import InterposerError
-from interposer_ops.layers._parameter_cuts import (
-    CannotCutError,
-    bare,
+from interposer_ops.layers._parameter_slices import (
+    CannotShardError,
+    empty_layer,
     parameters_of,
-    sandboxed,
+    probe_site,
     slices_between,
 )
-from interposer_ops.layers.cuts import Cut, Slice, Slices, alone, tell_replicated
+from interposer_ops.layers.cuts import Cut, Slice, Slices, alone, note_replicated
 from interposer_ops.layers.linear import Linear, MergedLinear, PlainLinear
 
 __all__ = ["AllReduce", "ColumnLinear", "Projection", "RowLinear", "divides"]
@@ -62,7 +62,7 @@ class Projection:
     def slices(self, site: Site) -> Slices:
         """Return the slices that this rank reads of the layer's parameters.
 
-        Raises: CannotCutError: a parameter cannot be sharded like this.
+        Raises: CannotShardError: a parameter cannot be sharded like this.
         """
         if self.row is not None:
             return self._row_slices(site, self.row)
@@ -73,7 +73,9 @@ class Projection:
             part_prefix = f"{site.prefix.rpartition('.')[0]}.{part}"
             slices = slices_between(
                 part_prefix,
-                lambda size, part=part: self._built(site, self.in_features, {part: size}),  # type: ignore[misc]
+                lambda size, part=part: self._build_parameters(  # type: ignore[misc]
+                    site, self.in_features, {part: size}
+                ),
                 cut,
                 ranks,
             )
@@ -85,30 +87,30 @@ class Projection:
         ranks = site.resolver.ranks
         assert ranks is not None
         (part,) = self.parts
+        # Probed without the bias, which belongs to the outputs and is not sharded.
         slices = slices_between(
             site.prefix,
-            lambda size: self._built(site, size, self.parts, bias=False),
+            lambda size: self._build_parameters(site, size, self.parts, bias=False),
             cut,
             ranks.size,
         )
-        # Probed without the bias, which belongs to the outputs and is not sharded.
         self._check(site, cut.size, self.parts)
         return {(part, name): shard for name, shard in slices.items()}
 
     def _check(self, site: Site, inputs: int, parts: Mapping[str, int]) -> None:
-        """Raise CannotCutError if no quantization method can build the shard."""
+        """Raise CannotShardError if no quantization method can build the shard."""
         try:
-            self._built(site, inputs, parts)
+            self._build_parameters(site, inputs, parts)
         except InterposerError as error:
-            raise CannotCutError(f"{site.prefix}: {error}") from error
+            raise CannotShardError(f"{site.prefix}: {error}") from error
 
-    def _built(
+    def _build_parameters(
         self, site: Site, inputs: int, parts: Mapping[str, int], bias: bool | None = None
     ) -> dict[str, Any]:
         """Return the parameters of a layer with these sizes."""
-        probe = sandboxed(site)
+        probe = probe_site(site)
         scheme = probe.resolver.scheme
-        layer = bare(Linear, probe, in_features=inputs, parts=dict(parts))
+        layer = empty_layer(Linear, probe, in_features=inputs, parts=dict(parts))
         method = scheme.linear_method(probe.prefix, tuple(self.parts)) if scheme else None
         method = method or PlainLinear()
         has_bias = self.bias if bias is None else bias
@@ -186,8 +188,8 @@ def divides(site: Site, *projections: Projection) -> tuple[Slices, ...] | None:
     for projection in projections:
         try:
             slices.append(projection.slices(site.at(projection.name)))
-        except CannotCutError as refusal:
-            tell_replicated(site, str(refusal))
+        except CannotShardError as refusal:
+            note_replicated(site, str(refusal))
             return None
     return tuple(slices)
 

@@ -21,8 +21,8 @@ from interposer_ops.layers.cuts import (
     alone,
     even_cut,
     heads_cut,
+    note_replicated,
     slices_of_heads,
-    tell_replicated,
 )
 from interposer_ops.layers.divided_linear import ColumnLinear, Projection, RowLinear, divides
 from interposer_ops.layers.linear import Linear, MergedLinear
@@ -63,13 +63,13 @@ class Pair:
 
     def first(self) -> Linear:
         """Build the first projection."""
-        return self._built(0)
+        return self._build(0)
 
     def last(self) -> Linear:
         """Build the last projection."""
-        return self._built(1)
+        return self._build(1)
 
-    def _built(self, index: int) -> Linear:
+    def _build(self, index: int) -> Linear:
         projection = self.projections[index]
         at = self.site.at(projection.name)
         if self.slices is None:
@@ -79,7 +79,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadShares(Pair):
+class HeadShards(Pair):
     """The projections of an attention layer, and the shard of heads between them.
 
     Attributes:
@@ -105,7 +105,7 @@ class HeadShares(Pair):
 
 
 @dataclass(frozen=True, slots=True)
-class InnerShares(Pair):
+class InnerShards(Pair):
     """The projections of an MLP, and the intermediate size on this rank."""
 
     size: int
@@ -119,7 +119,7 @@ def share_heads(
     outputs: Outputs = QKV,
     kind: type[Linear] = MergedLinear,
     undivided: str = "",
-) -> HeadShares:
+) -> HeadShards:
     """Build the projections of an attention layer at ``site``, sharded by heads if possible.
 
     Args:
@@ -133,7 +133,7 @@ def share_heads(
     axis_sizes = {"query": spec.num_heads * size, "kv": spec.num_kv_heads * size}
     head_shards = None if undivided else heads_cut(site, spec)
     if undivided and not alone(site):
-        tell_replicated(site, undivided)
+        note_replicated(site, undivided)
     if head_shards is not None:
         local, query, kv = head_shards
         cuts = {"query": query.times(size), "kv": kv.times(size)}
@@ -141,9 +141,9 @@ def share_heads(
         # A quantization format may still forbid the shard, for instance by its block size.
         if (slices := divides(site, *pair)) is not None:
             local_sizes = {name: cut.size for name, cut in cuts.items()}
-            return HeadShares(site, pair, slices, local, _sizes(outputs, local_sizes), (query, kv))
+            return HeadShards(site, pair, slices, local, _sizes(outputs, local_sizes), (query, kv))
     pair = _projections(names, hidden_size, outputs, axis_sizes, "query", kind)
-    return HeadShares(site, pair, None, spec, _sizes(outputs, axis_sizes), None)
+    return HeadShards(site, pair, None, spec, _sizes(outputs, axis_sizes), None)
 
 
 def share_inner(
@@ -153,7 +153,7 @@ def share_inner(
     names: PairNames,
     outputs: Mapping[str, int],
     kind: type[Linear] = MergedLinear,
-) -> InnerShares:
+) -> InnerShards:
     """Build the projections of an MLP at ``site``, sharded along I if possible.
 
     Args:
@@ -170,9 +170,9 @@ def share_inner(
             names, hidden_size, axes_by_part, axis_sizes, "inner", kind, {"inner": cut}
         )
         if (slices := divides(site, *pair)) is not None:
-            return InnerShares(site, pair, slices, cut.size)
+            return InnerShards(site, pair, slices, cut.size)
     pair = _projections(names, hidden_size, axes_by_part, axis_sizes, "inner", kind)
-    return InnerShares(site, pair, None, inner_size)
+    return InnerShards(site, pair, None, inner_size)
 
 
 def _projections(

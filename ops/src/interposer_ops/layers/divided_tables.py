@@ -12,18 +12,18 @@ from torch import Tensor
 
 from interposer import PluggableLayer, Site
 from interposer.errors import InterposerError
-from interposer_ops.layers._parameter_cuts import (
-    CannotCutError,
-    bare,
+from interposer_ops.layers._parameter_slices import (
+    CannotShardError,
+    empty_layer,
     parameters_of,
-    sandboxed,
+    probe_site,
     slices_between,
 )
 from interposer_ops.layers.cuts import (
     Cut,
     Slices,
     even_edges,
-    tell_replicated,
+    note_replicated,
     vocabulary_cut,
 )
 from interposer_ops.layers.divided_linear import AllReduce, bind_all_gather
@@ -86,16 +86,16 @@ def share_embedding(
     cut = vocabulary_cut(site, vocab_size)
     if cut is not None:
 
-        def built(size: int) -> dict[str, Any]:
-            probe = sandboxed(site)
+        def build_parameters(size: int) -> dict[str, Any]:
+            probe = probe_site(site)
             scheme = probe.resolver.scheme
             method = scheme.embedding_method(probe.prefix, head and head.prefix) if scheme else None
-            layer = bare(Embedding, probe)
-            probe_head = None if head is None else sandboxed(head)
+            layer = empty_layer(Embedding, probe)
+            probe_head = None if head is None else probe_site(head)
             (method or PlainEmbedding()).create_weights(layer, probe, size, hidden_size, probe_head)
             return parameters_of(layer)
 
-        slices = _slices(site, built, cut)
+        slices = _slices(site, build_parameters, cut)
         if slices is not None:
             return DividedEmbedding(site, cut, hidden_size, head, slices)
     return Embedding(site, vocab_size, hidden_size, head)
@@ -116,26 +116,26 @@ def share_head(
     cut = vocabulary_cut(site, vocab_size)
     if cut is not None:
 
-        def built(size: int) -> dict[str, Any]:
-            probe = sandboxed(site)
+        def build_parameters(size: int) -> dict[str, Any]:
+            probe = probe_site(site)
             scheme = probe.resolver.scheme
             method = scheme.head_method(probe.prefix) if scheme else None
-            layer = bare(LMHead, probe)
+            layer = empty_layer(LMHead, probe)
             (method or PlainLinear()).create_weights(layer, probe, hidden_size, size, bias=False)
             return parameters_of(layer)
 
-        slices = _slices(site, built, cut)
+        slices = _slices(site, build_parameters, cut)
         if slices is not None:
             return DividedHead(site, cut, hidden_size, None, slices)
     return LMHead(site, vocab_size, hidden_size)
 
 
-def _slices(site: Site, built: Any, cut: Cut) -> Slices | None:
+def _slices(site: Site, build_parameters: Any, cut: Cut) -> Slices | None:
     ranks = site.resolver.ranks
     assert ranks is not None
     try:
-        slices = slices_between(site.prefix, built, cut, ranks.size)
-    except (CannotCutError, InterposerError) as refusal:
-        tell_replicated(site, str(refusal))
+        slices = slices_between(site.prefix, build_parameters, cut, ranks.size)
+    except (CannotShardError, InterposerError) as refusal:
+        note_replicated(site, str(refusal))
         return None
     return {("", name): shard for name, shard in slices.items()}

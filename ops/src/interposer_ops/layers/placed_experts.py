@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from interposer import ExpertsSpec, Ranks, Site
 from interposer.errors import ConfigError, InterposerError
-from interposer_ops.layers._parameter_cuts import CannotCutError, bare, sandboxed
+from interposer_ops.layers._parameter_slices import CannotShardError, empty_layer, probe_site
 from interposer_ops.layers.choice_notes import annotate_place
 from interposer_ops.layers.cuts import (
     Cut,
@@ -23,8 +23,8 @@ from interposer_ops.layers.cuts import (
     Slice,
     Slices,
     even_edges,
-    kind_of,
-    tell_once,
+    note_once,
+    prefix_without_numbers,
 )
 from interposer_ops.layers.divided_linear import (
     MANY_ROWS,
@@ -122,9 +122,11 @@ def place_experts(site: Site, spec: ExpertsSpec, settings: ExpertParallel) -> Pl
     size = _ranks(site).size
     placement = even_placement(spec.num_experts, size, settings.redundant_experts)
     try:
-        stacked = _stacked(site, spec, len(placement.ranks[_ranks(site).rank]))
-    except (CannotCutError, InterposerError) as refusal:
-        tell_once(site, f"experts of {kind_of(site)} are not placed whole: {refusal}")
+        stacked = _stacked_parameters(site, spec, len(placement.ranks[_ranks(site).rank]))
+    except (CannotShardError, InterposerError) as refusal:
+        note_once(
+            site, f"experts of {prefix_without_numbers(site)} are not placed whole: {refusal}"
+        )
         return None
     tokens, why = _dispatch_tokens(site, spec, settings)
     layer = PlacedExperts(site, spec, placement, stacked, tokens)
@@ -163,30 +165,30 @@ def _dispatch_tokens(
     return MANY_ROWS, f"{reason}, as {rows}"
 
 
-def _stacked(site: Site, spec: ExpertsSpec, count: int) -> frozenset[str]:
+def _stacked_parameters(site: Site, spec: ExpertsSpec, count: int) -> frozenset[str]:
     """Return the names of parameters that store all experts along the first dimension.
 
     The layer is built on the meta device with E, E + 1 and ``count`` experts, and shapes are
     compared.
 
-    Raises: CannotCutError: a rank cannot read ``count`` experts from tensors stored like this.
+    Raises: CannotShardError: a rank cannot read ``count`` experts from tensors stored like this.
     """
     complete, shard = (
-        _built(site, replace(spec, num_experts=n)) for n in (spec.num_experts, count)
+        _meta_layer(site, replace(spec, num_experts=n)) for n in (spec.num_experts, count)
     )
     # A tensor stores all experts if one more expert makes its first dimension longer.
-    larger = _built(site, replace(spec, num_experts=spec.num_experts + 1))
-    forms = [_form(child) for child in complete.children()]
-    shard_forms = [_form(child) for child in shard.children()]
+    larger = _meta_layer(site, replace(spec, num_experts=spec.num_experts + 1))
+    forms = [_parameter_shapes(child) for child in complete.children()]
+    shard_forms = [_parameter_shapes(child) for child in shard.children()]
     if any(form != forms[0] for form in forms) or shard_forms != forms[:count]:
-        raise CannotCutError(f"{site.prefix}: experts are not stored in one form")
+        raise CannotShardError(f"{site.prefix}: experts are not stored in one form")
     parameters: Mapping[str, Any] = complete._parameters
     if any(getattr(parameter, "any_form", False) for parameter in complete.parameters()):
-        raise CannotCutError(f"{site.prefix}: experts are held in whatever form they are stored")
+        raise CannotShardError(f"{site.prefix}: experts are held in whatever form they are stored")
     if parameters.keys() != shard._parameters.keys() or parameters.keys() != (
         larger._parameters.keys()
     ):
-        raise CannotCutError(f"{site.prefix}: some experts are stored in another form")
+        raise CannotShardError(f"{site.prefix}: some experts are stored in another form")
     stacked = set()
     for name, parameter in parameters.items():
         if parameter is None or hasattr(parameter, "expert_parts"):
@@ -195,23 +197,23 @@ def _stacked(site: Site, spec: ExpertsSpec, count: int) -> frozenset[str]:
         if shape == larger_shape:
             continue  # independent of the number of experts, so replicated
         if shape[1:] != larger_shape[1:] or getattr(parameter, "stored_transposed", False):
-            raise CannotCutError(f"{site.prefix}.{name}: experts are not its first dimension")
+            raise CannotShardError(f"{site.prefix}.{name}: experts are not its first dimension")
         stacked.add(name)
     return frozenset(stacked)
 
 
-def _built(site: Site, spec: ExpertsSpec) -> Any:
+def _meta_layer(site: Site, spec: ExpertsSpec) -> Any:
     """Return a layer with the parameters of these experts, on the meta device."""
-    probe = sandboxed(site)
+    probe = probe_site(site)
     scheme = probe.resolver.scheme
     method = (scheme.experts_method(probe.prefix) if scheme else None) or PlainExperts()
-    layer = bare(Experts, probe)
+    layer = empty_layer(Experts, probe)
     with torch.device("meta"):
         method.create_weights(layer, probe, spec)
     return layer
 
 
-def _form(layer: nn.Module) -> list[tuple[Any, ...]]:
+def _parameter_shapes(layer: nn.Module) -> list[tuple[Any, ...]]:
     """Return names, shapes and dtypes of one expert's parameters, for comparison."""
     return [
         (name, tuple(parameter.shape), parameter.dtype)

@@ -20,13 +20,13 @@ from interposer import PluggableLayer, Site
 from interposer.errors import InterposerError
 from interposer_ops.layers.cuts import Cut, Slice
 
-__all__ = ["CannotCutError", "bare", "parameters_of", "sandboxed", "slices_between"]
+__all__ = ["CannotShardError", "empty_layer", "parameters_of", "probe_site", "slices_between"]
 
 Parameters = Mapping[str, nn.Parameter]
-_SANDBOXES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_PROBE_RESOLVERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
-class CannotCutError(Exception):
+class CannotShardError(Exception):
     """A parameter cannot be sharded; the text names the parameter and the reason."""
 
 
@@ -47,16 +47,16 @@ class _Probe:
         return self.built[size]
 
 
-def sandboxed(site: Site) -> Site:
+def probe_site(site: Site) -> Site:
     """Return a site whose choices and notes are discarded."""
     resolver: Any = site.resolver
     # One shadow per resolver, reused by all probes of a model.
-    if resolver not in _SANDBOXES:
+    if resolver not in _PROBE_RESOLVERS:
         shadow = copy.copy(resolver)
         shadow.choices, shadow.notes, shadow.failures, shadow.ranks = {}, [], [], None
-        _SANDBOXES[resolver] = shadow
-    _SANDBOXES[resolver].scheme = resolver.scheme
-    return replace(site, resolver=_SANDBOXES[resolver])
+        _PROBE_RESOLVERS[resolver] = shadow
+    _PROBE_RESOLVERS[resolver].scheme = resolver.scheme
+    return replace(site, resolver=_PROBE_RESOLVERS[resolver])
 
 
 def slices_between(
@@ -67,15 +67,15 @@ def slices_between(
     Args:
         build: creates the parameters for an axis of the given size.
         ranks: number of ranks.
-    Raises: CannotCutError: a shard of a parameter would not be a part of the whole parameter.
+    Raises: CannotShardError: a shard of a parameter would not be a part of the whole parameter.
     """
     probe = _Probe(build, {})
     complete, shard = probe.of(cut.whole), probe.of(cut.size)
     if complete is None:
-        raise CannotCutError(f"{place}: this format cannot store the whole layer")
+        raise CannotShardError(f"{place}: this format cannot store the whole layer")
     if shard is None or shard.keys() != complete.keys():
         suggestion = _suggest_size(probe, cut, ranks)
-        raise CannotCutError(
+        raise CannotShardError(
             f"{place}: this format cannot store a shard of {cut.size} of {cut.whole} "
             f"entries{suggestion}"
         )
@@ -83,7 +83,7 @@ def slices_between(
     for name, parameter in complete.items():
         # The stored shape is unknown before loading, so no slice can be computed.
         if getattr(parameter, "any_form", False):
-            raise CannotCutError(f"{place}.{name} is held in whatever form it is stored")
+            raise CannotShardError(f"{place}.{name} is held in whatever form it is stored")
         differing_dims = _differing_dims(parameter.shape, shard[name].shape)
         if not differing_dims:
             if hasattr(parameter, "states_sizes"):
@@ -91,7 +91,7 @@ def slices_between(
             continue
         # Slicing along one dimension cannot produce a shard that differs in two.
         if len(differing_dims) > 1:
-            raise CannotCutError(f"{place}.{name} changes in dimensions {differing_dims}")
+            raise CannotShardError(f"{place}.{name} changes in dimensions {differing_dims}")
         dim = differing_dims[0]
         ranges = []
         for start, stop in cut.ranges:
@@ -99,13 +99,15 @@ def slices_between(
             if begin is None or end is None:
                 entry = start if begin is None else stop
                 suggestion = _suggest_size(probe, cut, ranks)
-                raise CannotCutError(
+                raise CannotShardError(
                     f"{place}.{name}: entry {entry} of {cut.whole} shares a stored element with "
                     f"its neighbours{suggestion}"
                 )
             ranges.append((begin, end))
         if sum(end - begin for begin, end in ranges) != shard[name].shape[dim]:
-            raise CannotCutError(f"{place}.{name}: the shard is not a part of the whole parameter")
+            raise CannotShardError(
+                f"{place}.{name}: the shard is not a part of the whole parameter"
+            )
         slices[name] = Slice(dim, parameter.shape[dim], tuple(ranges), _groups(probe, name, cut))
     return slices
 
@@ -156,7 +158,7 @@ def _groups(probe: _Probe, name: str, cut: Cut) -> tuple[int, int] | None:
     if _num_groups(complete, name) == _num_groups(shard, name):  # groups lie along another axis
         return 0, _num_groups(complete, name)
     if len(cut.ranges) > 1:
-        raise CannotCutError(f"{name} holds group numbers, and this rank's ranges have gaps")
+        raise CannotShardError(f"{name} holds group numbers, and this rank's ranges have gaps")
     start, stop = cut.ranges[0]
     edges = [probe.of(at) if at else None for at in (start, stop)]
     first, last = (0 if edge is None else _num_groups(edge, name) for edge in edges)
@@ -195,7 +197,7 @@ def parameters_of(layer: nn.Module) -> dict[str, nn.Parameter]:
     return dict(layer.named_parameters(remove_duplicate=False))
 
 
-def bare(kind: type[PluggableLayer], site: Site, **attributes: Any) -> Any:
+def empty_layer(kind: type[PluggableLayer], site: Site, **attributes: Any) -> Any:
     """Create a layer without calling its constructor, for a method to add parameters."""
     layer = object.__new__(kind)
     nn.Module.__init__(layer)
