@@ -21,7 +21,7 @@ from interposer_ops.caches._kv_cache import cumulated, read_slots
 
 @dataclass(frozen=True, slots=True)
 class GatheredStep:
-    """One step without pages.
+    """Cache slots and sequence bounds of one step; the attention function sees no pages.
 
     Attributes:
         written: ``[T]`` slots for the keys and values of this step.

@@ -137,7 +137,7 @@ def _add_up(
     *,
     gathered: bool = False,
 ) -> None:
-    """Sum rows into ``y``.
+    """Sum the rows of each token into ``y``.
 
     Args:
         positions: negative for skipped rows; otherwise the row number if ``gathered``.

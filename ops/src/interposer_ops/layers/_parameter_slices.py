@@ -48,7 +48,7 @@ class _Probe:
 
 
 def probe_site(site: Site) -> Site:
-    """Return a site whose choices and notes are discarded."""
+    """Return a site for throw-away layers, whose kernel choices and notes are discarded."""
     resolver: Any = site.resolver
     # One shadow per resolver, reused by all probes of a model.
     if resolver not in _PROBE_RESOLVERS:

@@ -107,7 +107,7 @@ class Projection:
     def _build_parameters(
         self, site: Site, inputs: int, parts: Mapping[str, int], bias: bool | None = None
     ) -> dict[str, Any]:
-        """Return the parameters of a layer with these sizes."""
+        """Build a throw-away layer with these sizes, and return its parameters."""
         probe = probe_site(site)
         scheme = probe.resolver.scheme
         layer = empty_layer(Linear, probe, in_features=inputs, parts=dict(parts))

@@ -62,7 +62,10 @@ class Router(WideLinear):
         return self.select(logits, self.top_k, self.renormalize)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return weights ``[T, K]`` float32 and ids ``[T, K]`` int32 for ``x`` ``[T, H]``."""
+        """Choose the experts of ``x`` ``[T, H]``.
+
+        Returns: weights ``[T, K]`` float32 and expert ids ``[T, K]`` int32.
+        """
         return self.choose(super().forward(x))
 
 

@@ -106,7 +106,7 @@ def _fused(site: Site, reduce_alone: AllReduce, index: int) -> Communicator | No
     """Return the communicator with the fused collective, for few (0) or many (1) rows, or None."""
     choice = reduce_alone.choices[index]
     if FUSED_SUM not in getattr(choice.chosen.record, "collectives", ()):
-        _tell(site, choice, f"{choice.chosen.name} has no {FUSED_SUM}")
+        _note_separate(site, choice, f"{choice.chosen.name} has no {FUSED_SUM}")
         return None
     try:
         fused, communicator = site.resolver.communicator(
@@ -114,16 +114,16 @@ def _fused(site: Site, reduce_alone: AllReduce, index: int) -> Communicator | No
         )
     except NoCandidateError as error:
         refusals = "; ".join(map(str, error.refusals))
-        _tell(site, choice, f"{FUSED_SUM} was refused: {refusals}")
+        _note_separate(site, choice, f"{FUSED_SUM} was refused: {refusals}")
         return None
     # Fusing must not change the communicator that was chosen for the all-reduce.
     if fused.chosen.qualified_name != choice.chosen.qualified_name:
-        _tell(site, choice, f"{FUSED_SUM} is that of {fused.chosen.name}")
+        _note_separate(site, choice, f"{FUSED_SUM} is that of {fused.chosen.name}")
         return None
     return communicator
 
 
-def _tell(site: Site, sums: Choice, reason: str) -> None:
+def _note_separate(site: Site, sums: Choice, reason: str) -> None:
     """Note on the choice of the all-reduce why the norm stays separate."""
     note, resolver = f"norms behind sums run apart: {reason}", cast("Any", site.resolver)
     for key, (choice, _) in [*resolver.choices.items()]:

@@ -95,7 +95,7 @@ class RMSNorm(PluggableLayer):
         return self.add_norm(x, residual, self.constants[1], self.eps)
 
     def _quantized(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return ``(quantized normalised stream, stream)``."""
+        """Add, normalise and quantize; return ``(quantized normalised stream, stream)``."""
         norm, add_norm = self._bound[2].function, self._bound[3].function
         scale, (_, _, weight, add_weight) = self._receiver[0].operands[0], self.constants
         if residual is None:

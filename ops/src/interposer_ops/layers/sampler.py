@@ -149,12 +149,13 @@ class Sampler(PluggableLayer):
         self.editor = LogitEditor(site, vocab_size)
 
     def forward(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-        """Return ``(tokens, logprobs)``, ``[B]`` int64 and ``[B]`` float32.
+        """Sample one token per row, and return the tokens with their log probabilities.
 
         Args:
             logits: ``[B, V]``, dtype of the site.
             batch: sampling parameters of the B requests, on the device of ``logits``.
-        Returns: logprobs are natural logs, after penalties, before temperature and truncation.
+        Returns: ``(tokens, logprobs)``, ``[B]`` int64 and ``[B]`` float32. The logprobs are natural
+            logs, after penalties, before temperature and truncation.
         """
         sample = self.sample
         if batch.penalties is not None:
